@@ -92,51 +92,32 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--base-model", metavar="NAME", help="model that an adapter is for (--to peft; default: the run's --load-hf)"
     )
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
-    parser.add_argument(
-        "--accept-ties",
-        action="store_true",
-        help="export a Unigram tokenizer although runs like ----- get its tokens in another order of the same score",
-    )
     return parser
 
 
-def flag_reasons(arguments: argparse.Namespace) -> list[str]:
+def flag_reasons(a: argparse.Namespace) -> list[str]:
     """All faults of the flags alone."""
-    reasons = []
-    if (arguments.source, arguments.target) == ("megacp", "megacp"):
-        reasons.append("--from megacp --to megacp: a checkpoint is read by any grid as it is")
-    if arguments.target == "megacp" and arguments.dtype == "float16":
-        reasons.append("--dtype float16: runs of megacp have float32, bfloat16 or float64 weights")
-    if arguments.target == "megacp" and arguments.layout is not None:
-        reasons.append("--layout is for --to hf")
-    if arguments.eod_token is not None and arguments.tokenizer in (None, "none"):
-        reasons.append("--eod-token goes with --tokenizer")
-    if arguments.chat_template == "messages" and arguments.tokenizer == "none":
-        reasons.append("--chat-template messages goes with a tokenizer, not with --tokenizer none")
-    if arguments.source == "hf" and arguments.tokenizer is not None:
-        reasons.append("--tokenizer is for --from megacp: a Hugging Face folder brings its own")
-    needed = {"safetensors": "it reads and writes weights", "jinja2": "it tries chat templates"}
-    needed |= {"transformers": "--verify compares with it"} if arguments.verify else {}
-    reasons += [
-        f"the package {name} is not installed ({why}): pip install 'megacp[hf]'"
-        for name, why in needed.items()
-        if importlib.util.find_spec(name) is None
-    ]
-    if arguments.max_position_embeddings is not None and arguments.max_position_embeddings < 1:
-        reasons.append(f"--max-position-embeddings {arguments.max_position_embeddings}: must be at least 1")
-    if arguments.max_position_embeddings is not None and (arguments.source, arguments.target) != ("megacp", "hf"):
-        reasons.append("--max-position-embeddings is for --from megacp --to hf: a Hugging Face config has its own")
-    if arguments.ignore_field and arguments.source != "hf":
-        reasons.append("--ignore-field is for --from hf: it names fields of a config.json")
-    if arguments.target == "peft":
-        reasons += ["--to peft is for --from megacp"] if arguments.source == "hf" else []
-        reasons += ["--verify compares whole models: give it with --to hf"] if arguments.verify else []
-        reasons += ["--tokenizer is for a whole model, not for --to peft"] if arguments.tokenizer is not None else []
-    elif arguments.base_model is not None:
-        reasons.append(f"--base-model {arguments.base_model} is for --to peft")
-    if arguments.max_shard_size < 1:
-        reasons.append(f"--max-shard-size {arguments.max_shard_size}: must be at least 1")
-    return reasons
+    way = (a.source, a.target)
+    faults = {
+        "--from megacp --to megacp: a checkpoint is read by any grid as it is": way == ("megacp", "megacp"),
+        "--dtype float16: runs of megacp have float32, bfloat16 or float64": a.target == "megacp"
+        and a.dtype == "float16",
+        "--layout is for --to hf": a.target == "megacp" and a.layout is not None,
+        "--eod-token goes with --tokenizer": a.eod_token is not None and a.tokenizer in (None, "none"),
+        "--chat-template messages goes with a tokenizer": a.chat_template == "messages" and a.tokenizer == "none",
+        "--tokenizer is for --from megacp --to hf": a.tokenizer is not None and way != ("megacp", "hf"),
+        "--max-position-embeddings is for --from megacp --to hf, at least 1": a.max_position_embeddings is not None
+        and (a.max_position_embeddings < 1 or way != ("megacp", "hf")),
+        "--ignore-field is for --from hf": bool(a.ignore_field) and a.source != "hf",
+        "--to peft is for --from megacp": way == ("hf", "peft"),
+        "--verify compares whole models: give it with --to hf": a.target == "peft" and a.verify,
+        "--base-model is for --to peft": a.target != "peft" and a.base_model is not None,
+        "--max-shard-size: must be at least 1": a.max_shard_size < 1,
+    }
+    needed = ["safetensors", "jinja2", *(["transformers"] if a.verify else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    reasons = [fault for fault, is_so in faults.items() if is_so]
+    return reasons + [f"the package {name} is not installed: pip install 'megacp[hf]'" for name in missing]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokenizer=arguments.tokenizer,
         eod_token=arguments.eod_token,
         chat_template=arguments.chat_template,
-        accept_ties=arguments.accept_ties,
         base_model=arguments.base_model,
         ignored=tuple(arguments.ignore_field),
     )

@@ -49,7 +49,7 @@ def refusal(capsys: Capture, *arguments: Any) -> str:
     [
         *(("hf", name, "") for name in ("nowhere", "empty", "others")),
         *(("megacp", name, "") for name in ("nowhere", "empty", "others", "cut")),
-        ("hf", "theirs/model.safetensors", "theirs"),
+        ("hf", "theirs/model.safetensors", ""),
         ("megacp", "theirs/model.safetensors", ""),
         ("hf", "ours", "--from megacp"),
         ("hf", "ours/step_*", "--from megacp"),
@@ -84,7 +84,6 @@ HOSTILE: dict[str, Any] = {
     "num_hidden_layers": 10**9,
     "rope_theta": "a",
     "rms_norm_eps": None,
-    "architectures": [{}],
     "vocab_size": "97",
     "model_type": ["llama"],
     "num_attention_heads": 5,

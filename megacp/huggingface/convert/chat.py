@@ -7,8 +7,7 @@ that border it is refused, or told.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,19 +73,12 @@ def template(has_end: bool, begin: str = "") -> str:
     return text.replace("{{- BEGIN -}}\n", f"{{{{- {quoted} -}}}}\n" if begin else "")
 
 
-@functools.lru_cache(maxsize=4)
-def _compiled(text: str) -> Any:
-    """The template as jinja's code; a probe renders one template for some hundred conversations."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
-
-
 def write_template(folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversation], media: str) -> None:
     """Write the template where it gives each conversation of `probe` its ids. ValueError names one that gets others.
 
     `media` stands for an image in the ids of the probe: texts of special tokens.
     """
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
 
@@ -96,9 +88,10 @@ def write_template(folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversat
     if eos_token is not None:  # as the library makes it, where the file does not
         known.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
     text = template(eos_token is not None, begin)
+    compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
     for one in probe:
         given = {"messages": one.messages, "add_generation_prompt": one.prompt, "eos_token": eos_token}
-        rendered = _compiled(text).render(**given).replace(_PLACEHOLDER, media)
+        rendered = compiled.render(**given).replace(_PLACEHOLDER, media)
         if known.encode(rendered, add_special_tokens=False).ids != list(one.ids):
             raise ValueError(f"{rendered[:80]!r} gets other ids than its messages got in a build")
     (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
@@ -162,15 +155,6 @@ def probe(tokenizer: Tokenizer, image_ids: Mapping[str, int]) -> list[Conversati
     return found
 
 
-def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write the templates of a dataset as files, in place of the tokenizer's own of these uses."""
-    _drop_own(folder)
-    paths = {"default": folder / TEMPLATE_FILE, "tool_use": folder / TEMPLATE_FOLDER / "tool_use.jinja"}
-    for name in paths.keys() & texts.keys():
-        paths[name].parent.mkdir(exist_ok=True)
-        paths[name].write_bytes(texts[name].encode())  # newlines as they are
-
-
 def _drop_own(folder: Path) -> None:
     """Take out what a library may choose unasked beside TEMPLATE_FILE; templates that are asked for by name stay."""
     settings = read_json(folder / "tokenizer_config.json")
@@ -178,12 +162,6 @@ def _drop_own(folder: Path) -> None:
         write_json(folder / "tokenizer_config.json", settings)
     (folder / _OLDER_FILE).unlink(missing_ok=True)
     (folder / TEMPLATE_FOLDER / "tool_use.jinja").unlink(missing_ok=True)
-
-
-def _lost(before: Collection[str], folder: Path) -> str:
-    """Words on templates of the tokenizer that are no longer there; empty when all are."""
-    names = sorted(set(before).difference(templates_of(folder)))
-    return f"; the tokenizer's own {', '.join(names)} left out, which training did not have" if names else ""
 
 
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
@@ -195,20 +173,22 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
     if (texts := stored_state(loaded.checkpoint).chat_template) is not None and choice != "none":
         if choice != "auto":
             raise ValueError(f"--chat-template {choice}: messages of the run's data were written by another template")
-        before = templates_of(folder)
-        _write_texts(folder, texts)
-        return f"that of the training data{_lost(before, folder)}"
+        _drop_own(folder)
+        paths = {"default": folder / TEMPLATE_FILE, "tool_use": folder / TEMPLATE_FOLDER / "tool_use.jinja"}
+        for name in paths.keys() & texts.keys():
+            paths[name].parent.mkdir(exist_ok=True)
+            paths[name].write_bytes(texts[name].encode())  # newlines as they are
+        return "that of the training data"
     own = bool(templates_of(folder))
     trained = "updates" in loaded.checkpoint.extra
     if choice == "none":
         return "the tokenizer's own" if own else "none"
     if choice == "auto" and own:
-        also = "; --chat-template messages writes that of records with `messages`" if trained else ""
-        return f"the tokenizer's own{also}"
+        return "the tokenizer's own; --chat-template messages writes that of records with `messages`"
     if choice == "auto" and not (loaded.rules is not None and trained):
         return "none; for a model that was trained on records with `messages`: --chat-template messages"
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    media, before = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"], templates_of(folder)
+    media = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"]
     try:
         write_template(folder, tokenizer, probe(tokenizer, images), media)
     except ValueError as error:
@@ -217,4 +197,4 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
             return f"none: {why}"
         raise ValueError(f"--chat-template {choice}: {why}") from error
     _drop_own(folder)
-    return f"that of records with `messages`, with the ids of a build{_lost(before, folder)}"
+    return "that of records with `messages`, with the ids of a build"

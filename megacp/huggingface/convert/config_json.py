@@ -37,7 +37,6 @@ SILENT: Mapping[str, Any] = {
     "pruned_heads": {},
 }
 """Values that say what every model does without the field."""
-_ID_ENDS = ("_token_id", "_patch_id", "_col_id")
 _MOST = 2**31 - 1
 _ROPE_NUMBERS = {
     "factor": ("rope_scaling_factor", float, 1.0),
@@ -77,10 +76,6 @@ def as_number(value: Any, kind: type, low: float, high: float) -> Any:
     return value if math.isfinite(value) and low <= value <= high else None
 
 
-def _is_ids(value: Any) -> bool:
-    return value is None or type(value) is int or (isinstance(value, list) and all(type(i) is int for i in value))
-
-
 class ConfigJson:
     """The fields of a config; `faults` gathers what is wrong with those that were read."""
 
@@ -92,12 +87,6 @@ class ConfigJson:
         for name in sections:
             if not isinstance(content.get(name) or {}, Mapping):
                 raise ValueError(f"config.json: {name} is no object")
-        names = content.get("architectures") or []
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            self.faults.append("architectures is no list of names")
-        for path, value in self._paths():
-            if path.endswith(_ID_ENDS) and not _is_ids(value):
-                self.faults.append(f"{path} is {shown(value)}, expected a token id")
 
     def _paths(self) -> list[tuple[str, Any]]:
         found = list(self._content.items())
@@ -208,7 +197,7 @@ class ConfigJson:
         ]
 
     def refuse_unknown(self, harmless: Collection[str], ignored: Collection[str]) -> None:
-        """Faults for unknown fields that are not `ignored` by name, and for ignored names that are none of them."""
+        """Faults for unknown fields that are not `ignored`, and for ignored names that are none of them."""
         unknown = self.unknown(harmless)
         for path in unknown:
             if not {path, self._last(path)} & set(ignored):
@@ -216,11 +205,9 @@ class ConfigJson:
                     f"{path} is not known, so it may change the model (--ignore-field {path} when it does not)"
                 )
         names = {name for path in unknown for name in (path, self._last(path))}
-        for name in ignored:
-            if name not in names:
-                known = any(name in (path, self._last(path)) for path in self._seen)
-                why = "this field is known and means something" if known else "there is no unknown field of this name"
-                self.faults.append(f"--ignore-field {name}: {why}")
+        self.faults += [
+            f"--ignore-field {name}: there is no unknown field of this name" for name in set(ignored) - names
+        ]
 
 
 def rope_fields(values: Values) -> Values:

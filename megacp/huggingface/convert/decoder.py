@@ -62,17 +62,14 @@ PHI3 = {
 
 
 def head_width(values: Values) -> int:
-    """Width of one head."""
     return values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
 
 
 def query_groups(values: Values) -> int:
-    """Key/value heads."""
     return values["num_query_groups"] or values["num_attention_heads"]
 
 
 def linear(name: str, rows: int, inputs: int, bias: bool) -> dict[str, Shape]:
-    """Shapes of a linear's tensors."""
     return {f"{name}.weight": (rows, inputs)} | ({f"{name}.bias": (rows,)} if bias else {})
 
 
@@ -182,12 +179,17 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
     return content
 
 
-def _tied_to_hf(v: Values) -> Values:
-    return {"tie_word_embeddings": not v["untie_embeddings_and_output_weights"]}
+def _text_from_hf(
+    c: ConfigJson, defaults: Values, theta: float = 1e4, kinds: Collection[str] = (), tied: bool = False
+) -> Values:
+    """What all text models say; `tied` as the library's class has it where the config is silent."""
+    v = _PLAIN | sizes_from_hf(c, defaults, "", theta, kinds)
+    c.full_attention(v["num_layers"])
+    return v | {"untie_embeddings_and_output_weights": not c.switch("tie_word_embeddings", tied)}
 
 
-def _untied(c: ConfigJson, tied: bool = False) -> Values:
-    return {"untie_embeddings_and_output_weights": not c.switch("tie_word_embeddings", tied)}
+def _text_to_hf(v: Values, has_head_dim: bool = False) -> Values:
+    return sizes_to_hf(v, has_head_dim) | {"tie_word_embeddings": not v["untie_embeddings_and_output_weights"]}
 
 
 def _biases(c: ConfigJson) -> Values:
@@ -198,47 +200,38 @@ def _full_attention_to_hf(v: Values) -> Values:
     return {"use_sliding_window": False, "layer_types": ["full_attention"] * v["num_layers"]}
 
 
+def _refuse_window(c: ConfigJson, default: int | None, positions: int) -> None:
+    """A sliding window is taken where it is no shorter than the longest text."""
+    found = c.get("sliding_window", default)
+    if found is not None and not (type(found) is int and found >= positions):
+        c.faults.append(f"sliding_window is {shown(found)}, megacp has no mask for one below {positions} positions")
+
+
 LLAMA = SIZES
 
 
 def llama_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, LLAMA) | _untied(c) | _biases(c) | {"add_mlp_bias": c.switch("mlp_bias")}
-    c.full_attention(v["num_layers"])
+    v = _text_from_hf(c, LLAMA) | _biases(c) | {"add_mlp_bias": c.switch("mlp_bias")}
     if v["hidden_size"] % v["num_attention_heads"]:
-        c.faults.append(
-            f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads {v['num_attention_heads']}, which "
-            "the library's class refuses"
-        )
+        c.faults.append(f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads, as the library asks")
     return v
 
 
 def llama_to_hf(v: Values) -> Values:
-    biases = {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
-    return sizes_to_hf(v) | _tied_to_hf(v) | biases
+    return _text_to_hf(v, True) | {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
 
 
 MISTRAL = {**SIZES, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
 
 
-def _refuse_window(c: ConfigJson, default: int | None, positions: int) -> None:
-    """A sliding window is taken where it is no shorter than the longest text."""
-    found = c.get("sliding_window", default)
-    if found is not None and not (type(found) is int and found >= positions):
-        c.faults.append(
-            f"sliding_window is {shown(found)} and max_position_embeddings {positions}: tokens of longer texts do not "
-            "see those before the window, and megacp has no mask for that; null would be none"
-        )
-
-
 def mistral_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, MISTRAL) | _untied(c)
+    v = _text_from_hf(c, MISTRAL)
     _refuse_window(c, 4096, v["max_position_embeddings"])
-    c.full_attention(v["num_layers"])
     return v
 
 
 def mistral_to_hf(v: Values) -> Values:
-    return sizes_to_hf(v) | _tied_to_hf(v) | {"sliding_window": None}
+    return _text_to_hf(v, True) | {"sliding_window": None}
 
 
 _NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -247,35 +240,29 @@ PHI3_SIZES |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 
 
 def phi3_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, PHI3_SIZES, kinds=("default",)) | _untied(c)
+    v = _text_from_hf(c, PHI3_SIZES, kinds=("default",))
     _refuse_window(c, None, v["max_position_embeddings"])
     c.only(resid_pdrop=0.0, embd_pdrop=0.0)
-    c.full_attention(v["num_layers"])
     return v
 
 
 def phi3_to_hf(v: Values) -> Values:
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | {"sliding_window": None} | dropouts
+    return _text_to_hf(v) | {"sliding_window": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 
 
 OLMO2_SIZES = {**_NO_HEAD_DIM, "vocab_size": 50304, "rms_norm_eps": 1e-5}
 
 
 def olmo2_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, OLMO2_SIZES) | _untied(c) | _biases(c)
-    c.full_attention(v["num_layers"])
-    return v | {"norm_position": "after", "qk_layernorm": "all_heads"}
+    return _text_from_hf(c, OLMO2_SIZES) | _biases(c) | {"norm_position": "after", "qk_layernorm": "all_heads"}
 
 
 def olmo2_to_hf(v: Values) -> Values:
-    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | {"attention_bias": v["add_qkv_bias"]}
+    return _text_to_hf(v) | {"attention_bias": v["add_qkv_bias"]}
 
 
 SMOLLM3 = {**_NO_HEAD_DIM, "num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16}
 SMOLLM3 |= {"num_key_value_heads": 4, "vocab_size": 128256, "max_position_embeddings": 32768}
-_EVERY = 4
-"""Layers of the library's default, of which the last has no rotary embedding."""
 
 
 def no_rope_freq(without: list[bool]) -> str | None:
@@ -289,15 +276,13 @@ def no_rope_freq(without: list[bool]) -> str | None:
 
 
 def smollm3_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, SMOLLM3, theta=2e6) | _untied(c, tied=True) | _biases(c)
-    v["add_mlp_bias"] = c.switch("mlp_bias")
+    v = _text_from_hf(c, SMOLLM3, theta=2e6, tied=True) | _biases(c) | {"add_mlp_bias": c.switch("mlp_bias")}
     c.only(use_sliding_window=False)
-    c.full_attention(v["num_layers"])
-    every, count = c.number("no_rope_layer_interval", _EVERY), v["num_layers"]
+    every, count = c.number("no_rope_layer_interval", 4), v["num_layers"]
     rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
     if rotates is None:
         rotates = [int((layer + 1) % every != 0) for layer in range(count)]
-    if isinstance(rotates, list) and len(rotates) >= count and all(type(x) is int and x in (0, 1) for x in rotates):
+    if isinstance(rotates, list) and len(rotates) >= count and all(x in (0, 1) for x in rotates):
         v["no_rope_freq"] = no_rope_freq([x == 0 for x in rotates[:count]])
     else:
         c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
@@ -310,8 +295,8 @@ def smollm3_to_hf(v: Values) -> Values:
     every = no_rope_freq(without)
     content: Values = {"no_rope_layers": [int(not one) for one in without]}
     content |= {"no_rope_layer_interval": int(every)} if every is not None and every.isdigit() else {}
-    biases = {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
-    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | biases | _full_attention_to_hf(v) | content
+    content |= {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
+    return _text_to_hf(v) | _full_attention_to_hf(v) | content
 
 
 QWEN3 = {**SIZES, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
@@ -320,30 +305,21 @@ QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
 
 
 def qwen2_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, QWEN2) | _untied(c) | {"add_qkv_bias": True}
     c.only(use_sliding_window=False)
-    c.full_attention(v["num_layers"])
-    return v
+    return _text_from_hf(c, QWEN2) | {"add_qkv_bias": True}
 
 
 def qwen2_to_hf(v: Values) -> Values:
-    return sizes_to_hf(v, has_head_dim=False) | _tied_to_hf(v) | _full_attention_to_hf(v)
+    return _text_to_hf(v) | _full_attention_to_hf(v)
 
 
 def qwen3_from_hf(c: ConfigJson) -> Values:
-    v = _PLAIN | sizes_from_hf(c, QWEN3) | _untied(c) | _biases(c) | {"qk_layernorm": "head"}
     c.only(use_sliding_window=False)
-    c.full_attention(v["num_layers"])
-    return v
+    return _text_from_hf(c, QWEN3) | _biases(c) | {"qk_layernorm": "head"}
 
 
 def qwen3_to_hf(v: Values) -> Values:
-    return sizes_to_hf(v) | _tied_to_hf(v) | {"attention_bias": v["add_qkv_bias"]} | _full_attention_to_hf(v)
-
-
-_TOWER_DEFAULTS = {
-    "connector_ffn_hidden_size": "ffn_hidden_size",
-}
+    return _text_to_hf(v, True) | {"attention_bias": v["add_qkv_bias"]} | _full_attention_to_hf(v)
 
 
 def resolved(values: Values) -> Values:
@@ -356,9 +332,9 @@ def resolved(values: Values) -> Values:
     if (freq := values.get("no_rope_freq")) is not None:
         pattern = no_rope_pattern(freq)
         found["no_rope_freq"] = no_rope_freq([pattern[i % len(pattern)] for i in range(values["num_layers"])])
-    for name, other in _TOWER_DEFAULTS.items() if values.get("vision_num_layers") else ():
-        found[name] = values[name] or values[other]
-    if values.get("vision_num_layers") and (layers := values.get("vision_feature_layers")):
+    if values.get("vision_num_layers"):
+        found["connector_ffn_hidden_size"] = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
+        layers = values.get("vision_feature_layers") or ()
         found["vision_feature_layers"] = tuple(i % values["vision_num_layers"] for i in layers)
     return found
 
@@ -394,11 +370,6 @@ class Family:
         if config.faults:
             raise ValueError("config.json: " + "; ".join(config.faults))
         return values
-
-    def unknown(self, content: Mapping[str, Any]) -> set[str]:
-        """Fields of a config.json that nobody knows, by the names that --ignore-field takes."""
-        _, config = self._read(self.native(content))
-        return {name for path in config.unknown(self.harmless) for name in (path, path.rpartition(".")[2])}
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
         """A config.json from our flags, without dtype and special tokens. ValueError lists every flag that it cannot

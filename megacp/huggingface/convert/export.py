@@ -1,8 +1,7 @@
 """A conversion: read the input, write a complete Hugging Face folder or a checkpoint that begins a run, verify it.
 
-Everything is written to a folder beside the output, which is renamed when all is well; before that it is opened again
-and held against the tables. The library's `save_pretrained` would need the whole model in memory, and cuts a Molmo2's
-embedding in the middle.
+Everything is written to a folder beside the output, which is renamed when all is well. The library's `save_pretrained`
+would need the whole model in memory, and cuts a Molmo2's embedding in the middle.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.monitor.flops import peak_bytes
 from megacp.core.storage.files import new_file, sha256_of, write_new
 from megacp.core.training.state import RunState, first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
@@ -56,23 +54,13 @@ from megacp.huggingface.convert.source import (
     tokenizer_files,
 )
 from megacp.huggingface.convert.tensors import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
-from megacp.huggingface.convert.tokenizer import Given, token_notes, write_tokenizer
+from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 _NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
 _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
-PROCESSOR_NEEDS = (
-    "`AutoProcessor` needs torchvision of the build that torch is of (for a CPU torch: `pip install torchvision "
-    "--index-url https://download.pytorch.org/whl/cpu`; the one of PyPI is for CUDA), and for video files torchcodec; "
-    "it puts one token before a text that training did not have: drop the first id"
-)
-"""Told to users of a Molmo2's folder on its card."""
-
-
-_BESIDE = 1 << 20
-"""Bytes of headers and small files, at least."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +68,8 @@ class Request:
     """A conversion: the input, the output, and how it is written."""
 
     source: str
-    """The kind of `input`: `hf` or `megacp`."""
     target: str
-    """The kind of `output`."""
+    """Kinds of `input` and `output`: `hf`, `megacp` or, of an output, `peft`."""
     input: Path
     output: Path
     verify: bool = False
@@ -92,30 +79,15 @@ class Request:
     layout: str = NATIVE
     max_shard_bytes: int = 5000 * hf_files.MIB
     max_positions: int | None = None
-    """Positions that the model is for; None: as its config says, else the run's --seq-length."""
+    """None: as the model's config says, else the run's --seq-length."""
     tokenizer: str | None = None
-    """As given to `preprocess_data.py`; `none` for a folder without one."""
     eod_token: str | None = None
-    """As given there: the token that ends a document, by its text, where the tokenizer's files do not say."""
+    """Both as given to `preprocess_data.py`; `none` for a folder without a tokenizer."""
     chat_template: str = "auto"
-    """One of `chat.CHOICES`."""
     ignored: tuple[str, ...] = ()
-    """Fields of a config.json that have no row and are said to change nothing."""
+    """Fields of a config.json that are said to change nothing."""
     base_model: str | None = None
-    """Name or folder of the model that an adapter is for; None: the run's --load-hf."""
-    accept_ties: bool = False
-    """Of a Unigram tokenizer (`convert.tokenizer.refuse_difference`)."""
-
-
-def with_positions(loaded: Loaded, given: int | None) -> tuple[Loaded, str]:
-    """A checkpoint with the length that its model is for resolved, and a line that says where it comes from."""
-    said = loaded.config.model.max_position_embeddings
-    length = given or said or loaded.config.data.seq_length
-    why = "as --max-position-embeddings says" if given else "as the model's config says"
-    if not given and not said:
-        why = "the run's --seq-length: its config names no length (--max-position-embeddings N sets another)"
-    config = with_values(loaded.config, {"max_position_embeddings": length})
-    return dataclasses.replace(loaded, config=config), f"max_position_embeddings is {length}, {why}"
+    """Of an adapter; None: the run's --load-hf."""
 
 
 def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
@@ -129,7 +101,7 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
     content = family.config(loaded.values, layout)
     links = family.links(loaded.values, layout)
     source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
-    content["dtype"] = content["torch_dtype"] = _name(one_dtype(source))  # torch_dtype: its name before version 5
+    content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[6:]  # the second name: before version 5
     if family.sections:
         ids = token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None)
         fields = {field: ids[name] for field, name in TOKEN_FIELDS.items()}
@@ -144,16 +116,13 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         written = dict(hf_files.SafetensorsFolder(folder).infos)
         require_all(written, links, True, folder)
         if loaded.checkpoint is not None:
-            card = _card(loaded, loaded.checkpoint, written, content["dtype"], notes)
+            count = sum(math.prod(info.shape) for info in written.values())
+            card = _card(loaded, loaded.checkpoint, count, content["dtype"], notes)
             (folder / hf_files.CARD).write_text(card, encoding="utf-8")
 
     on_first(world, complete)
     hf_files.write_sums(folder, world)
     return dict(source.infos)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[str, Any], dict[str, str]]:
@@ -173,10 +142,9 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
     notes = {"chat template": "none"}
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
-        given = given_files(loaded, tokenizer, request.accept_ties)
+        given = _given(loaded, tokenizer)
         ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
-        notes |= _other_beginning(tokenizer) | token_notes(given)
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     ends, told = _ends(progress, tokenizer)
     notes |= told
@@ -221,12 +189,11 @@ def _with_ends(said: Any, ends: Sequence[int]) -> int | list[int]:
 
 
 def _shown(tokenizer: Tokenizer, i: int | None) -> str:
-    """A token in words."""
     return "none" if i is None else f"{tokenizer.decode([i])!r} (id {i})"
 
 
 def with_kept_tokenizer(request: Request, loaded: Loaded) -> Request:
-    """The request with the tokenizer beside a run's checkpoints, where it names none and that one is the run's."""
+    """The request with the tokenizer beside the checkpoints, where it names none and that one is the run's."""
     if request.tokenizer is not None or loaded.checkpoint is None:
         return request
     folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
@@ -273,52 +240,38 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
     return tokenizer
 
 
-def _other_beginning(tokenizer: Tokenizer) -> dict[str, str]:
-    """A note when a tokenizer.json, copied with its post-processor, begins texts otherwise than training did."""
-    by_files = tokenizer.surroundings.first(tokenizer.bos_id)
-    if tokenizer.kind != "huggingface" or tokenizer.begins_with == by_files:
-        return {}
-    begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
-    said = f"documents of training began {begins[0]}, the library's tokenizer begins texts {begins[1]}"
-    return {"first token": said}
-
-
 def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The generation_config.json beside the tokenizer, else beside the checkpoint, where an import puts it; else {}."""
     beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
     places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
     return next((hf_files.read_json(place) for place in places if place.is_file()), {})
 
 
-def given_files(loaded: Loaded, tokenizer: Tokenizer, ties: bool) -> Given:
-    """A tokenizer with the image tokens of a model, as `convert.tokenizer` takes it."""
+def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
+    """A tokenizer with the image tokens of a model, and what the run says of its documents."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
     progress = stored_state(loaded.checkpoint) if loaded.checkpoint is not None else RunState()
     named = progress.chat_template is not None, progress.document_end is not None
-    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, ties, *named)
+    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, *named)
 
 
-def _card(
-    loaded: Loaded, checkpoint: LoadedCheckpoint, written: Mapping[str, Info], dtype: str, notes: Mapping[str, str]
-) -> str:
-    manifest, extra = checkpoint.manifest, checkpoint.extra
-    grid = " ".join(f"{axis} {size}" for axis, size in manifest.grid.items()) or "one process"
+def _card(loaded: Loaded, checkpoint: LoadedCheckpoint, count: int, dtype: str, notes: Mapping[str, str]) -> str:
+    """The README.md of a model: what it is, how it was trained, and the whole config."""
+    extra, name = checkpoint.extra, loaded.family.name
     facts = {
-        "architecture": f"{loaded.family.name} (`{loaded.family.cls}`)",
-        "parameters": f"{sum(math.prod(info.shape) for info in written.values()):,} in {dtype}",
-        "trained steps": manifest.step,
+        "architecture": f"{name} (`{loaded.family.cls}`)",
+        "parameters": f"{count:,} in {dtype}",
+        "trained steps": checkpoint.manifest.step,
         "samples seen": extra.get("consumed_samples", "unknown"),
-        "grid": f"{grid} ({manifest.world_size} ranks)",
         "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
         "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
         "positions": loaded.values["max_position_embeddings"],
         **notes,
         "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
     }
-    if loaded.family.sections:
-        facts["processor"] = PROCESSOR_NEEDS
-    title = f"{loaded.family.name} after {manifest.step} steps"
-    return hf_files.card(title, facts, checkpoint.config_yaml, ("megacp", loaded.family.name))
+    head = f"---\nlibrary_name: transformers\ntags:\n- megacp\n- {name}\n---\n\n"
+    table = "".join(f"| {fact} | {value} |\n" for fact, value in facts.items())
+    config = f"## Config\n\n```yaml\n{checkpoint.config_yaml.rstrip()}\n```\n"
+    return f"{head}# {name} after {checkpoint.manifest.step} steps\n\n| | |\n|---|---|\n{table}\n{config}"
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
@@ -392,41 +345,29 @@ def convert(request: Request, world: Axis) -> None:
         return
     loaded, request = on_each(world, lambda: _resolved(loaded, request))
     with hf_files.new_folder(request.output, world) as folder:
-        on_first(world, lambda: _refuse_small_disk(loaded, folder, request))
         write = write_hf if request.target == "hf" else write_checkpoint
         written = write(loaded, folder, request, world)
         if request.verify and not on_first(world, lambda: _verified(loaded, folder, request)):
             raise OtherModelError
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.family.name}, {len(written)} tensors, {size:,} parameters")
-    peak, ranks = (
-        max(gather_objects(peak_bytes(), world)) >> 20,
-        "one process" if world.size == 1 else f"{world.size} ranks",
-    )
-    print(f"{time.monotonic() - begun:.1f} s on {ranks}; a process held at most {peak:,} MiB, mapped files included")
+    ranks = "one process" if world.size == 1 else f"{world.size} ranks"
+    print(f"{time.monotonic() - begun:.1f} s on {ranks}")
 
 
 def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
-    """Model and request with what neither says outright, and a line for each."""
     if loaded.pairs is not None:
         print(f"folded into the weights: {loaded.pairs}")
     if request.target == "hf" and loaded.checkpoint is not None:
-        loaded, line = with_positions(loaded, request.max_positions)
-        print(line)
+        said = loaded.config.model.max_position_embeddings
+        length = request.max_positions or said or loaded.config.data.seq_length
+        if not request.max_positions and not said:
+            print(f"max_position_embeddings is {length}, the run's --seq-length: --max-position-embeddings N sets it")
+        loaded = dataclasses.replace(loaded, config=with_values(loaded.config, {"max_position_embeddings": length}))
         request = with_kept_tokenizer(request, loaded)
     if request.chat_template == "messages" and request.tokenizer is None:
         raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
     return loaded, request
-
-
-def _refuse_small_disk(loaded: Loaded, folder: Path, request: Request) -> None:
-    """ValueError before anything is written, where the weights do not fit."""
-    needed = sum(map(num_bytes, in_dtype(loaded.source, request.dtype).infos.values())) + _BESIDE
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise ValueError(
-            f"--output {request.output} cannot be written: it needs about {needed >> 20:,} MiB, the file system has "
-            f"{free >> 20:,} MiB free"
-        )
 
 
 def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
@@ -436,12 +377,11 @@ def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
     tokenizer = None
     if loaded.checkpoint is not None and request.tokenizer not in (None, "none"):
         own = load_tokenizer(request.tokenizer, engine="reference", eod_token=request.eod_token)
-        tokenizer = given_files(loaded, own, request.accept_ties)
+        tokenizer = _given(loaded, own)
     return verify(loaded, after, request.dtype, tokenizer)
 
 
 def _export_pairs(loaded: Loaded, request: Request) -> None:
-    """Write an adapter for the model that the run started from."""
     if loaded.pairs is None:
         raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
     base = request.base_model or loaded.pairs.config.checkpoint.load_hf

@@ -7,7 +7,6 @@ from shapes and dealt to the ranks that convert together. Pickled `.bin` files a
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -103,14 +102,12 @@ class SafetensorsFolder:
             raise ValueError(f"{folder / INDEX} and the files beside it disagree on {words}")
 
     def _listed(self) -> dict[str, str]:
-        if not os.path.lexists(self.folder / INDEX):
-            if not os.path.lexists(self.folder / SINGLE):
-                others = sorted(path.name for path in self.folder.glob("*.bin"))
-                also = f"; pickled files are not read ({', '.join(others[:3])})" if others else ""
-                raise ValueError(f"{self.folder} has neither {SINGLE} nor {INDEX}{also}")
+        single, several = ((self.folder / name).exists() for name in (SINGLE, INDEX))
+        if single == several:
+            what = "both" if single else "neither"
+            raise ValueError(f"{self.folder} has {what} {SINGLE} and {INDEX}; pickled files are not read")
+        if single:
             return {}
-        if os.path.lexists(self.folder / SINGLE):
-            raise ValueError(f"{self.folder} has both {SINGLE} and {INDEX}: remove the one that is not the model's")
         listed = read_json(self.folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
             raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
@@ -167,10 +164,7 @@ def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axi
     if count == 1:
         return paths
     infos = source.infos
-    total = {
-        "total_parameters": sum(math.prod(info.shape) for info in infos.values()),
-        "total_size": sum(num_bytes(info) for info in infos.values()),
-    }
+    total = {"total_size": sum(num_bytes(info) for info in infos.values())}
     where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
     if world.rank == 0:
         write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
@@ -217,11 +211,7 @@ def write_sums(folder: Path, world: Axis) -> None:
 
 
 def check_sums(folder: Path, world: Axis) -> None:
-    """Compare with SHA256SUMS where there is one. ValueError names the files that differ, or a line that is none.
-
-    Only regular files inside the folder are hashed: a foreign list may name anything. This rank hashes its share and
-    speaks of that alone.
-    """
+    """Compare with SHA256SUMS where there is one, this rank a share of it. ValueError names what differs."""
     listed = folder / SUMS
     if not os.path.lexists(listed):
         return
@@ -232,29 +222,22 @@ def check_sums(folder: Path, world: Axis) -> None:
     if not any(line.strip() for line in lines):
         raise ValueError(f"{listed} lists no file: it was cut, or is not one of this program")
     wrong = []
-    for number, line in mine(list(enumerate(lines, start=1)), world):
-        if not line.strip():
-            continue
+    for number, line in mine(list(enumerate(filter(str.strip, lines), start=1)), world):
         found = _SUM.fullmatch(line.rstrip("\r"))
         if found is None:
             raise ValueError(f"{listed}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
         digest, name = found.groups()
         if name.startswith("/") or ".." in Path(name).parts or "\0" in name:
             raise ValueError(f"{listed}, line {number}: {name[:80]!r} leads out of the folder")
-        if problem := _hash_problem(folder / name, name, digest):
-            wrong.append(problem)
+        try:
+            if files.sha256_of(folder / name)[1] != digest:
+                wrong.append(f"{name} is not the file that was hashed")
+        except OSError as error:
+            wrong.append(f"{name} cannot be read: {error.strerror}")
+        except ValueError as error:  # no regular file
+            wrong.append(str(error))
     if wrong:
         raise ValueError(f"{listed}: {'; '.join(wrong)}")
-
-
-def _hash_problem(path: Path, name: str, digest: str) -> str | None:
-    try:
-        same = files.sha256_of(path)[1] == digest
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
-    except ValueError as error:
-        return str(error)
-    return None if same else f"{name} is not the file that was hashed"
 
 
 @contextmanager
@@ -290,28 +273,10 @@ def _made_beside(output: Path) -> Path:
         beside.mkdir(parents=True, exist_ok=True)
         for left in beside.iterdir():
             number = left.name.removeprefix(begin)
-            if left.name.startswith(begin) and number.isdigit() and not _is_running(int(number)):
+            if left.name.startswith(begin) and number.isdigit() and not Path(f"/proc/{number}").exists():
                 shutil.rmtree(left, ignore_errors=True)
         folder = beside / f"{begin}{os.getpid()}"
         folder.mkdir()
     except OSError as error:
         raise ValueError(f"--output {output} cannot be written: {error.strerror}") from error
     return folder
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        return True
-    return True
-
-
-def card(title: str, facts: Mapping[str, Any], config_yaml: str, tags: Sequence[str]) -> str:
-    """The README.md of a model: what it is, how it was trained, and the whole config."""
-    head = ["---", "library_name: transformers", "tags:", *(f"- {tag}" for tag in tags), "---", "", f"# {title}", ""]
-    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts.items()), ""]
-    config = ["## Config", "", "```yaml", config_yaml.rstrip(), "```", ""] if config_yaml else []
-    return "\n".join([*head, *table, *config])

@@ -35,13 +35,8 @@ class Pairs:
     source: Source
     config: RunConfig
 
-    @property
-    def model(self) -> ModelConfig:
-        """Rank, weight and linears."""
-        return self.config.model
-
     def __str__(self) -> str:
-        m = self.model
+        m = self.config.model
         return f"low-rank pairs of rank {m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on " + ", ".join(
             m.lora_linears
         )
@@ -51,7 +46,7 @@ class Folded:
     """The weights of a model with its pairs folded in."""
 
     def __init__(self, pairs: Pairs) -> None:
-        self._source, self._scale = pairs.source, pairs.model.lora_scale
+        self._source, self._scale = pairs.source, pairs.config.model.lora_scale
         self.infos: Mapping[str, Info] = {
             name: info for name, info in self._source.infos.items() if not is_of_a_pair(name)
         }
@@ -88,7 +83,7 @@ def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | Non
         for end, tensor in ((A, down), (B, up)):
             tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    hf_files.write_json(folder / ADAPTER_CONFIG, _config(pairs.model, ranks, base))
+    hf_files.write_json(folder / ADAPTER_CONFIG, _config(pairs.config.model, ranks, base))
     hf_files.write_sums(folder, single_axis("world"))
     return sum(tensor.numel() for tensor in tensors.values())
 

@@ -238,8 +238,6 @@ class Molmo2(Family):
         """A released tower declares unread layers without weights: they are left out, as the library does."""
         found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in content.items()}
         legacy = found.pop("vit_config", None)
-        if legacy is not None and not isinstance(legacy, dict):
-            raise ValueError("config.json: vit_config is no object")
         trimmed = legacy is not None and found.get("vision_config") is None
         if trimmed:
             found["vision_config"] = legacy
@@ -250,10 +248,8 @@ class Molmo2(Family):
         if trimmed:
             vision, adapter = found["vision_config"], found.setdefault("adapter_config", {})
             count, chosen = vision.get("num_hidden_layers", 25), adapter.get("vision_feature_layer") or [24, 18]
-            whole = isinstance(chosen, list) and all(type(layer) is int for layer in chosen)
-            if whole and as_number(count, int, 1, 4096) is not None:  # others are refused where they are read
-                chosen = [layer % count for layer in chosen]
-                adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1
+            chosen = [layer % count for layer in chosen]
+            adapter["vision_feature_layer"], vision["num_hidden_layers"] = chosen, max(chosen) + 1
         return found
 
     def spelled(self, content: Values, layout: str) -> Values:

@@ -33,7 +33,7 @@ from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_v
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
-from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems
+from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems, whole
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
@@ -161,23 +161,12 @@ def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, 
     return Loaded(path, family, source, config, rules, None, content)
 
 
-def refuse_unread(folder: Path) -> None:
-    """ValueError when a tokenizer's settings are no JSON object."""
-    if (folder / "tokenizer_config.json").is_file():
-        hf_files.read_json(folder / "tokenizer_config.json")
-
-
 def refuse_other_head(weights: hf_files.SafetensorsFolder, folder: Path) -> None:
     """ValueError when a tied model's file holds a head that is not its embedding."""
     names = ("model.embed_tokens.weight", HEAD)
     if not all(name in weights.infos for name in names):
         return
-    first, second = (weights.infos[name] for name in names)
-    step = 4096
-    starts = range(0, first.shape[0], step)
-    if first != second or any(
-        not torch.equal(*(weights.rows(name, i, min(i + step, first.shape[0])) for name in names)) for i in starts
-    ):
+    if not torch.equal(*(whole(weights, name) for name in names)):
         raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
 
 
@@ -185,7 +174,6 @@ def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> I
     """The image rules of a Molmo2's folder: its processor files, and ids from its tokenizer or its config."""
     ids: dict[str, int] = {}
     if (folder / "tokenizer.json").is_file():
-        refuse_unread(folder)
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
         found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}
         ids = {name: i for name, i in found.items() if i is not None}
@@ -211,16 +199,14 @@ def tokenizer_files(folder: Path) -> tuple[str, ...]:
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
-    """Copy what lies beside a tokenizer, but for the files named in `without`; what is no template is told."""
+    """Copy what lies beside a tokenizer, but for the files named in `without`."""
     for name in _COMPANIONS:
         if name not in without and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     for path in sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []:
-        if path.suffix != ".jinja" or not path.is_file():
-            print(f"{path} is left out: it is no template, a regular file *.jinja")
-            continue
-        (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-        write_atomically(folder / TEMPLATE_FOLDER / path.name, read_regular(path))
+        if path.suffix == ".jinja" and path.is_file():
+            (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
+            write_atomically(folder / TEMPLATE_FOLDER / path.name, read_regular(path))
 
 
 def model_dtype(source: Source) -> str:
@@ -250,7 +236,6 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     names = tokenizer_files(loaded.folder)
     if not names:
         return ""
-    refuse_unread(loaded.folder)
     tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
     for name in (*names, "tokenizer_config.json"):
         if (loaded.folder / name).is_file():
@@ -265,13 +250,8 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
 def refuse_other_input(path: Path, kind: str) -> None:
     """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
     if not path.is_dir():
-        what = "it is a file, expected a folder" if path.exists() else "there is no such folder"
-        beside = path.parent if path.exists() else None
-        also = f": its folder is {beside}" if beside is not None and (beside / CONFIG).is_file() else ""
-        raise ValueError(f"{what}{also}")
+        raise ValueError("it is a file, expected a folder" if path.exists() else "there is no such folder")
     names = {entry.name for entry in path.iterdir()}
-    if not names:
-        raise ValueError("the folder is empty")
     is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
     if kind == "hf" and CONFIG not in names:
         also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""

@@ -58,21 +58,13 @@ class Together:
         return source.rows(theirs, start, stop)
 
 
-@dataclass(frozen=True)
-class WithTower:
-    """A text model and a tower."""
+def with_tower(
+    text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]
+) -> tuple[RunConfig, Source, dict[str, int], str]:
+    """Config and tensors of `text` with the tower of a Molmo2, or with a new one as the flags of `config` describe it.
 
-    config: RunConfig
-    source: Source
-    known_rows: dict[str, int]
-    """Of tensors that are new from some row on: how many rows are read."""
-    note: str
-
-
-def with_tower(text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]) -> WithTower:
-    """`text` with the tower of a Molmo2, or with a new one as the flags of `config` describe it.
-
-    ValueError for a text model that has a tower, and for a tower that is none.
+    Also the rows that are read of tensors that are new from there on, and a note. ValueError for a text model that has
+    a tower, and for a tower that is none.
     """
     if text.config.vision.vision_num_layers:
         raise ValueError(f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag out")
@@ -96,7 +88,7 @@ def with_tower(text: Loaded, tower: Loaded | None, config: RunConfig, given: Col
     known = {EMBEDDING: text.config.model.vocab_size, **dict.fromkeys(new, 0)}
     told = [name for name in new if name.startswith("connector.")] if tower is not None else ["tower and connector"]
     note = f"new and not read: {', '.join([*told, f'{asked} rows of the embedding for image tokens'])}"
-    return WithTower(whole, Together(places), known, note)
+    return whole, Together(places), known, note
 
 
 @dataclass
@@ -140,8 +132,8 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
     if vision is not None:
         tower = _read("--vision-from-hf", Path(vision), check_sums) if vision != "none" else None
-        both = with_tower(loaded, tower, config, given)
-        stored, source, known, notes = both.config, both.source, both.known_rows, [both.note]
+        stored, source, known, told_new = with_tower(loaded, tower, config, given)
+        notes = [told_new]
     stored = with_values(stored, {"dtype": dtype})
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Info:
-    """Shape and dtype of a tensor that is not read yet."""
+    """Shape and dtype of a tensor."""
 
     shape: Shape
     dtype: torch.dtype
@@ -26,8 +26,6 @@ class Info:
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor by its name and shape."""
-
     name: str
     shape: Shape
 
@@ -46,7 +44,6 @@ class Link:
 
 
 def same(theirs: str, ours: str, *shape: int) -> Link:
-    """One tensor under two names."""
     return Link((Named(theirs, shape),), (Named(ours, shape),))
 
 

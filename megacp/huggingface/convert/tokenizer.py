@@ -46,8 +46,6 @@ class Given:
     tokenizer: Tokenizer
     special: Mapping[str, int] = field(default_factory=dict)
     """Further tokens that are found in a text, by text: those of images."""
-    accept_ties: bool = False
-    """Whether a text may get other tokens that are as likely to the model (see `refuse_difference`)."""
     templated: bool = False
     """Whether a chat template wrote the run's messages: words that the settings name were special tokens to it."""
     end_known: bool = False
@@ -261,14 +259,6 @@ def _settings(given: Given) -> dict[str, Any]:
     return kept
 
 
-def token_notes(given: Given) -> dict[str, str]:
-    """Notes for the card: named tokens that an export leaves out."""
-    if given.templated or not given.words:
-        return {}
-    left = ", ".join(map(repr, sorted(given.words)))
-    return {"special tokens left out": f"{left}: plain text in training, where settings name them as special"}
-
-
 def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
     """Write tokenizer.json, tokenizer_config.json and the companions of the original; ids of eos, bos and pad by name.
 
@@ -319,21 +309,18 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
     """ValueError with the first text of `probe` that `encode` gives other ids than the original.
 
     A Unigram model may cut a run like `-----` in several ways of the same score: SentencePiece takes what rounding in
-    float32 prefers, the fast tokenizer, which adds in float64, the first. That is a difference too, unless
-    `accept_ties`.
+    float32 prefers, the fast tokenizer, which adds in float64, the first. Such a tie is no difference.
     """
     model = spm_model(given.file) if given.tokenizer.kind == "sentencepiece" else None
     for text in [*probe, *_symbol_texts(given, model)]:
         expected, found = given.encode(text), list(map(int, encode(text)))
-        tied = expected != found and model is not None and are_tied(model, expected, found)
-        if expected == found or (tied and given.accept_ties):
+        if expected == found or (model is not None and are_tied(model, expected, found)):
             continue
         pairs = enumerate(zip(expected, found, strict=False))
         first = next((i for i, (a, b) in pairs if a != b), min(len(expected), len(found)))
-        also = "; to the model both are as likely: --accept-ties exports it all the same" if tied else ""
         raise ValueError(
             f"the exported tokenizer does not encode as the original: {text[:200]!r} gives {found[first : first + 8]} "
-            f"instead of {expected[first : first + 8]} from token {first} on{also}"
+            f"instead of {expected[first : first + 8]} from token {first} on"
         )
 
 

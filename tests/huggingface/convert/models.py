@@ -10,6 +10,7 @@ import torch
 from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.processor import write_processor
+from megacp.huggingface.convert.tensors import Info
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY
@@ -134,3 +135,14 @@ def given(specification: str, images: bool = False) -> Given:
     """A tokenizer as the tool hands it on."""
     images_by_text = {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()}
     return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})
+
+
+class Tensors:
+    """A source of tensors in memory."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.tensors[name][start:stop]

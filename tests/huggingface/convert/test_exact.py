@@ -18,8 +18,8 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.ops.rotary import RotaryScaling, inverse_frequencies
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.tensors import Info, Mapped, whole
-from tests.huggingface.convert.models import MODELS
+from megacp.huggingface.convert.tensors import Mapped, whole
+from tests.huggingface.convert.models import MODELS, Tensors
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 from tests.reference.sharding import Pieces, assemble, fill
@@ -29,17 +29,6 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 TOKENS = 40
 NAMES = [name for name in MODELS if "molmo2" not in name]
-
-
-class Tensors:
-    """A source of tensors in memory."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self.tensors[name][start:stop]
 
 
 def row() -> PackedBatch:

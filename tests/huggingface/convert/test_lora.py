@@ -19,8 +19,8 @@ from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.tensors import Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
-from tests.huggingface.convert.models import MODELS, save
-from tests.huggingface.convert.test_exact import TOKENS, Tensors, float32_is_float64, row
+from tests.huggingface.convert.models import MODELS, Tensors, save
+from tests.huggingface.convert.test_exact import TOKENS, float32_is_float64, row
 from tests.huggingface.convert.test_start import trained, weights_of
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill

@@ -59,7 +59,7 @@ def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> Non
     said = run_ranks(converted, ranks, requests)[0]
     assert hashes(tmp_path / "start 2") == want["start"]
     assert hashes(tmp_path / "again 2") == want["again"]
-    assert len(re.findall(rf"\d\.\d s on {ranks} ranks; a process held at most [\d,]+ MiB", said)) == 2
+    assert len(re.findall(rf"\d\.\d s on {ranks} ranks", said)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "again 2", "given", "start", "start 2"]
 
 
