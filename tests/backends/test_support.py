@@ -67,7 +67,6 @@ def test_all_reasons_against_transformer_engine_come_at_once(monkeypatch: pytest
 
 
 def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
-    """Would catch a reason that never holds, or that hides behind another."""
     cases = [
         (engine_config(), "cpu", None),
         (engine_config(), "cuda", "it is not installed"),
@@ -81,7 +80,6 @@ def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
 
 
 def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch an error of the first forward pass, after process groups and weights exist."""
     monkeypatch.setattr(select, "package_problem", lambda: None)
     monkeypatch.setattr(select, "fp8_problem", lambda name: f"no {name} here")
     assert backend_problems(engine_config(fp8="blockwise"), "cuda") == [

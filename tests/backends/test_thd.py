@@ -34,7 +34,6 @@ def plan_of(metadata: Metadata, cp: int, layout: str, rank: int = 0) -> Attentio
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 9), st.sampled_from([2, 3, 4, 8]))
 def test_zigzag_in_each_document_is_transformer_engines_order(lengths: list[int], padding: int, cp: int) -> None:
-    """Would catch a document cut at another place, or filler between documents that Transformer Engine does not see."""
     document = [i for i, n in enumerate(lengths) for _ in range(n)] + [-1] * padding
     metadata = padded_row(document, cp, "zigzag_document")
     plan = plan_of(metadata, cp, "zigzag_document")

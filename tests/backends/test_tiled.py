@@ -53,7 +53,7 @@ def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("tile", [1, 5, 12, 100])
 def test_any_tile_gives_the_gradients_of_the_whole_row(tile: int, dropout: float, recompute: str) -> None:
-    """Would catch a tile left out or counted twice, and a last tile that is cut short. Sums in another order: 1e-12."""
+    """Sums in another order: 1e-12."""
     expected_out, expected = run(block_of(0, hidden_dropout=dropout), 12)
     out, found = run(block_of(tile, recompute, hidden_dropout=dropout), 12)
     torch.testing.assert_close(out, expected_out, rtol=1e-12, atol=1e-12)
@@ -66,7 +66,6 @@ def mlp_of(tile: int, **values: Any) -> torch.nn.Module:
 
 
 def test_a_rank_without_tokens_has_one_empty_tile() -> None:
-    """Would catch a call that other tp ranks make alone, and gradients that are missing."""
     mlp = mlp_of(4)
     calls: list[int] = []
     mlp.mlp.gate_up.register_forward_hook(lambda module, inputs, out: calls.append(len(out)))
@@ -78,7 +77,6 @@ def test_a_rank_without_tokens_has_one_empty_tile() -> None:
 
 
 def test_a_frozen_mlp_passes_the_gradient_of_its_input() -> None:
-    """Would catch a gradient that stops, or weights that get one."""
     found = []
     for tile in (0, 5):
         mlp = mlp_of(tile).requires_grad_(False)
@@ -114,7 +112,6 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 def test_a_tile_is_computed_twice_and_its_last_product_once(
     monkeypatch: pytest.MonkeyPatch, recompute: str, dropout: float, times: int
 ) -> None:
-    """Would catch three runs under full recomputation (dropout behind the MLP does ask for them)."""
     block = block_of(4, recompute, hidden_dropout=dropout)
     counts = products(monkeypatch)
     run(block, 12)
@@ -145,7 +142,6 @@ class Widest(TorchDispatchMode):
 
 
 def test_the_most_bytes_at_once_fall_to_those_of_a_tile() -> None:
-    """Would catch tiles whose activations wait for each other, in forward or in backward."""
     tokens, most = 512, []
     for tile in (0, 16):
         mlp = mlp_of(tile, ffn_hidden_size=16 * HIDDEN)
@@ -175,7 +171,6 @@ def gradients(rank: int, world: int, shape: dict[str, int], values: dict[str, An
     [({"dp": 2}, {}), ({"tp": 2}, {"add_mlp_bias": True}), ({"tp": 2}, {"sequence_parallel": False}), ({"pp": 2}, {})],
 )
 def test_gradients_reach_the_buckets_once_and_whole(shape: dict[str, int], values: dict[str, Any], fused: bool) -> None:
-    """Would catch a bucket that is reduced after the first tile, and a fused gradient that autograd gets too."""
     values = {**values, "ddp_bucket_size": 2000, "gradient_accumulation_fusion": fused}
     plain = run_ranks(gradients, 2, shape, values, 0)
     tiled = run_ranks(gradients, 2, shape, values, 10)
@@ -185,7 +180,6 @@ def test_gradients_reach_the_buckets_once_and_whole(shape: dict[str, int], value
 
 
 def test_weight_gradients_of_halves_are_summed_in_float32() -> None:
-    """Would catch a sum over tiles in bfloat16, in which many small parts vanish."""
     mlp = TiledMLP(_Scale(), 1, contextlib.nullcontext)
     x = torch.full((1024, 1), 1.0, dtype=torch.bfloat16)
     out = mlp(x, None)

@@ -95,7 +95,6 @@ PACKS = [((32,), 0), ((24, 8, 40), 0), ((19, 5, 1, 30), 0), ((11, 20), 13)]
 @pytest.mark.parametrize("lengths, padding", PACKS)
 @pytest.mark.slow
 def test_packed_attention_of_one_rank_is_the_dense_one(lengths: tuple[int, ...], padding: int) -> None:
-    """Would catch wrong cumulative lengths, a wrong scale or mask, and NaN of padding that spreads."""
     found = run_ranks(packed_errors, 2 - 1, "p2p", 1, lengths, padding, "contiguous")
     assert max(found[0]) < TOLERANCE
 

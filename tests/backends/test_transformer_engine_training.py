@@ -152,9 +152,6 @@ APART = Counter({"RMSNorm": 4, "Linear": 4})
 def test_training_on_transformer_engine_is_training_on_native(
     shape: dict[str, int], settings: dict[str, Any], mask: str
 ) -> None:
-    """Would catch a gradient counted twice or never, a bias or norm not reduced over tp, gate and up exchanged, specs
-    that differ, and layers that are apart where they can be fused, or fused where recomputation needs the steps.
-    """
     world = int(np.prod([*shape.values()], dtype=int))
     selective = settings.get("recompute_granularity") == "selective" or "lora_rank" in settings
     for worst, same, found in run_ranks(differences, world, shape, settings, mask):
@@ -168,7 +165,6 @@ def test_training_on_transformer_engine_is_training_on_native(
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, FULL, REPLICATED, TILED], ids=str)
 def test_norms_after_a_product_are_the_engines_and_norms_over_all_heads_ours(more: dict[str, Any]) -> None:
-    """Would catch a norm before the product as well, and statistics of one tp rank's heads."""
     settings = {"norm_position": "after", "qk_layernorm": "all_heads", **more}
     for worst, same, found in run_ranks(differences, 2, {"tp": 2}, settings, "packed"):
         assert worst < 1e-10 and same
@@ -253,7 +249,6 @@ def eight_bits(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_the_decoder_runs_in_eight_bits_and_the_towers_do_not() -> None:
-    """Would catch crops of 729 patches in an 8-bit product, and largest values that the wrong ranks share."""
     for found in run_ranks(eight_bits, 2):
         assert found["seen"] == found["fused"] == [False, True] and not found["after"]
         assert found["group"] and "reduce_amax=True" in found["recipe"] and "DelayedScaling" in found["recipe"]
@@ -285,6 +280,5 @@ def adam_difference(rank: int, world: int) -> float:
 
 
 def test_fused_adam_updates_slices_as_torch_does_and_resumes() -> None:
-    """Would catch L2 decay, missing bias correction, and a count of updates that a resumed run loses."""
     (worst,) = run_ranks(adam_difference, 1)
     assert worst < 1e-6  # float32: 2^-24 relative, over three updates of values up to 3

@@ -17,7 +17,6 @@ def told(*path: str) -> list[str]:
 
 
 def test_one_folder_is_taken_as_it_stands_with_or_without_a_weight() -> None:
-    """Would catch a folder with a blank or a number for a name that is taken apart."""
     for path in ("a b", "0.5", ("0.5",), ("7", "0.5")):
         folder = "0.5" if "0.5" in path else "a b"
         (one,) = weighted_folders("--data-path", path)

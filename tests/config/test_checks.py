@@ -117,13 +117,11 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
 
 @pytest.mark.parametrize(("values", "world", "named"), CONTRADICTIONS)
 def test_a_contradiction_is_told_once_by_its_flag(values: dict, world: int, named: str) -> None:
-    """Would catch a rule that is missing, or drags others along."""
     (reason,) = check(with_values(GOOD, values), world)
     assert named in reason
 
 
 def test_all_reasons_are_told_at_once() -> None:
-    """Would catch a check that stops at the first reason."""
     with pytest.raises(ValueError) as error:
         require(with_values(GOOD, {TP: 3, "num_query_groups": 5, "min_lr": 5.0, "save_interval": 1}), 4)
     named = ("a world of 4", "--num-attention-heads 8", "--num-query-groups 5", "--min-lr 5", "--save-interval")
@@ -132,19 +130,16 @@ def test_all_reasons_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name, info in fields().items() if info.range))
 def test_a_number_out_of_range_is_named(name: str) -> None:
-    """Would catch a number without a lower bound: nothing here may be negative."""
     reasons = check(with_values(GOOD, {name: -1}), 1)
     assert [reason for reason in reasons if reason.startswith(f"{flag(name)}: got -1, it must be")] == reasons
 
 
 def test_every_number_has_a_range_and_every_range_a_number() -> None:
-    """Would catch a new field without a range."""
     kinds = (int, float, int | Literal["auto"], int | None, float | None, tuple[int, int], tuple[int, int] | None)
     assert [name for name, info in fields().items() if (info.hint in kinds) != (info.range is not None)] == []
 
 
 def test_good_paths_are_accepted_and_validation_needs_data(tmp_path) -> None:
-    """Would catch a refusal of a finished dataset, and a validation loss without packs."""
     (tmp_path / "manifest.json").write_text("{}")
     values = {"data_path": str(tmp_path), "vocab_size": 0, "save": str(tmp_path / "new"), "load": str(tmp_path)}
     assert check(with_values(GOOD, values), 1) == []
@@ -153,13 +148,11 @@ def test_good_paths_are_accepted_and_validation_needs_data(tmp_path) -> None:
 
 
 def test_the_size_of_the_world_must_be_positive() -> None:
-    """Would catch a division by zero for --world-size 0."""
     assert check(GOOD, 0) == ["the world size is 0, it must be at least 1"]
 
 
 @given(st.data())
 def test_layouts_built_to_fit_are_accepted(data: st.DataObject) -> None:
-    """Would catch a rule that refuses what works."""
     draw = data.draw
     tp, pp, cp, dp = (draw(st.sampled_from([1, 2, 4, 8])) for _ in range(4))
     virtual = draw(st.integers(1, 3)) if pp > 1 else 1
@@ -186,14 +179,12 @@ def test_layouts_built_to_fit_are_accepted(data: st.DataObject) -> None:
 
 @given(st.fixed_dictionaries({name: st.integers(-3, 40) for name in (TP, PP, CP, V, "num_layers", "hidden_size")}))
 def test_no_sizes_make_the_checks_themselves_fail(values: dict[str, int]) -> None:
-    """Would catch a ZeroDivisionError where a reason belongs."""
     more = {"num_attention_heads": values[TP], "num_query_groups": values[CP], "micro_batch_size": values[V]}
     for world in (0, 1, 8):
         assert all(isinstance(reason, str) for reason in check(with_values(GOOD, {**values, **more}), world))
 
 
 def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(tmp_path) -> None:
-    """Would catch two runs mixed in one directory, and one whose --keep-last deletes the other's checkpoints."""
     step = tmp_path / "step_0000002"
     step.mkdir()
     (step / "manifest.json").write_text("{}")
@@ -207,7 +198,6 @@ def test_a_directory_with_the_checkpoints_of_another_run_is_only_gone_on_with(tm
 
 
 def test_paths_that_do_not_exist_or_cannot_be_written_are_refused_except_in_a_dry_run(tmp_path, monkeypatch) -> None:
-    """Would catch a run that starts for minutes before it looks for its data, or finds out when it saves."""
     (tmp_path / "file").write_text("")
     file, missing = str(tmp_path / "file"), str(tmp_path / "missing")
     values = {
@@ -227,7 +217,6 @@ def test_paths_that_do_not_exist_or_cannot_be_written_are_refused_except_in_a_dr
 
 
 def test_traces_never_lie_in_the_folder_of_the_null_device(tmp_path) -> None:
-    """Would catch a trace that is written into /dev/profile."""
     null, save = {"log_file": os.devnull, "profile": "1:2"}, str(tmp_path / "save")
     assert with_values(GOOD, {**null, "save": save}).profile_path == Path(save, "profile")
     for values in (null, {**null, "save": "s3://bucket/run"}):

@@ -10,12 +10,10 @@ from megacp.core.config.yaml_file import from_yaml, to_yaml
 
 
 def test_no_arguments_give_the_defaults() -> None:
-    """Would catch tyro filling in something of its own."""
     assert parse([]) == RunConfig()
 
 
 def test_flags_are_megatrons_and_flat() -> None:
-    """Would catch prefixes of the room in the flag."""
     config = parse(
         "--tensor-model-parallel-size 2 --no-sequence-parallel --num-query-groups=4 --lr 3e-4 --cp-layout contiguous "
         "--qk-layernorm head --lr-decay-style WSD --kv_channels 64".split()
@@ -26,7 +24,6 @@ def test_flags_are_megatrons_and_flat() -> None:
 
 
 def test_of_flags_and_files_the_last_one_wins(tmp_path) -> None:
-    """Would catch files that are read before all flags, whatever their place."""
     first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
     first.write_text("lr: 1.0\nseed: 1\nnum_layers: 8\nsave: out\n")
     second.write_text("lr: 2.0\nsave: null\n")
@@ -40,7 +37,6 @@ def test_of_flags_and_files_the_last_one_wins(tmp_path) -> None:
 
 
 def test_every_field_can_be_given_as_a_flag() -> None:
-    """Would catch a field whose type the command line cannot read."""
     changed = {}
     for name, value in flatten(RunConfig()).items():
         changed[name] = value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
@@ -54,7 +50,6 @@ def test_every_field_can_be_given_as_a_flag() -> None:
 
 
 def test_unknown_flags_are_all_told_with_the_nearest_name() -> None:
-    """Would catch a mistyped flag that is ignored, and abbreviations that change meaning with the next flag added."""
     with pytest.raises(ValueError) as error:
         parse("--sequence-lenth 8 --lr 1 --tensor-model-parallel 2 --no-lr --xyzzy".split())
     text = str(error.value)
@@ -64,7 +59,6 @@ def test_unknown_flags_are_all_told_with_the_nearest_name() -> None:
 
 
 def test_a_blend_is_weights_and_folders_on_the_command_line_and_in_yaml(tmp_path) -> None:
-    """Would catch a weight that is rounded on its way, and a single folder that became a list."""
     blend = ("0.6", "captions", "0.4", "text")
     config = parse(["--data-path", *blend, "--valid-data-path", "held_out", "--lr", "1e-3"])
     assert (config.data.data_path, config.data.valid_data_path) == (blend, "held_out")
@@ -78,14 +72,12 @@ def test_a_blend_is_weights_and_folders_on_the_command_line_and_in_yaml(tmp_path
 
 @pytest.mark.parametrize("argv", [["--config"], ["--seed", "1", "--config", "--lr", "2"]])
 def test_config_without_a_path_is_refused(argv: list[str]) -> None:
-    """Would catch a flag taken for a file."""
     with pytest.raises(ValueError, match="--config needs the path"):
         parse(argv)
 
 
 @pytest.mark.parametrize("argv", [["--num-layers", "two"], ["--cp-layout", "spiral"], ["--add-qkv-bias", "true"]])
 def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], capsys) -> None:
-    """Would catch a value that is bent to fit."""
     with pytest.raises(SystemExit) as stop:
         parse(argv)
     assert stop.value.code == 2
@@ -93,7 +85,6 @@ def test_a_value_of_the_wrong_type_ends_with_status_2(argv: list[str], capsys) -
 
 
 def test_help_shows_every_flag_and_the_values_of_the_yaml_before_it(tmp_path, capsys) -> None:
-    """Would catch a field without its docstring in the help."""
     (tmp_path / "a.yaml").write_text("seed: 987\n")
     with pytest.raises(SystemExit) as stop:
         parse(["--help", "--config", str(tmp_path / "a.yaml")])
@@ -104,7 +95,6 @@ def test_help_shows_every_flag_and_the_values_of_the_yaml_before_it(tmp_path, ca
 
 
 def test_every_field_says_what_it_is() -> None:
-    """Would catch a flag without an explanation."""
     import ast
     import inspect
     import sys
@@ -125,7 +115,6 @@ def test_every_field_says_what_it_is() -> None:
 
 
 def test_what_is_given_is_known_whatever_its_value(tmp_path) -> None:
-    """Would catch a flag that is given with its default, and then counts as not given."""
     path = tmp_path / "a.yaml"
     path.write_text("num-layers: 4\nseed: 1\n")
     argv = ["--hidden-size=256", "--no-add-qkv-bias", "--config", str(path), "--vision-feature-layers", "-1", "-7"]
@@ -134,6 +123,5 @@ def test_what_is_given_is_known_whatever_its_value(tmp_path) -> None:
 
 
 def test_text_that_is_no_utf_8_is_refused_before_anything_else() -> None:
-    """Would catch a traceback at the first save, after hours of training."""
     with pytest.raises(ValueError, match="no text in UTF-8"):
         parse(["--save", "/data/\udcff", "--num-layers", "2"])

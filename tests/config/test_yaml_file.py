@@ -46,14 +46,12 @@ CONFIGS = st.fixed_dictionaries({}, optional={name: values_of(info.hint) for nam
 @pytest.mark.slow
 @given(CONFIGS)
 def test_a_config_survives_the_round_trip_exactly(config: RunConfig) -> None:
-    """Would catch lost digits, and strings that come back as numbers, dates, booleans or null."""
     again = from_yaml(to_yaml(config))
     assert again == config
     assert [type(v) for v in flatten(again).values()] == [type(v) for v in flatten(config).values()]
 
 
 def test_keys_may_be_spelled_like_flags_and_exponents_are_numbers() -> None:
-    """Would catch YAML 1.1's reading of 3e-4 as a string."""
     config = from_yaml("seq-length: 2048\nlr: 3e-4\nweight_decay: 0\nload: ckpt\nnum_query_groups: null")
     assert (config.data.seq_length, config.training.lr, config.checkpoint.load) == (2048, 3e-4, "ckpt")
     assert type(config.training.weight_decay) is float
@@ -66,7 +64,6 @@ def test_a_word_that_yaml_reads_as_a_truth_is_the_word() -> None:
 
 
 def test_an_empty_file_says_nothing() -> None:
-    """Would catch a file of comments alone that is refused."""
     assert from_yaml("") == from_yaml("# only a comment") == RunConfig()
 
 
@@ -94,7 +91,6 @@ def test_an_empty_file_says_nothing() -> None:
     ],
 )
 def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:
-    """Would catch a key that is dropped silently or a value that is bent to fit."""
     with pytest.raises(ValueError) as error:
         from_yaml(text, source="a.yaml")
     assert words in str(error.value)
@@ -102,14 +98,12 @@ def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:
 
 
 def test_all_wrong_keys_are_told_at_once() -> None:
-    """Would catch a user who is led from one error to the next."""
     with pytest.raises(ValueError) as error:
         from_yaml("lerning_rate: 1\nlr: x\nnum_layer: 2\nseed: 3")
     assert len(str(error.value).splitlines()) == 3
 
 
 def test_an_unreadable_file_names_flag_and_path(tmp_path) -> None:
-    """Would catch a bare traceback for a mistyped path or a binary file."""
     with pytest.raises(ValueError, match=r"--config .*none.yaml: cannot be read"):
         values_of_file(str(tmp_path / "none.yaml"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

@@ -28,7 +28,6 @@ from tests.ranks import grid, run_ranks
 def test_key_heads_need_not_divide_by_the_ranks(
     world_size: int, heads: tuple[int, int], hierarchies: list[tuple[int, int]]
 ) -> None:
-    """Would catch K/V heads that go to the wrong rank, and copies whose gradients are not summed."""
     cases = [Case("a2a", "balanced", mask, heads=heads) for mask in ("holes", "causal")]
     cases += [Case("a2a+p2p", layout, "holes", heads=heads, hierarchy=h) for h in hierarchies for layout in LAYOUTS]
     compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
@@ -42,7 +41,6 @@ def test_copies_are_as_few_as_divide_by_the_ranks() -> None:
 
 
 def test_gradients_of_copies_are_summed_wider_than_they_travel() -> None:
-    """Would catch copies of a K/V head that are summed in bf16: 256 + 1 is 256 there."""
     results = run_ranks(copies_on_rank, 4)
     for dv in results:
         assert torch.equal(dv, torch.full_like(dv, 260.0))
@@ -81,7 +79,6 @@ def whole_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[
 
 
 def test_a_kernel_that_autograd_differentiates_runs_once() -> None:
-    """Would catch a backward that makes the forward again."""
     cases = [Case("a2a", "balanced", mask, heads=(4, 2)) for mask in ("holes", "causal")]
     ranks = run_ranks(whole_on_ranks, 2, cases)
     for number, case in enumerate(cases):

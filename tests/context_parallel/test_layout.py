@@ -177,7 +177,6 @@ def test_frames_that_see_each_other_across_text_are_sorted_together() -> None:
 
 
 def test_values_of_one_rank_are_put_into_the_order_of_the_row_and_those_of_a_part_are_refused() -> None:
-    """Would catch logits of a video that are read in the order of its plan."""
     row = video_batch(frames=6, text=2, tokens_of_frame=10)
     (whole,) = all_shards(row, "contiguous", 1, 1)
     assert (np.diff(whole.plan.local) < 0).any(), "the plan sorts such a row"

@@ -103,7 +103,6 @@ def expected_bytes(local: LocalBatch) -> int:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.slow
 def test_features_arrive_at_their_tokens_and_gradients_return(world: int) -> None:
-    """Would catch features in the order of ranks, a starved rank that leaves others hanging, a lost gradient."""
     ranks = run_ranks(send_and_return, world)
     number = 0
     for _ in sorted(LAYOUTS):
@@ -142,7 +141,6 @@ def under_sequence_parallelism(rank: int, world: int) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("world", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_whole_gradient(world: int) -> None:
-    """Would catch features added on both tp ranks, and gradients that only one of them has."""
     batch = row_with_images("mixed", world // 2)
     assert batch.vision is not None
     results = run_ranks(under_sequence_parallelism, world)
@@ -198,7 +196,6 @@ def _row(tokens: int) -> Any:
 
 
 def test_counts_that_differ_are_refused_with_both() -> None:
-    """Would catch features that are cut or repeated to fit."""
     batch = row_with_images("mixed", 1)
     assert batch.vision is not None
     one = Axis("cp", 1, 0, (0,), group=None)

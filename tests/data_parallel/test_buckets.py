@@ -98,17 +98,13 @@ def _sums(
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.slow
 def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket_elements: int, each: bool) -> None:
-    """Would catch an average, a bucket reduced too early, cp left out when dp is 1, ranks with unused layers that hang.
-
-    Tolerance: float64 sums in another order.
-    """
+    """Tolerance: float64 sums in another order."""
     size = shape.get("dp", 1) * shape.get("cp", 1)
     assert max(run_ranks(_sums, size, shape, False, bucket_elements, each)) < 1e-12
 
 
 @pytest.mark.parametrize("each", [False, True])
 def test_recomputed_layers_give_the_same_sums(each: bool) -> None:
-    """Would catch a hook that fires in the recomputation, or twice for a weight used in two segments."""
     assert max(run_ranks(_sums, 2, {"dp": 2}, True, 150, each)) < 1e-12
 
 
@@ -128,7 +124,6 @@ def _events(monkeypatch: pytest.MonkeyPatch, flat: FlatBuckets, model: Stack) ->
 
 
 def test_buckets_are_reduced_while_the_backward_pass_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch reductions that all wait for the end, and a reduction in an earlier microbatch."""
     model = Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH)
     events = _events(monkeypatch, flat, model)
@@ -143,7 +138,6 @@ def test_buckets_are_reduced_while_the_backward_pass_still_runs(monkeypatch: pyt
 
 
 def test_a_bucket_without_gradients_holds_back_those_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch launches in completion order, which differs between ranks and pairs the wrong buckets."""
     model = Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH)
     events = _events(monkeypatch, flat, model)
@@ -155,7 +149,6 @@ def test_a_bucket_without_gradients_holds_back_those_behind_it(monkeypatch: pyte
 
 
 def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch buckets that a layer without a gradient keeps whole until the end of the step."""
     launched = []
     real = module.start_reduce_scatter
     monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis: launched.append(len(x)) or real(x, axis))
@@ -169,7 +162,6 @@ def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_chunks_are_reduced_after_their_own_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch virtual stages whose buckets wait for each other's microbatches or mix chunks."""
     chunks = [Stack(), Stack()]
     flat = FlatBuckets(chunks, single_axis("dp_cp"), {}, 10_000)
     assert [bucket.plan.chunk for bucket in flat.buckets] == [1, 0]
@@ -184,7 +176,6 @@ def test_chunks_are_reduced_after_their_own_last_backward(monkeypatch: pytest.Mo
 
 
 def test_a_gradient_after_the_reduction_is_an_error_and_not_lost() -> None:
-    """Would catch `last` told one microbatch too early: the sums would silently miss a part."""
     model = Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH)
     flat.start_backward(0, last=True)
@@ -194,7 +185,6 @@ def test_a_gradient_after_the_reduction_is_an_error_and_not_lost() -> None:
 
 
 def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
-    """Would catch accumulation in the model dtype, where 1 + 1/512 is 1."""
     weight = attach(
         nn.Parameter(torch.ones(4, dtype=torch.bfloat16)), ParameterSpec((TensorSlice("w", (4,), (0,), (4,)),))
     )
@@ -228,7 +218,6 @@ def _partial(rank: int, world_size: int) -> tuple[list[float], int]:
 
 
 def test_partial_gradients_are_summed_over_tp_in_one_call_and_others_are_not() -> None:
-    """Would catch a norm weight whose gradient misses the other tp ranks, and a cut weight that gets theirs."""
     results = run_ranks(_partial, 4)
     for rank, (sums, calls) in enumerate(results):
         own = 101.0 if rank % 2 == 0 else 1010.0  # tp is fastest: ranks 0 and 2 share a tp rank
@@ -246,7 +235,6 @@ def _gather(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_gathered_parameters_are_every_ranks_slice_in_order() -> None:
-    """Would catch a gather into a buffer that the parameters are not views of, and swapped slices."""
     results = run_ranks(_gather, 4)
     assert all(found == results[0] for found in results)
     for flat in results[0]:
@@ -255,7 +243,6 @@ def test_gathered_parameters_are_every_ranks_slice_in_order() -> None:
 
 
 def test_parameters_keep_their_values_and_share_the_flat_buffer() -> None:
-    """Would catch weights lost when they move into the buffer."""
     model, twin = Stack(), Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, 150)
     for moved, kept in zip(model.weights, twin.weights, strict=True):
@@ -265,7 +252,6 @@ def test_parameters_keep_their_values_and_share_the_flat_buffer() -> None:
 
 
 def test_buckets_and_their_memory_go_with_their_last_user() -> None:
-    """Would catch hooks that hold what holds them: parameters and gradients of every model ever built would stay."""
     model = Stack()
     buckets = FlatBuckets([model], single_axis("dp"), {}, 100)
     model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()

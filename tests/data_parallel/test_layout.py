@@ -24,7 +24,6 @@ kinds = st.tuples(st.integers(1, 300), st.booleans(), st.sampled_from([(), ("tp"
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.lists(st.lists(kinds, max_size=8), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 900))
 def test_every_parameter_has_one_place_among_its_like(chunks: list[list[tuple]], size: int, limit: int) -> None:
-    """Would catch overlapping slots, mixed buckets, a bucket above the limit, slices that ranks cannot share evenly."""
     models = [nn.ParameterList([parameter(*kind) for kind in chunk]) for chunk in chunks]
     order = [p for model in reversed(models) for p in reversed(list(model))]
     plans = plan_buckets(models, size, limit)
@@ -48,7 +47,6 @@ def test_every_parameter_has_one_place_among_its_like(chunks: list[list[tuple]],
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 5))
 def test_the_slices_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int) -> None:
-    """Would catch an element that two ranks own or none."""
     plan = plan_buckets([nn.ParameterList([parameter(n) for n in sizes])], ranks, 10_000)[0]
     shard = plan.elements // ranks
     owners = {id(slot.spec): torch.zeros(slot.parameter.numel()) for slot in plan.slots}
@@ -59,6 +57,5 @@ def test_the_slices_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int
 
 
 def test_a_bucket_size_of_zero_names_its_flag() -> None:
-    """Would catch an endless loop or an empty plan."""
     with pytest.raises(ValueError, match="--ddp-bucket-size 0"):
         plan_buckets([nn.ParameterList([parameter(3)])], 1, 0)

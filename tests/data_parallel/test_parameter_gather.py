@@ -74,7 +74,6 @@ RULES = MockRules(SIZES["vocab_size"], SIZES["seq_length"], mask="mixed")
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "settings"), SHAPES, ids=str)
 def test_a_run_is_the_same_bit_for_bit(shape: dict[str, int], settings: dict[str, Any]) -> None:
-    """Would catch a part that computes, is saved or validated with values that have not arrived: they are NaN."""
     world = int(np.prod(list(shape.values())))
     waiting = run_ranks(three_steps, world, shape, settings, False)
     ahead = run_ranks(three_steps, world, shape, settings, True)
@@ -95,7 +94,6 @@ class Gather:
 
 
 def test_a_part_waits_for_its_own_buckets_alone() -> None:
-    """Would catch a first layer that waits for the last one's parameters."""
     seen: list[str] = []
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     whole = nn.Sequential(first, second)
@@ -114,7 +112,6 @@ def test_a_part_waits_for_its_own_buckets_alone() -> None:
 
 
 def test_a_part_that_no_microbatch_used_has_arrived_when_the_next_gradients_are_summed() -> None:
-    """Would catch a gather that nobody ever waits for, under which the next update writes."""
     seen: list[str] = []
     used, unused = (nn.Linear(2, 2, bias=False) for _ in range(2))
     model = nn.ModuleList([used, unused])

@@ -151,17 +151,6 @@ def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list
     return found
 
 
-@pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"cp": 2}], ids=str)
-@pytest.mark.slow
-def test_recomputation_gives_the_same_bits_of_every_gradient(shape: dict[str, int]) -> None:
-    """Also with dropout: the second forward must draw the bits of the first."""
-    found = of_each_granularity(shape, {"hidden_dropout": 0.2, "qk_layernorm": "head", "add_mlp_bias": True})
-    for granularity in ("selective", "full"):
-        for (gradients, _), (plain, _) in zip(found[granularity], found["none"], strict=True):
-            assert any(x.any() for x in plain)
-            assert all(np.array_equal(*pair) for pair in zip(gradients, plain, strict=True)), granularity
-
-
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
 def test_recomputation_really_stores_less(shape: dict[str, int]) -> None:
     """Selective drops the two norm outputs (2 h) and the activation (f) of each token and layer; full keeps only h."""

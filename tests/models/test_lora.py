@@ -89,7 +89,6 @@ def check(cases: list[Case], ranks: int) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process() -> None:
-    """Would catch a pair whose gradient is not summed over tp, summed twice, or counted twice in the norm."""
     check(TWO, 2)
 
 

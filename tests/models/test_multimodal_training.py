@@ -61,7 +61,6 @@ def whole(shape: dict[str, int], values: Values) -> tuple[list[float], dict[str,
     ids=str,
 )
 def test_every_grid_gives_the_loss_and_all_gradients_of_one_process(shape: dict[str, int], extra: Values) -> None:
-    """Would catch a gradient of vision that is partial over tp, counted twice, or late for its bucket."""
     expected, found = whole({}, {}), whole(shape, extra)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-11)
     for mine, theirs in zip(found[1:], expected[1:], strict=True):
@@ -109,7 +108,6 @@ def trained_frozen(
 def test_a_frozen_tower_stays_and_the_others_get_their_gradients(
     shape: dict[str, int], towers: tuple[str, ...]
 ) -> None:
-    """Would catch decay of frozen weights, their gradients in the clipping norm, state for them, a stage of such."""
     _, first, _ = trained(0, 1, {}, PLAIN, steps=1)
     _, _, initial = trained(0, 1, {}, PLAIN, steps=0)
     gradients, weights = assemble([first]), assemble([initial])
@@ -130,9 +128,7 @@ def test_a_frozen_tower_stays_and_the_others_get_their_gradients(
 
 
 def test_a_tower_has_its_own_learning_rate_at_every_update() -> None:
-    """The first update of AdamW, decay included, is proportional to the rate. Would catch a rate that reaches the
-    wrong tower, or decay that does not follow it.
-    """
+    """The first update of AdamW, decay included, is proportional to the rate."""
     _, _, before = trained(0, 1, {}, PLAIN, steps=0)
     _, _, plain = trained(0, 1, {}, PLAIN, steps=1)
     rates = {"vision_lr_multiplier": 0.25, "connector_lr_multiplier": 3.0}
@@ -166,7 +162,6 @@ def loaded(rank: int, world_size: int, shape: dict[str, int], root: str, values:
 
 @pytest.mark.slow
 def test_checkpoints_hold_frozen_weights_and_load_on_other_grids(tmp_path: Path) -> None:
-    """Would catch a frozen tower that is saved by nobody, twice, or not read."""
     expected = assemble(run_ranks(saved, 2, {"tp": 2}, str(tmp_path)))
     for shape in ({"pp": 2}, {"dp": 2}):
         found = assemble(run_ranks(loaded, 2, shape, str(tmp_path), {}))

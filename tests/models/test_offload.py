@@ -7,17 +7,16 @@ thus shows on a CPU.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from megacp.core.config.run import RunConfig
 from megacp.core.models import offload
-from megacp.core.models.offload import HostMemory, Passage, SavedStorage
+from megacp.core.models.offload import HostMemory, Passage
 from megacp.core.training.step import ParallelModel
 from megacp.plan import activations, memory
 from tests.ranks import grid, run_ranks
@@ -101,7 +100,6 @@ def assert_same_bits(found: Any, expected: Any) -> None:
 )
 @pytest.mark.slow
 def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str, Any], asked: float) -> None:
-    """Would catch a tensor of another block or view, a wait left out, and a buffer that is used again too early."""
     steps = [step_batches(3, seed) for seed in (1, 2)]
     plain = train(grid(), small(recompute_granularity=recompute, **values), steps)
     moved = train(grid(), small(recompute_granularity=recompute, **values, activation_offload=asked), steps)
@@ -112,7 +110,6 @@ def test_training_has_the_same_bits(late: None, recompute: str, values: dict[str
 @pytest.mark.parametrize("values", [{"hidden_dropout": 0.1}, {"qk_layernorm": "head"}, {"mlp_chunk_tokens": 20}])
 @pytest.mark.slow
 def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str, values: dict[str, Any]) -> None:
-    """Would catch parameters and rotary angles among them, a storage copied twice, and one that is left behind."""
     config = small(recompute_granularity=recompute, seq_length=TOKENS, activation_offload=0.5, **values)
     model = ParallelModel(config, grid())
     step(model)
@@ -126,7 +123,6 @@ def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str,
 
 @RECOMPUTE
 def test_a_step_leaves_nothing_behind_and_the_next_one_allocates_nothing(late: None, recompute: str) -> None:
-    """Would catch buffers that grow from step to step, and a device tensor that outlives its backward."""
     model = ParallelModel(small(recompute_granularity=recompute, activation_offload=3), grid())
     host = road(model)
     held = []
@@ -143,80 +139,7 @@ def test_without_gradients_nothing_is_copied(late: None) -> None:
     assert road(model).allocated == 0 and road(model).away.sizes == []
 
 
-@pytest.fixture
-def journal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
-    """What happens to the passages, by their number, and after each event the passages on the device."""
-    lines: list[tuple[str, int]] = []
-    made: list[Passage] = []
-    leave, back, unpack, begin = Passage.leave, Passage.come_back, Passage.unpack, Passage.__init__
-
-    def note(what: str, passage: Passage) -> None:
-        lines.append((what, made.index(passage)))
-        here = [p for p in made if any(s() is not None and s().on_device is not None for s in p._stored)]
-        lines.append(("on the device", len(here)))
-
-    def noted(what: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def run(passage: Passage, *inputs: Any) -> Any:
-            result = method(passage, *inputs)
-            note(what, passage)
-            return result
-
-        return run
-
-    def begun(passage: Passage, *inputs: Any) -> None:
-        begin(passage, *inputs)
-        made.append(passage)
-
-    monkeypatch.setattr(Passage, "__init__", begun)
-    for name, method in (("leave", leave), ("come_back", back), ("unpack", unpack)):
-        monkeypatch.setattr(Passage, name, noted(name, method))
-    yield lines
-
-
-@RECOMPUTE
-def test_a_block_comes_back_when_the_backward_of_the_next_one_begins(
-    late: None, journal: list[tuple[str, int]], recompute: str
-) -> None:
-    """Would catch blocks that come back in another order, too late, or all at once."""
-    model = ParallelModel(small(recompute_granularity=recompute, activation_offload=3), grid())
-    (batch, *_) = packs()
-    model.gradients([batch], 1, batch.weight_sum)
-    events = [event for event in journal if event[0] != "on the device"]
-    uses = [event for i, event in enumerate(events) if event != (events[i - 1] if i else None)]
-    assert uses == [
-        *(("leave", n) for n in (0, 1, 2)),
-        ("come_back", 2),
-        *(event for n in (2, 1) for event in (("come_back", n - 1), ("unpack", n))),
-        ("unpack", 0),
-    ]
-    assert max(count for what, count in journal if what == "on the device") == 2
-
-
-@RECOMPUTE
-def test_the_device_keeps_no_storage_that_has_left(late: None, monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
-    """Would catch a recipe, a closure or the checkpoint holding on to what was copied."""
-    seen: list[StorageWeakRef] = []
-    alive: list[int] = []
-    begin, back = SavedStorage.__init__, Passage.come_back
-
-    def begun(stored: SavedStorage, host: HostMemory, storage: torch.UntypedStorage) -> None:
-        seen.append(StorageWeakRef(storage))
-        begin(stored, host, storage)
-
-    def coming(passage: Passage) -> None:
-        alive.append(sum(not storage.expired() for storage in seen))
-        back(passage)
-
-    monkeypatch.setattr(SavedStorage, "__init__", begun)
-    monkeypatch.setattr(Passage, "come_back", coming)
-    model = ParallelModel(small(recompute_granularity=recompute, activation_offload=2), grid())
-    (batch, *_) = packs()
-    model.gradients([batch], 1, batch.weight_sum)
-    assert alive == [0, 0] and len(seen) >= 2
-
-
 def test_views_aliases_and_strides_come_back_as_they_were(late: None) -> None:
-    """Would catch a view that comes back dense, and one storage that becomes two."""
     host = HostMemory(torch.device("cpu"))
     base = torch.arange(24.0).view(4, 6)
     views = [base.t(), base[1:3, ::2], base[0].expand(5, 6), base.view(-1)[3:]]
@@ -234,7 +157,6 @@ def test_views_aliases_and_strides_come_back_as_they_were(late: None) -> None:
 
 
 def test_a_buffer_serves_rows_of_other_lengths() -> None:
-    """Would catch a buffer for each length of row that a run ever had, and large ones that small tensors take."""
     host = HostMemory(torch.device("cpu"))
     for buffer in [host.take(size) for size in (1000, 3000)]:
         host.give(buffer)
@@ -278,5 +200,4 @@ V = "num_virtual_stages_per_pipeline_rank"
     ],
 )
 def test_ranks_have_the_same_bits(shape: dict[str, int], values: dict[str, Any]) -> None:
-    """Would catch microbatches in flight that are mixed up, and a transport that keeps something in another way."""
     run_ranks(moved_and_plain, 2, shape, values, "vision_num_layers" in values)

@@ -54,7 +54,6 @@ def sides(draw: st.DrawFn) -> tuple[Metadata, Metadata]:
 def test_every_non_empty_block_is_there_once_with_its_number_of_pairs(
     pair: tuple[Metadata, Metadata], size: int
 ) -> None:
-    """Would catch a tile cut wrongly at a block's edge, a triangle counted as a square, an empty block that is kept."""
     q, k = pair
     cover = block_cover(tile_table(q, k), size)
     assert pairs_of(cover) == pairs_by_block(allowed(q, k), size)
@@ -71,7 +70,6 @@ def test_every_non_empty_block_is_there_once_with_its_number_of_pairs(
 def test_full_blocks_hold_every_pair_and_the_others_have_the_rules_mask(
     pair: tuple[Metadata, Metadata], size: int
 ) -> None:
-    """Would catch a full block that is cut off by the end of the tensor: its reader does not look at the mask."""
     q, k = pair
     cover, dense = block_cover(tile_table(q, k), size), allowed(q, k)
     for number, (i, j) in enumerate(zip(cover.q_block.tolist(), cover.k_block.tolist(), strict=True)):

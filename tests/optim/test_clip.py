@@ -18,20 +18,17 @@ def _norm(rank: int, world_size: int, values: list[list[tuple[list[float], bool]
 
 
 def test_a_parameter_that_two_ranks_hold_is_counted_once() -> None:
-    """Would catch a norm over everything every rank holds: sqrt(3^2 + 4^2 + 4^2) instead of 5."""
     both = ([4.0], True), ([4.0], False)
     assert run_ranks(_norm, 2, [[([3.0], True), both[0]], [([0.0], True), both[1]]]) == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_bad_value_in_an_uncounted_copy_on_one_rank_shows_on_all(bad: float) -> None:
-    """Would catch ranks that disagree on skipping the step, and a copy whose values nobody looks at."""
     norms = run_ranks(_norm, 2, [[([3.0], True)], [([1.0], True), ([bad], False)]])
     assert not any(math.isfinite(norm) for norm in norms)
 
 
 def test_partial_sums_are_added_in_float64() -> None:
-    """Would catch one sum in float32, where 3e39 overflows, and which loses more the larger a model is."""
     assert sum_of_squares(torch.full((300_000,), 1e17)).item() == pytest.approx(3e39, rel=1e-5)
     x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
     bound = 4 * 4096**0.5 * 2.0**-24  # sums of 4,096 terms in float32 (Higham and Mary, 2019, theorem 2.8)
@@ -43,7 +40,6 @@ def test_partial_sums_are_added_in_float64() -> None:
 
 
 def test_the_scale_clips_only_above_the_limit() -> None:
-    """Would catch gradients that are scaled up, and a limit of 0 taken for `clip everything away`."""
     assert clip_scale(0.5, 1.0) == 1.0
     assert clip_scale(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
     assert clip_scale(4.0, 0.0) == 1.0

@@ -17,7 +17,6 @@ def schedule(style: str, **changes: object) -> LrSchedule:
 
 @pytest.mark.parametrize("style", [*DECAYS, "WSD"])
 def test_warm_up_is_linear_and_neither_starts_at_zero_nor_ends_late(style: str) -> None:
-    """Would catch counting updates from 0, which trains the first step with rate 0."""
     assert learning_rate(1, schedule(style)) == pytest.approx(1e-4)
     assert learning_rate(5, schedule(style)) == pytest.approx(5e-4)
     assert learning_rate(10, schedule(style)) == 1e-3
@@ -26,7 +25,6 @@ def test_warm_up_is_linear_and_neither_starts_at_zero_nor_ends_late(style: str) 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "WSD"])
 def test_the_decay_ends_exactly_at_min_lr_and_stays(style: str) -> None:
-    """Would catch a decay that is measured from step 0 instead of from the end of the warm-up."""
     assert learning_rate(109, schedule(style)) > 1e-4
     assert [learning_rate(update, schedule(style)) for update in (110, 111, 10_000)] == [1e-4] * 3
 
@@ -39,12 +37,10 @@ def test_the_middle_of_linear_and_cosine_is_half_way() -> None:
 
 
 def test_constant_keeps_the_rate_for_ever() -> None:
-    """Would catch a constant style that drops to min_lr after lr_decay_iters."""
     assert {learning_rate(update, schedule("constant")) for update in (10, 60, 110, 5_000)} == {1e-3}
 
 
 def test_wsd_is_stable_until_its_last_iterations_decay() -> None:
-    """Would catch a decay that starts too early, or jumps where it starts."""
     shape = schedule("WSD")
     assert {learning_rate(update, shape) for update in range(10, 91)} == {1e-3}
     rates = [learning_rate(update, shape) for update in range(90, 111)]
@@ -53,7 +49,6 @@ def test_wsd_is_stable_until_its_last_iterations_decay() -> None:
 
 
 def test_no_warm_up_begins_with_the_decay() -> None:
-    """Would catch a division by zero warm-up iterations."""
     assert learning_rate(1, schedule("linear", lr_warmup_iters=0, lr_decay_iters=10)) == pytest.approx(
         1e-4 + 9e-4 * 0.9
     )

@@ -67,7 +67,6 @@ def _differences(rank: int, world_size: int, shape: dict[str, int]) -> list[floa
 
 
 def test_a_slice_learns_at_its_own_rate_and_decays_by_it() -> None:
-    """Would catch towers that learn at the rate of the text."""
     slices = [torch.full((4,), 2.0, dtype=torch.float64) for _ in range(2)]
     FlatAdamW(slices, [SliceRule(True), SliceRule(True, 0.25)], SETTINGS).update([torch.ones(4).double()] * 2, LR)
     torch.testing.assert_close(2.0 - slices[1], 0.25 * (2.0 - slices[0]), rtol=1e-12, atol=0)
@@ -89,10 +88,7 @@ GRIDS = [
 @pytest.mark.parametrize("shape", GRIDS, ids=lambda shape: "_".join(f"{k}{v}" for k, v in shape.items()))
 @pytest.mark.slow
 def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]) -> None:
-    """Would catch a reduction with another factor, a parameter counted twice, decay on a norm weight, a stale gather.
-
-    Tolerance: float64 sums in another order, over three updates.
-    """
+    """Tolerance: float64 sums in another order, over three updates."""
     results = run_ranks(_differences, math.prod(shape.values()), shape)
     assert max(max(found) for found in results) < 1e-12
 
@@ -105,7 +101,6 @@ def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]
 def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
     dtype: torch.dtype, engine: Engine | None, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch a factor applied twice, upside down, left for the next update, or in a pass of its own."""
     start, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0), dtype=dtype)
     parameter = torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([parameter], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -136,7 +131,6 @@ def _copies(rank: int, world_size: int, shape: dict[str, int], dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_copies_stay_bitwise_equal(dtype: torch.dtype) -> None:
-    """Would catch tied embeddings, or replicated weights on tp ranks, that drift apart by a rounding error."""
     tied = run_ranks(_copies, 4, {"pp": 2, "dp": 2}, dtype)
     assert len({found["embedding"][0] for found in tied}) == 1
     replicated = run_ranks(_copies, 4, {"tp": 2, "dp": 2}, dtype)
@@ -177,10 +171,7 @@ def _half_precision(rank: int, world_size: int) -> tuple[float, bool, bool]:
 
 
 def test_a_bfloat16_model_trains_through_float32_master_slices() -> None:
-    """Would catch updates in bfloat16 (lost below 2^-8 relative) and parameters that are not the rounded master.
-
-    Tolerance: float32 sums in another order; gradients pass through bfloat16 alike in both.
-    """
+    """Tolerance: float32 sums in another order; gradients pass through bfloat16 alike in both."""
     for worst, close, follows in run_ranks(_half_precision, 2):
         assert worst < 1e-6
         assert close and follows
@@ -204,12 +195,10 @@ def _skips(rank: int, world_size: int, shape: dict[str, int]) -> list[object]:
 
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(shape: dict[str, int]) -> None:
-    """Would catch ranks that update while others skip, poisoned moments, and a skipped step counted as an update."""
     assert run_ranks(_skips, 2, shape) == [[True, True, True, False, 1]] * 2
 
 
 def test_a_float32_model_is_updated_in_place_without_a_second_copy() -> None:
-    """Would catch master weights that a float32 model does not need."""
     model, buckets, optimizer = build(grid(), torch.float32)
     assert "master" not in optimizer.state_slices()
     pointers = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -218,7 +207,6 @@ def test_a_float32_model_is_updated_in_place_without_a_second_copy() -> None:
 
 
 def test_masters_follow_parameters_that_were_written_from_outside() -> None:
-    """Would catch a model initialised after its optimizer, whose first update restores the old weights."""
     weight = attach(
         torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)), ParameterSpec((TensorSlice("w", (3,), (0,), (3,)),))
     )

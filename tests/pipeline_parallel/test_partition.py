@@ -25,7 +25,6 @@ def cases(draw: st.DrawFn) -> tuple[list[float], float, float, int]:
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(cases())
 def test_no_cut_is_cheaper_or_as_cheap_and_more_even(case: tuple[list[float], float, float, int]) -> None:
-    """Would catch a greedy cut, an extra on the wrong end, and an inexact comparison of float sums."""
     found = partition(*case)
     rated = [
         (max(parts), sum(c * c for c in parts), sum(len(r) ** 2 for r in ranges), [r.stop for r in ranges], ranges)
@@ -44,23 +43,20 @@ def test_the_parts_cover_the_layers_in_order_and_none_is_empty(case: tuple[list[
 
 
 def test_a_heavy_head_takes_layers_off_the_last_stage() -> None:
-    """Would catch a cut by layer count."""
     assert partition([1.0] * 8, 0.0, 3.0, 2) == [range(0, 5), range(5, 8)]
     assert partition([1.0] * 8, 1.0, 3.0, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
 
 
 def test_equal_layers_that_do_not_divide_leave_the_first_stages_lighter() -> None:
-    """The first stages hold the most activations. Would catch float sums that miss a tie (0.1 + 0.1 + 0.1 != 0.3)."""
+    """The first stages hold the most activations."""
     assert partition([0.1] * 7, 0.0, 0.0, 3) == [range(0, 2), range(2, 4), range(4, 7)]
 
 
 def test_the_dearest_part_counts_before_evenness() -> None:
-    """Would catch a limit that is one unit too high: [7, 3, 3] is more even than [1, 6, 6], but slower."""
     assert partition([1.0, 6.0, 3.0, 3.0], 0.0, 0.0, 3) == [range(0, 1), range(1, 2), range(2, 4)]
 
 
 def test_many_layers_are_cut_in_little_time() -> None:
-    """Would catch an exponential search."""
     found = partition([1.0 + 0.01 * (i % 7) for i in range(160)], 2.5, 4.75, 64)
     assert len(found) == 64 and max(len(part) for part in found) <= 3
 
@@ -75,7 +71,6 @@ def test_fewer_layers_than_virtual_stages_names_the_numbers_and_the_flags() -> N
 
 
 def test_virtual_stages_are_dealt_round_the_stages() -> None:
-    """Would catch a stage holding neighbouring parts, with which interleaving would not shrink the bubble."""
     ranges = [range(0, 1), range(1, 2), range(2, 4), range(4, 5), range(5, 7), range(7, 8)]
     assert stages(ranges, 2, 3) == [
         [range(0, 1), range(2, 4), range(5, 7)],

@@ -47,10 +47,7 @@ def gradients(rank: int, world: int, shape: dict[str, int], settings: dict[str, 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"dp": 2}, {"pp": 2}])
 def test_fused_gradients_are_those_of_autograd(shape: dict[str, int], recompute: str) -> None:
-    """Would catch a gradient that is added twice or dropped, and a bucket that is reduced before its last one.
-
-    float64, with the same products: only the order of two sums differs.
-    """
+    """float64, with the same products: only the order of two sums differs."""
     world, settings = int(np.prod([*shape.values()], dtype=int)), {"recompute_granularity": recompute}
     plain = run_ranks(gradients, world, shape, settings, False)
     fused = run_ranks(gradients, world, shape, settings, True)
@@ -86,7 +83,6 @@ def fused_launches(rank: int, world: int) -> list[int]:
 
 
 def test_buckets_are_reduced_during_backward_as_before() -> None:
-    """Would catch a fused gradient that nobody tells the bucket about: its reduction would wait for the end."""
     for without, with_fusion in run_ranks(fused_launches, 2):
         assert with_fusion == without > 4
 

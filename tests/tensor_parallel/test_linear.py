@@ -181,7 +181,6 @@ def normed(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_a_norm_over_columns_equals_one_process() -> None:
-    """Would catch a mean over this rank's columns alone, forward or backward."""
     x, weight = randn(5, 6, seed=1).requires_grad_(), randn(6, seed=3).requires_grad_()
     y = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
     expected = [y.detach(), *torch.autograd.grad(y, [x, weight], randn(5, 6, seed=2))]
@@ -236,7 +235,6 @@ def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tupl
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_low_rank_pairs_equal_one_process(parallel: bool, dropout: float) -> None:
-    """Would catch A or B not summed over tp or summed twice, and dropout bits that tp ranks share."""
     one = low_rank(0, 1, False, dropout)
     if not dropout:
         x, delta = randn(TOKENS, WIDTH, seed=40), LOW["a.q.lora_B.weight"] @ LOW["a.q.lora_A.weight"]

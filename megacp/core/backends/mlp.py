@@ -98,7 +98,6 @@ class TiledMLP(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
-        """The tiles save nothing, so `save` is not asked."""
         trained = self.trained()
         if not torch.is_grad_enabled() or not (x.requires_grad or trained):
             return self.over_tiles(x)

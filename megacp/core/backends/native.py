@@ -158,7 +158,6 @@ class NativeBackend:
         return self.transport.attend(q, k, v, plan, scale)
 
     def prepare(self, plan: AttentionPlan) -> None:
-        """See `Backend.prepare`."""
         self.transport.prepare(plan, self._heads)
 
     def cross_entropy(

@@ -90,7 +90,6 @@ def layer_reasons(
 
 
 def _widths(config: RunConfig) -> list[tuple[str, int]]:
-    """Widths of the decoder's linears on a rank."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     return [
         ("--hidden-size", m.hidden_size),

@@ -140,7 +140,6 @@ class HighPrecision(nn.Module):
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The layer, whatever precision its surroundings have."""
         with eight_bits_off():
             return self.layer(x)
 

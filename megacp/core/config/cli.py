@@ -75,7 +75,6 @@ def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
 
 
 def _refuse_unknown(arguments: Sequence[str]) -> None:
-    """Flags that do not exist, all of them."""
     known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
     names = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
     unknown = [name for name in names if name[2:].replace("-", "_") not in known]
@@ -85,7 +84,6 @@ def _refuse_unknown(arguments: Sequence[str]) -> None:
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
-    """The config with a run of flags applied by tyro."""
     if not flags:
         return config
     import tyro

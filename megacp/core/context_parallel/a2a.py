@@ -28,7 +28,6 @@ class HeadsForSequence:
         self.inner = inner
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
-        """See `Transport.prepare`."""
         ranks = self.axis.size
         groups = heads.groups * key_copies(heads.heads, heads.groups, ranks)
         self.inner.prepare(plan.grouped(ranks), Heads(heads.heads // ranks, groups // ranks, heads.dim))
@@ -36,7 +35,6 @@ class HeadsForSequence:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        """See `Transport.attend`; n ranks, t tokens on each."""
         n, (t, heads, d), groups = self.axis.size, q.shape, k.shape[1]
         copies = key_copies(heads, groups, n)
         # copy i of group g serves the i-th part of the group's queries; backward sums copies as sum() does, in fp32

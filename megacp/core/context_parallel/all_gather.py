@@ -46,11 +46,9 @@ class AllGatherAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `KeysToQueries.tables`."""
         return [plan.table(plan.cp_rank), plan.part("others", lambda: table_of_others(plan))]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """See `KeysToQueries.kv_blocks`."""
         gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
         own, others = self.tables(plan)
         mine = yield k, v, own

@@ -63,7 +63,6 @@ def keys_crossing(metadata: Metadata) -> np.ndarray:
 
 
 def _code(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """One integer for each pair."""
     wide = a.astype(np.int64)
     return (wide - wide.min()) * (int(b.max()) + 1) + b
 
@@ -73,7 +72,6 @@ def _groups(values: np.ndarray) -> np.ndarray:
 
 
 def _last(values: np.ndarray) -> np.ndarray:
-    """Index of the last element equal to each element."""
     group = _groups(values)
     found = np.zeros(len(values), np.int64)
     found[group] = np.arange(len(values))  # later elements overwrite earlier ones
@@ -81,7 +79,6 @@ def _last(values: np.ndarray) -> np.ndarray:
 
 
 def _first(values: np.ndarray) -> np.ndarray:
-    """Index of the first element equal to each element."""
     n = len(values)
     return n - 1 - _last(values[::-1])[::-1]  # the last one of the row read backwards
 

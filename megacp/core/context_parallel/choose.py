@@ -104,6 +104,5 @@ def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
 
 
 def _unevenness(metadata: Metadata, indices: np.ndarray) -> float:
-    """Attention area of the rank with most over the mean."""
     area = metadata.cost[indices].sum(1)  # [cp, t] -> [cp]
     return float(area.max() / max(1.0, area.mean()))

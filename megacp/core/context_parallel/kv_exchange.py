@@ -74,12 +74,10 @@ class KVExchange(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `KeysToQueries.tables`."""
         exchange = self._exchange(plan)
         return [plan.table(plan.cp_rank), *([exchange.table] if exchange else [])]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """See `KeysToQueries.kv_blocks`."""
         exchange = self._exchange(plan)
         if exchange is None:
             return (yield k, v, plan.table(plan.cp_rank))

@@ -27,11 +27,9 @@ class RingAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `KeysToQueries.tables`."""
         return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(self.axis.size)]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """See `KeysToQueries.kv_blocks`."""
         size, tables = self.axis.size, self.tables(plan)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         home: torch.Tensor | None = None  # of this rank's K/V, by its own queries

@@ -62,14 +62,12 @@ class KeysToQueries(ABC):
         """What this rank's queries see of the keys of each block."""
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
-        """See `Transport.prepare`."""
         for table in self.tables(plan):
             self.kernel.prepare(table, heads)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        """See `Transport.attend`."""
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return _AttendBlocks.apply(q, k, v, self, plan, scale)
@@ -124,11 +122,9 @@ class LocalAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        """See `KeysToQueries.tables`."""
         return [plan.table_of_row]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        """See `KeysToQueries.kv_blocks`."""
         return (yield k, v, plan.table_of_row)
 
 
@@ -140,7 +136,6 @@ class WholeAttention(LocalAttention):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        """See `Transport.attend`."""
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self.kernel.whole(q, k, v, plan.table_of_row, scale)
 
@@ -160,6 +155,5 @@ class DenseAttention:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
-        """See `Transport.attend`."""
         mine = plan.metadata.take(plan.local)
         return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale)

@@ -33,7 +33,6 @@ class Flops:
 
     @property
     def forward(self) -> float:
-        """Forward alone."""
         return self.matmul + self.attention
 
     @property
@@ -123,7 +122,6 @@ def connector_ffn(config: RunConfig) -> int:
 
 
 def _block_weights(config: RunConfig) -> int:
-    """Weights of the linears of one block of the tower."""
     v = config.vision
     return v.vision_hidden_size * (4 * v.vision_hidden_size + 2 * v.vision_ffn_hidden_size)
 

@@ -44,7 +44,6 @@ def _slab(draw: Draw, seed: int, piece: TensorSlice, index: int, rows: int) -> t
 
 
 def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:
-    """This rank's box of the global tensor, float32."""
     begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
     box = torch.empty(piece.shape)
     inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.shape[1:], strict=True))  # columns here

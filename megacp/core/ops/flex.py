@@ -261,12 +261,10 @@ class FlexKernel:
         return table.part(self._size, lambda: host_mask(table, self._size))
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
-        """See `Kernel.prepare`."""
         if table.num_tiles:
             self._host_mask(table)
 
     def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
-        """See `WholeKernel.whole`."""
         return _tokens_first(self._call(self._heads_first(q, k, v), table, scale, self._whole_backend, None), q)
 
     def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -292,7 +290,6 @@ class FlexKernel:
 
     @torch.no_grad()  # and detached: the compiled function has one form less
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
-        """See `Kernel.attend`."""
         if table.num_tiles == 0:
             return
         out, lse = self._part(self._heads_first(*(x.detach() for x in qkv)), table, scale, qkv[0])
@@ -304,7 +301,6 @@ class FlexKernel:
         partial.untouched = False
 
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
-        """See `Kernel.attend_backward`."""
         if table.num_tiles == 0:
             return
         leaves = [x.requires_grad_() for x in self._heads_first(*(x.detach() for x in (saved.q, *kv)))]

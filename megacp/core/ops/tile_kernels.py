@@ -116,7 +116,6 @@ def _block(rows: tuple[TileRow, ...], keys: tuple[slice, ...], heads: Heads) -> 
 
 
 def _apart(row: TileRow, heads: Heads) -> int:
-    """What the calls of a row cost without a mask."""
     height = row.q_stop - row.q_start
     sources = key_sources(row, heads.groups * heads.dim)
     return sum(
@@ -174,7 +173,6 @@ def _length(keys: tuple[slice, ...]) -> int:
 
 
 def _union(keys: Iterable[slice]) -> tuple[slice, ...]:
-    """The same keys as ascending slices that do not touch."""
     found: list[slice] = []
     for part in sorted(keys, key=lambda part: part.start):
         if found and part.start <= found[-1].stop:
@@ -209,11 +207,9 @@ class TileKernel(ABC):
         """`dq, dk, dv` of one block, shaped like q, k, v."""
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
-        """See `Kernel.prepare`."""
         table_calls(table, heads)
 
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
-        """See `Kernel.attend`."""
         q, k, v = qkv
         for call in table_calls(table, Heads(q.shape[1], *k.shape[1:])):
             rows, part = call.rows, (q[call.rows], _gather(k, call.keys), _gather(v, call.keys))
@@ -225,7 +221,6 @@ class TileKernel(ABC):
         partial.untouched &= table.num_tiles == 0
 
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
-        """See `Kernel.attend_backward`."""
         (k, v), (dq, dk, dv) = kv, grads
         for call in table_calls(table, Heads(saved.q.shape[1], *k.shape[1:])):
             rows, keys = call.rows, (_gather(k, call.keys), _gather(v, call.keys))
@@ -242,7 +237,6 @@ class FlashKernel(TileKernel):
     causal_block = 512  # `kvSplitSize` in torch's FlashAttentionKernel.cpp
 
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TileKernel.forward`; the op wants [1, heads, n, d] views and returns lse [1, heads, n]."""
         batch = (x.transpose(0, 1).unsqueeze(0) for x in qkv)  # [n, heads, d] -> [1, heads, n, d]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *batch, 0.0, allowed.causal, attn_mask=_op_bias(allowed, qkv[0].dtype), scale=scale
@@ -250,7 +244,6 @@ class FlashKernel(TileKernel):
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
     def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
-        """See `TileKernel.backward`."""
         dout, q, key, value, out = (
             x.transpose(0, 1).unsqueeze(0) for x in (saved.dout, saved.q, *kv, saved.out)
         )  # [n, heads, d] -> [1, heads, n, d]
@@ -273,7 +266,6 @@ class MathKernel(TileKernel):
     block = 1024
 
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TileKernel.forward`."""
         q, k, v = qkv
         outs, lses = [], []
         for start in range(0, len(q), self.block):
@@ -286,7 +278,6 @@ class MathKernel(TileKernel):
         return torch.cat(outs).to(q.dtype), torch.cat(lses)
 
     def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
-        """See `TileKernel.backward`; formulas of FlashAttention-2 (Dao, 2023), section 3.1."""
         k, v = kv
         groups, wide = k.shape[1], accumulation_dtype(saved.q.dtype)
         dq = torch.empty_like(saved.q, dtype=wide)

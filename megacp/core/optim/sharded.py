@@ -84,7 +84,6 @@ class ShardedAdamW:
         return StepReport(norm, skipped=not math.isfinite(norm))
 
     def _masters(self) -> list[tuple[ParameterShard, torch.Tensor]]:
-        """The shards with master weights of their own."""
         pairs = zip(self.parameters.shards, self._adamw.slices, strict=True)
         return [(shard, master) for shard, master in pairs if master.dtype != shard.values.dtype]
 

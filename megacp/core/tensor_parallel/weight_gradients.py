@@ -117,6 +117,5 @@ class DeferredWeightGradients(WeightGradients):
 
 
 def _tell(weight: nn.Parameter) -> None:
-    """The bucket of a weight hears that its gradient is there."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # ours, on a parameter of torch
     weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise
