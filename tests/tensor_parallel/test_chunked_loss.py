@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megacp.core.distributed import collectives
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.distributed.grid import single_axis
@@ -212,33 +210,6 @@ def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(dty
         assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert (losses.double() - expected.detach()).abs().max() < loss_tolerance
         assert (gradient.double() - logits.grad).abs().max() < gradient_tolerance
-
-
-def messages_of_a_loss(rank: int, world_size: int, parallel: bool, chunk: int) -> tuple[dict[str, int], ...]:
-    """Bytes of the forward, those with the backward, and how many collectives there were."""
-    tp = grid(tp=world_size).tp
-    table = made_table(16, 8, LinearOptions(tp, parallel, torch.float64, torch.device("cpu")))
-    x, weight, labels, weights = problem(16)
-    fill(table, {"head.weight": weight})
-    leaf = (slice_of(x, tp) if parallel else x).requires_grad_()
-    tp.traffic.clear()
-    with mock.patch.object(collectives, "_count", wraps=collectives._count) as added:  # once a collective
-        loss = loss_of(table, leaf, labels, weights, chunk)
-    forward = dict(tp.traffic)
-    loss.backward()
-    return forward, dict(tp.traffic), {"calls": added.call_count}
-
-
-@pytest.mark.parametrize(("chunk", "parts"), [(0, 1), (5, 3), (12, 1)])
-def test_the_loss_sends_two_numbers_a_token_and_backward_is_silent(chunk: int, parts: int) -> None:
-    """Under sequence parallelism hidden states are gathered once and their gradient is scattered once."""
-    hidden, numbers = TOKENS // 2 * WIDTH * 8, 2 * TOKENS * 8
-    for forward, both, count in run_ranks(messages_of_a_loss, 2, True, chunk):
-        assert forward == both == {"all_gather": hidden + numbers, "reduce_scatter": hidden}
-        assert count == {"calls": parts + 2}
-    for forward, both, count in run_ranks(messages_of_a_loss, 2, False, chunk):
-        assert forward == both == {"all_gather": TOKENS * WIDTH * 8 + numbers}  # a small all-reduce is a gather
-        assert count == {"calls": parts + 1}
 
 
 def test_the_loss_of_any_chunks_has_the_bits_of_the_whole() -> None:
