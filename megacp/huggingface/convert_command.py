@@ -33,7 +33,6 @@ from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import LAYOUTS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
 from megacp.huggingface.convert.families import FAMILIES
-from megacp.huggingface.convert.hf_files import MIB
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2
@@ -74,10 +73,13 @@ def arguments_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--architecture", choices=("auto", *FAMILIES), default="auto", help="default: found out")
     parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
-    parser.add_argument("--max-shard-size", type=int, default=5000, metavar="MIB", help="of a weight file (5000)")
+    parser.add_argument(
+        "--max-shard-size", type=int, default=5000, dest="max_shard_mib", metavar="MIB", help="of a weight file (5000)"
+    )
     parser.add_argument(
         "--max-position-embeddings",
         type=int,
+        dest="max_positions",
         metavar="N",
         help="positions that the model is for (default: as its config says, else the run's --seq-length)",
     )
@@ -85,6 +87,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         "--ignore-field",
         action="append",
         default=[],
+        dest="ignored",
         metavar="NAME",
         help="a field of config.json that is not known here and does not change the model; may be given again",
     )
@@ -106,13 +109,13 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
         "--eod-token goes with --tokenizer": a.eod_token is not None and a.tokenizer in (None, "none"),
         "--chat-template messages goes with a tokenizer": a.chat_template == "messages" and a.tokenizer == "none",
         "--tokenizer is for --from megacp --to hf": a.tokenizer is not None and way != ("megacp", "hf"),
-        "--max-position-embeddings is for --from megacp --to hf, at least 1": a.max_position_embeddings is not None
-        and (a.max_position_embeddings < 1 or way != ("megacp", "hf")),
-        "--ignore-field is for --from hf": bool(a.ignore_field) and a.source != "hf",
+        "--max-position-embeddings is for --from megacp --to hf, at least 1": a.max_positions is not None
+        and (a.max_positions < 1 or way != ("megacp", "hf")),
+        "--ignore-field is for --from hf": bool(a.ignored) and a.source != "hf",
         "--to peft is for --from megacp": way == ("hf", "peft"),
         "--verify compares whole models: give it with --to hf": a.target == "peft" and a.verify,
         "--base-model is for --to peft": a.target != "peft" and a.base_model is not None,
-        "--max-shard-size: must be at least 1": a.max_shard_size < 1,
+        "--max-shard-size: must be at least 1": a.max_shard_mib < 1,
     }
     needed = ["safetensors", "jinja2", *(["transformers"] if a.verify else [])]
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -126,23 +129,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))
-    request = Request(
-        arguments.source,
-        arguments.target,
-        arguments.input,
-        arguments.output,
-        verify=arguments.verify,
-        architecture=arguments.architecture,
-        dtype=DTYPES[arguments.dtype] if arguments.dtype else None,
-        layout=arguments.layout or LAYOUTS[0],
-        max_shard_bytes=arguments.max_shard_size * MIB,
-        max_positions=arguments.max_position_embeddings,
-        tokenizer=arguments.tokenizer,
-        eod_token=arguments.eod_token,
-        chat_template=arguments.chat_template,
-        base_model=arguments.base_model,
-        ignored=tuple(arguments.ignore_field),
-    )
+    given = vars(arguments)
+    given["dtype"] = DTYPES[arguments.dtype] if arguments.dtype else None
+    request = Request(**{**given, "layout": arguments.layout or LAYOUTS[0]})
     place = world_from_environment()
     silent = io.StringIO()  # of the other ranks, which say the same
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the half-written folder goes

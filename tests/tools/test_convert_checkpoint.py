@@ -71,7 +71,6 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
 def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a name, a bias, an order of fused rows, a theta, an epsilon or a tied head that is lost."""
     model = save(name, tmp_path / "a")
     layout = ("--layout", "released") if name == "molmo2 released" else ()
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--verify") == 0
@@ -148,7 +147,6 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
 def test_a_difference_ends_verify_with_status_1_and_no_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch a verify that prints and goes on: here the writer loses theta."""
     save("llama 3 tied", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
     write = decoder.rope_fields
@@ -273,19 +271,17 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
     assert (tmp_path / "beside" / "tokenizer.json").read_bytes() == (tmp_path / "a" / "tokenizer.json").read_bytes()
     with (tmp_path / "b" / "tokenizer.json").open("a") as stream:
         stream.write("\n")  # another file than the run's
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
-    assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
-    (tmp_path / "b" / "tokenizer.json").unlink()
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c") == 2
-    assert "was trained with a tokenizer: give it with --tokenizer" in capsys.readouterr().err
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--chat-template", "messages") == 2
-    assert "none lies beside the checkpoints of --input" in capsys.readouterr().err
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "byte") == 2
-    assert "--tokenizer byte is not the one" in capsys.readouterr().err
+    for flags, message in (
+        ((), "was trained with a tokenizer: give it with --tokenizer"),
+        (("--chat-template", "messages"), "none lies beside the checkpoints of --input"),
+        (("--tokenizer", "byte"), "--tokenizer byte is not the one"),
+    ):
+        assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", *flags) == 2
+        assert message in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
     assert not (tmp_path / "c" / "tokenizer.json").exists()
-    flags = ("--tokenizer", str(tmp_path / "a" / "tokenizer.json"), "--eod-token", "<im_low>")
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *flags) == 0
+    own = ("--tokenizer", str(tmp_path / "a" / "tokenizer.json"), "--eod-token", "<im_low>")
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *own) == 0
     found = json.loads((tmp_path / "d" / "generation_config.json").read_text())
     assert found["eos_token_id"] == TINY.token_ids["image_low_res"]
 
@@ -302,7 +298,6 @@ def test_a_folder_has_all_that_belongs_to_a_model(tmp_path: Path) -> None:
     for line in (tmp_path / "c" / "SHA256SUMS").read_text().splitlines():
         digest, name = line.split("  ")
         assert hashlib.sha256((tmp_path / "c" / name).read_bytes()).hexdigest() == digest
-    transformers.GenerationConfig.from_pretrained(tmp_path / "c")
     (tmp_path / "b" / "generation_config.json").unlink()
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", "--tokenizer", "none") == 0
     config = json.loads((tmp_path / "d" / "config.json").read_text())

@@ -1,14 +1,12 @@
 """The chat template of an exported model: that of training, or one of records with `messages` in megacp's own form.
 
-A build tokenizes each header and each content alone, a template is tokenized as one string. So the template of megacp's
-form is written only where it gives the ids of a build on a probe of conversations: with a tokenizer whose merges cross
-that border it is refused, or told.
+A build tokenizes each header and content alone, a template is one string. So the template of megacp's form is written
+only where it gives the ids of a build on a probe of conversations; with other tokenizers it is refused, or told.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +52,19 @@ _TEMPLATE = """\
 """
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Messages of a record, and the ids that a build makes of them."""
-
-    messages: Sequence[Mapping[str, Any]]
-    ids: Sequence[int]
-    prompt: bool = False
-    """Whether the beginning of an answer follows."""
+Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[int], bool]
+"""Messages of a record, the ids that a build makes of them, and whether the beginning of an answer follows."""
 
 
 def template(has_end: bool, begin: str = "") -> str:
-    """The template's text; `has_end`: whether there is an end-of-document token, `begin`: the text of the token that
-    begins every document.
-    """
+    """The template's text; `has_end`: whether there is an end token, `begin`: text of the token before documents."""
     quoted = "'" + "".join(f"\\u{ord(character):04x}" for character in begin) + "'"
     text = _TEMPLATE.replace("END -%}", "eos_token -%}" if has_end else "'' -%}", 1)
     return text.replace("{{- BEGIN -}}\n", f"{{{{- {quoted} -}}}}\n" if begin else "")
 
 
 def write_template(folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversation], media: str) -> None:
-    """Write the template where it gives each conversation of `probe` its ids. ValueError names one that gets others.
-
-    `media` stands for an image in the ids of the probe: texts of special tokens.
-    """
+    """Write the template where it gives each conversation of `probe` its ids, `media` for an image. ValueError."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
@@ -89,10 +76,10 @@ def write_template(folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversat
         known.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
     text = template(eos_token is not None, begin)
     compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
-    for one in probe:
-        given = {"messages": one.messages, "add_generation_prompt": one.prompt, "eos_token": eos_token}
+    for messages, ids, prompt in probe:
+        given = {"messages": messages, "add_generation_prompt": prompt, "eos_token": eos_token}
         rendered = compiled.render(**given).replace(_PLACEHOLDER, media)
-        if known.encode(rendered, add_special_tokens=False).ids != list(one.ids):
+        if known.encode(rendered, add_special_tokens=False).ids != list(ids):
             raise ValueError(f"{rendered[:80]!r} gets other ids than its messages got in a build")
     (folder / TEMPLATE_FILE).write_text(text, encoding="utf-8")
 
@@ -120,16 +107,6 @@ def _probe_messages() -> list[list[dict[str, Any]]]:
     return found
 
 
-def _image_messages() -> list[list[dict[str, Any]]]:
-    answer: dict[str, Any] = {"role": "assistant", "content": "A cat."}
-    found = list[list[dict[str, Any]]]()
-    for text in _CONTENTS:
-        says = {"type": "text", "text": text}
-        for content in ([_IMAGE], [_IMAGE, says], [says, _IMAGE], [_IMAGE, _IMAGE, says, says], [says, _IMAGE, says]):
-            found.append([{"role": "user", "content": content}, answer, {"role": "user", "content": content}])
-    return found
-
-
 def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
     """The ids of a record in a build, `media` in place of each image."""
     ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
@@ -146,12 +123,18 @@ def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int])
 def probe(tokenizer: Tokenizer, image_ids: Mapping[str, int]) -> list[Conversation]:
     """Conversations with the ids of a build, with images where there are ids for them."""
     media = [image_ids["image_start"], image_ids["image_end"]] if image_ids else []
-    every = _probe_messages() + (_image_messages() if media else [])
-    found = [Conversation(messages, _ids(messages, tokenizer, media)) for messages in every]
+    found: list[Conversation] = []
     answer = [*tokenizer.encode_reference("x").tolist(), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-    for messages in _probe_messages():  # a question is a record without the words of its answer
-        ids = _ids([*messages, {"role": "assistant", "content": "x"}], tokenizer, [])
-        found.append(Conversation(messages, ids[: -len(answer)], prompt=True))
+    for messages in _probe_messages():
+        found.append((messages, _ids(messages, tokenizer, media), False))
+        ids = _ids([*messages, {"role": "assistant", "content": "x"}], tokenizer, [])  # a question: the answer is cut
+        found.append((messages, ids[: -len(answer)], True))
+    for text in _CONTENTS if media else ():
+        says = {"type": "text", "text": text}
+        for content in ([_IMAGE], [_IMAGE, says], [says, _IMAGE], [_IMAGE, _IMAGE, says, says], [says, _IMAGE, says]):
+            turn = {"role": "user", "content": content}
+            messages = [turn, {"role": "assistant", "content": "A cat."}, turn]
+            found.append((messages, _ids(messages, tokenizer, media), False))
     return found
 
 
@@ -165,10 +148,7 @@ def _drop_own(folder: Path) -> None:
 
 
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
-    """Write the template where there is one to write; a phrase that says which it is.
-
-    ValueError when `choice` asks for a template that this tokenizer cannot follow, or that training did not have.
-    """
+    """Write the template where there is one; a phrase that says which. ValueError for a `choice` that cannot be."""
     assert loaded.checkpoint is not None
     if (texts := stored_state(loaded.checkpoint).chat_template) is not None and choice != "none":
         if choice != "auto":

@@ -362,9 +362,7 @@ class Family:
         return self.from_hf(config), config
 
     def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
-        """Our flags from a config.json. ValueError lists every field that cannot be expressed; fields that nobody
-        knows and that are `ignored` by name change nothing.
-        """
+        """Our flags from a config.json. ValueError lists fields at fault and those not known and not `ignored`."""
         values, config = self._read(self.native(content))
         config.refuse_unknown(self.harmless, ignored)
         if config.faults:
@@ -372,9 +370,7 @@ class Family:
         return values
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
-        """A config.json from our flags, without dtype and special tokens. ValueError lists every flag that it cannot
-        say: those that are others when it is read again.
-        """
+        """A config.json from our flags. ValueError lists those that are others when it is read again."""
         content = self.to_hf(values)
         back, config = self._read(content)
         ours, read = resolved(values), resolved(back)

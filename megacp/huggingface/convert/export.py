@@ -77,14 +77,14 @@ class Request:
     dtype: torch.dtype | None = None
     """None: as the weights are."""
     layout: str = NATIVE
-    max_shard_bytes: int = 5000 * hf_files.MIB
+    max_shard_mib: float = 5000
     max_positions: int | None = None
     """None: as the model's config says, else the run's --seq-length."""
     tokenizer: str | None = None
     eod_token: str | None = None
     """Both as given to `preprocess_data.py`; `none` for a folder without a tokenizer."""
     chat_template: str = "auto"
-    ignored: tuple[str, ...] = ()
+    ignored: Sequence[str] = ()
     """Fields of a config.json that are said to change nothing."""
     base_model: str | None = None
     """Of an adapter; None: the run's --load-hf."""
@@ -93,7 +93,7 @@ class Request:
 def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
     """Fill an empty folder; shape and dtype of its tensors. ValueError names what the library cannot express.
 
-    Collective over `world`: each rank writes weight files of its own, the first one all else.
+    Collective over `world`: each rank writes weight files of its own.
     """
     family, layout = loaded.family, request.layout
     if layout != NATIVE and not family.sections:
@@ -107,7 +107,7 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         fields = {field: ids[name] for field, name in TOKEN_FIELDS.items()}
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
     special, notes = on_first(world, lambda: _files_beside(loaded, folder, request))
-    hf_files.write_tensors(source, folder, request.max_shard_bytes, world)
+    hf_files.write_tensors(source, folder, int(request.max_shard_mib * hf_files.MIB), world)
 
     def complete() -> None:
         hf_files.write_json(folder / "config.json", {**content, **special})
@@ -162,10 +162,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
 
 
 def _ends(progress: RunState, tokenizer: Tokenizer | None) -> tuple[list[int], dict[str, str]]:
-    """The tokens that ended answers and documents of training, as far as that is known, and a note on those of answers.
-
-    ValueError as `answer_ends`.
-    """
+    """The tokens that ended answers and documents of training, as far as known, and a note. ValueError."""
     own = last_token(progress, None)
     documents = [] if own is None else [own]
     if progress.chat_template is None or tokenizer is None:
@@ -275,9 +272,7 @@ def _card(loaded: Loaded, checkpoint: LoadedCheckpoint, count: int, dtype: str, 
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
-    """Fill an empty folder with one checkpoint of step 0 without the state of a run, and the tokenizer's files beside
-    it; shape and dtype of its tensors. Collective over `world`: each rank writes weight files of its own.
-    """
+    """Fill a folder with a checkpoint of step 0 and the tokenizer's files; its tensors. Collective over `world`."""
     source = in_dtype(loaded.source, request.dtype)
     config = to_yaml(with_values(loaded.config, {"dtype": model_dtype(source)}))
     rules = loaded.rules.to_dict() if loaded.rules is not None else None
@@ -289,7 +284,7 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
         return copy_tokenizer(loaded, folder)
 
     extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
-    index = index_of(source.infos, request.max_shard_bytes)
+    index = index_of(source.infos, int(request.max_shard_mib * hf_files.MIB))
     names = mine(list(index.files), world)
     records = on_each(world, lambda: {name: _write_file(source, index, step / name) for name in names})
     of_ranks = gather_objects(records, world)
@@ -322,8 +317,7 @@ def _write_file(source: Source, index: Index, path: Path) -> FileRecord:
         stream.write(index.header(path.name))
         for box in index.files[path.name]:
             values = whole(source, box.name.removeprefix(f"{MODEL}."))
-            if (tuple(values.shape), values.dtype) != tuple(index.tensors[box.name]):
-                raise ValueError(f"{box.name} became {values.dtype} {tuple(values.shape)}, not as its header said")
+            assert (tuple(values.shape), values.dtype) == tuple(index.tensors[box.name]), "it is not as planned"
             write_values(stream, values)
     return FileRecord(*sha256_of(path))
 
@@ -333,11 +327,7 @@ class OtherModelError(Exception):
 
 
 def convert(request: Request, world: Axis) -> None:
-    """Do what the request says, and print it. ValueError for what cannot be done, on all ranks of `world`.
-
-    Ranks share reading, hashing and writing of weights; the result has the bytes of one process. The rest is done by
-    the first one.
-    """
+    """Do what the request says, with the bytes of one process. ValueError on all ranks of `world`."""
     begun = time.monotonic()
     loaded = read_input(request, world)
     if request.target == "peft":

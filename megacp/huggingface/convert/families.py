@@ -25,9 +25,7 @@ def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Family:
 
 
 def of_values(values: Values, wanted: str = "auto") -> Family:
-    """The family that is `wanted`, or that our flags name, or the first that can say them. ValueError for a name that
-    is not known.
-    """
+    """The family that is `wanted`, or that our flags name, or the first that can say them. ValueError."""
     if wanted != "auto":
         return FAMILIES[wanted]
     named = values["hf_model_type"]

@@ -1,7 +1,7 @@
-"""A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index, hashes and card.
+"""A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index and hashes.
 
-One tensor is in memory at a time, whatever the size of model and shards: files are mapped when read. Shards are planned
-from shapes and dealt to the ranks that convert together. Pickled `.bin` files are refused: opening one runs its code.
+One tensor is in memory at a time: files are mapped when read, shards are dealt to the ranks that convert together.
+Pickled `.bin` files are refused: opening one runs its code.
 """
 
 from __future__ import annotations
@@ -145,10 +145,9 @@ class SafetensorsFolder:
 
 
 def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:
-    """Write all tensors of `source` in their order; one file, or shards with an index, which comes last.
+    """Write all tensors of `source` in their order; one file, or shards of at most `max_shard_bytes` with an index.
 
-    Each rank writes files of its own; all ranks return together. A shard holds at most `max_shard_bytes`, or a single
-    larger tensor.
+    Each rank writes files of its own; all ranks return together.
     """
     shards = files_of(source.infos, max_shard_bytes)
     count = len(shards)
@@ -189,10 +188,7 @@ def require_seen(paths: Sequence[Path]) -> None:
 
 
 def write_sums(folder: Path, world: Axis) -> None:
-    """SHA256SUMS of every file but the card, which people edit, as `sha256sum --check` reads it.
-
-    Each rank hashes some of the files, the largest first; the first rank writes. Collective over `world`.
-    """
+    """SHA256SUMS of every file but the card, which people edit; each rank hashes a share. Collective over `world`."""
 
     def by_size() -> list[Path]:
         below = [path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)]
@@ -244,8 +240,7 @@ def check_sums(folder: Path, world: Axis) -> None:
 def new_folder(output: Path, world: Axis) -> Iterator[Path]:
     """A folder beside `output` that becomes it at the end of the block, and is removed when the block raises.
 
-    What a killed conversion to the same output has left is removed first. The block raises on all ranks or on none.
-    ValueError when `output` exists.
+    What a killed conversion to the same output has left goes first. ValueError when `output` exists.
     """
     folder = on_first(world, lambda: _made_beside(output))
 

@@ -71,10 +71,7 @@ def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs 
 
 
 def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | None, dtype: torch.dtype | None) -> int:
-    """Fill a folder that `peft.PeftModel.from_pretrained` takes; the number of its elements.
-
-    `links` are those of the model without pairs, in the layout of the library; `base` names that model.
-    """
+    """Fill a folder that peft loads, for the model named `base`, by the links of that model; its elements."""
     from safetensors.torch import save_file
 
     tensors, ranks = dict[str, torch.Tensor](), dict[str, int]()

@@ -46,22 +46,23 @@ def _both(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
 
 
+def _attention_rows(theirs: str, ours: str, names: tuple[str, ...]) -> dict[str, str]:
+    """Their q, k, v and output in order."""
+    pairs = zip(names, ("q", "k", "v", "output"), strict=True)
+    return {k: v for their, our in pairs for k, v in _both(f"{theirs}.{their}", f"{ours}.{our}").items()}
+
+
+_PROJ, _W = ("q_proj", "k_proj", "v_proj", "o_proj"), ("wq", "wk", "wv", "wo")
 NATIVE_TABLE = {
     **{theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in DECODER.items()},
     "model.vision_tower.positional_embedding": "vision.position_embedding.weight",
     **_both("model.vision_tower.patch_embedding", "vision.patch_embedding"),
     **_both("model.vision_tower.layers.{v}.layer_norm1", "vision.blocks.{v}.attention_norm"),
     **_both("model.vision_tower.layers.{v}.layer_norm2", "vision.blocks.{v}.mlp_norm"),
-    **_both("model.vision_tower.layers.{v}.self_attn.q_proj", "vision.blocks.{v}.attention.q"),
-    **_both("model.vision_tower.layers.{v}.self_attn.k_proj", "vision.blocks.{v}.attention.k"),
-    **_both("model.vision_tower.layers.{v}.self_attn.v_proj", "vision.blocks.{v}.attention.v"),
-    **_both("model.vision_tower.layers.{v}.self_attn.o_proj", "vision.blocks.{v}.attention.output"),
+    **_attention_rows("model.vision_tower.layers.{v}.self_attn", "vision.blocks.{v}.attention", _PROJ),
     **_both("model.vision_tower.layers.{v}.mlp.fc1", "vision.blocks.{v}.mlp.up"),
     **_both("model.vision_tower.layers.{v}.mlp.fc2", "vision.blocks.{v}.mlp.down"),
-    **_both("model.multi_modal_projector.image_pooling_2d.q_proj", "connector.attention.q"),
-    **_both("model.multi_modal_projector.image_pooling_2d.k_proj", "connector.attention.k"),
-    **_both("model.multi_modal_projector.image_pooling_2d.v_proj", "connector.attention.v"),
-    **_both("model.multi_modal_projector.image_pooling_2d.o_proj", "connector.attention.output"),
+    **_attention_rows("model.multi_modal_projector.image_pooling_2d", "connector.attention", _PROJ),
     "model.multi_modal_projector.image_projector.gate_proj.weight": "connector.mlp.gate.weight",
     "model.multi_modal_projector.image_projector.up_proj.weight": "connector.mlp.up.weight",
     "model.multi_modal_projector.image_projector.down_proj.weight": "connector.mlp.down.weight",
@@ -84,16 +85,10 @@ RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
     **_both("model.vision_backbone.image_vit.patch_embedding", "vision.patch_embedding"),
     **_both(f"{_RESBLOCK}.attention_norm", "vision.blocks.{v}.attention_norm"),
     **_both(f"{_RESBLOCK}.ffn_norm", "vision.blocks.{v}.mlp_norm"),
-    **_both(f"{_RESBLOCK}.attention.wq", "vision.blocks.{v}.attention.q"),
-    **_both(f"{_RESBLOCK}.attention.wk", "vision.blocks.{v}.attention.k"),
-    **_both(f"{_RESBLOCK}.attention.wv", "vision.blocks.{v}.attention.v"),
-    **_both(f"{_RESBLOCK}.attention.wo", "vision.blocks.{v}.attention.output"),
+    **_attention_rows(f"{_RESBLOCK}.attention", "vision.blocks.{v}.attention", _W),
     **_both(f"{_RESBLOCK}.feed_forward.w1", "vision.blocks.{v}.mlp.up"),
     **_both(f"{_RESBLOCK}.feed_forward.w2", "vision.blocks.{v}.mlp.down"),
-    **_both("model.vision_backbone.image_pooling_2d.wq", "connector.attention.q"),
-    **_both("model.vision_backbone.image_pooling_2d.wk", "connector.attention.k"),
-    **_both("model.vision_backbone.image_pooling_2d.wv", "connector.attention.v"),
-    **_both("model.vision_backbone.image_pooling_2d.wo", "connector.attention.output"),
+    **_attention_rows("model.vision_backbone.image_pooling_2d", "connector.attention", _W),
     "model.vision_backbone.image_projector.w1.weight": "connector.mlp.gate.weight",
     "model.vision_backbone.image_projector.w3.weight": "connector.mlp.up.weight",
     "model.vision_backbone.image_projector.w2.weight": "connector.mlp.down.weight",

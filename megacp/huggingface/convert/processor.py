@@ -1,8 +1,7 @@
 """How images become crops and tokens: the processor files of a Molmo2 and the image rules of a dataset.
 
-One table holds each setting of the library, our rule for it and its default; it is walked in both directions. All
-settings are written, since the library reads a missing one as its default. A setting that cannot be expressed is
-refused by name.
+Tables hold each setting of the library, our rule and its default, walked in both directions. All settings are written:
+the library reads a missing one as its default.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": T
 
 
 def write_processor(rules: Rules, folder: Path) -> None:
-    """Write the processor's files: one with all parts, and one for each part as older versions look for them.
-
-    ValueError names a rule that the library cannot follow.
-    """
+    """Write the files: one with all parts, and each part for older versions. ValueError for a rule it cannot follow."""
     if rules["time_mode"] != "per-frame":
         raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
     size = {"height": rules["image_size"], "width": rules["image_size"]}
@@ -81,9 +77,7 @@ def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[s
 
 
 def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
-    """The rules of a folder's processor files, None where there are none. ValueError names a setting that megacp
-    cannot express.
-    """
+    """The rules of a folder, None where there are none. ValueError names a setting that megacp cannot express."""
     whole = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
     if image is None:

@@ -1,7 +1,6 @@
 """The input of a conversion, by our names: a checkpoint of ours or a Hugging Face folder.
 
-Only headers and configs are read here. Both readers give a source of tensors that are read one by one, already checked
-against their config, so each writer takes either.
+Only headers and configs are read here; tensors are read one by one, already checked against their config.
 """
 
 from __future__ import annotations
@@ -117,10 +116,7 @@ class Loaded:
 
 
 def read_checkpoint(path: Path, world: Axis, wanted: str = "auto") -> Loaded:
-    """The newest whole checkpoint below `path`, or that step. ValueError names what the library cannot express.
-
-    Collective over `world`, whose ranks share the hashing.
-    """
+    """The newest whole checkpoint below `path`, or that step. Collective over `world`, which shares the hashing."""
     loaded = load_checkpoint(path, world)
     return on_each(world, lambda: _described(loaded, wanted))
 
@@ -138,9 +134,7 @@ def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
 
 
 def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:
-    """A Hugging Face folder; `ignored` as in `Family.values`, `check_sums`: whether to hash the files that
-    SHA256SUMS lists. ValueError names the field, file or tensor that cannot be taken.
-    """
+    """A Hugging Face folder; `ignored` as in `Family.values`. ValueError names the field, file or tensor at fault."""
     content = hf_files.read_json(path / CONFIG)
     if check_sums:
         hf_files.check_sums(path, single_axis("world"))

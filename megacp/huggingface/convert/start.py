@@ -1,11 +1,8 @@
 """A run that starts from a Hugging Face folder: its model by our flags, its weights by our names, its tokenizer.
 
-What a conversion would write to disk first goes from the folder to the ranks. Tokenizer and generation settings are
-kept beside the run's checkpoints, so an export finds them there.
-
-A text model may get a vision tower, that of a Molmo2 folder or a new one. Of the folder's connector the tensors whose
-widths agree with the text model are taken. New are those that remain, and the embedding's rows for image tokens. The
-head of a tied model becomes a copy of its embedding, as the embedding alone has the rows for image tokens.
+Tokenizer and generation settings are kept beside the run's checkpoints, so an export finds them there. A text model
+may get a vision tower, that of a Molmo2 folder or a new one. Of the folder's connector the tensors whose widths agree
+are taken; the rest and the embedding's rows for image tokens are new. A tied head becomes a copy of the embedding.
 """
 
 from __future__ import annotations
@@ -46,14 +43,13 @@ IMAGE_ROWS = 128
 
 
 class Together:
-    """Tensors of several sources: ours by name -> the source, and the tensor's name there."""
+    """Tensors of several sources: ours by name -> the source, and the name there."""
 
     def __init__(self, places: Mapping[str, tuple[Source, str]]) -> None:
         self._places = places
         self.infos = {name: source.infos[theirs] for name, (source, theirs) in places.items()}
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor."""
         source, theirs = self._places[name]
         return source.rows(theirs, start, stop)
 
@@ -61,10 +57,8 @@ class Together:
 def with_tower(
     text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]
 ) -> tuple[RunConfig, Source, dict[str, int], str]:
-    """Config and tensors of `text` with the tower of a Molmo2, or with a new one as the flags of `config` describe it.
-
-    Also the rows that are read of tensors that are new from there on, and a note. ValueError for a text model that has
-    a tower, and for a tower that is none.
+    """Config and tensors of `text` with the tower of a Molmo2, or with a new one as the flags of `config` describe it;
+    rows that are read of tensors that are new from there on; a note. ValueError for a tower twice, or for none.
     """
     if text.config.vision.vision_num_layers:
         raise ValueError(f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag out")
@@ -116,8 +110,7 @@ class FolderStart:
 def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> tuple[RunConfig, FolderStart, str]:
     """The config with the model of --load-hf, as far as no flag in `given` says what it is; the start; a note.
 
-    Only headers are read, and all bytes where SHA256SUMS lies in the folder and `check_sums` says so. Raises ValueError
-    for a folder that cannot be taken, and for each flag that contradicts it.
+    Only headers are read, and all bytes for SHA256SUMS if `check_sums`. ValueError for a folder that cannot be taken.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")

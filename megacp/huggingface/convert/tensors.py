@@ -64,9 +64,7 @@ def whole(source: Source, name: str) -> torch.Tensor:
 
 
 def problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()) -> list[str]:
-    """Tensors that are missing, unexpected or of another shape, one line each; `ignored` are ends of names that may be
-    there without a meaning.
-    """
+    """Tensors that are missing, unexpected or of another shape, a line each, but for ends of names in `ignored`."""
     shapes = {named.name: named.shape for named in wanted}
     found = [f"{name} is missing" for name in shapes if name not in infos]
     for name, info in infos.items():
@@ -81,9 +79,7 @@ class Mapped:
     """A source seen under the names of the other side of `links`; rows that lie in one tensor are not copied."""
 
     def __init__(self, source: Source, links: Sequence[Link], to_ours: bool) -> None:
-        """The source must hold what the links ask for (`problems`). ValueError when tensors to be joined differ in
-        dtype.
-        """
+        """The source must hold what the links ask for. ValueError when tensors to be joined differ in dtype."""
         self._source = source
         self._parts: dict[str, tuple[tuple[Named, ...], int]] = {}
         self._infos: dict[str, Info] = {}

@@ -1,9 +1,8 @@
 """Tokenizer files of a Hugging Face folder, from each kind of tokenizer that a run can have been trained with.
 
-A `tokenizer.json` is copied byte for byte where no image token has to be added; the other kinds become one. The files
-are refused unless they give the ids of the original on every text of a probe, also by the library. They name the class
-`PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the library rebuilds other classes from parts, and a
-Unigram model named a Llama tokenizer silently gets other ids.
+A `tokenizer.json` is copied where no image token has to be added; the other kinds become one. Files that give other
+ids on a text of a probe are refused. They name `PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the
+library rebuilds other classes from parts, and a Unigram model named a Llama tokenizer silently gets other ids.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _NAMES = ("<unk>", "[UNK]", "<mask>", "[MASK]", "[CLS]", "[SEP]", *EOS_NAMES, *B
 """Texts that are special tokens to one tokenizer and words to another."""
 _SPACE = "\u2581"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-"""Kinds of pieces in a SentencePiece model; 2 as the model's own kind is BPE, 1 Unigram."""
+"""Kinds of pieces in a SentencePiece model."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _byte_level() -> Any:
-    """Bytes as ids 0..255, by the characters that byte-level tokenizers write for bytes.
-
-    A byte below 256 that shows is its own character; the hidden ones are the characters from 256 on, in order.
-    """
+    """Bytes as ids 0..255: those that show are their own character, the others the characters from 256 on."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -105,11 +101,7 @@ def _byte_level() -> Any:
 def _gpt2(vocabulary: Path, merges: Path) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    lines = read_regular(merges, LARGEST).decode().split("\n")
-    pairs = [line.rstrip("\r").split(" ") for line in lines if line.strip() and not line.startswith("#version")]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=read_json(vocabulary, LARGEST), merges=[(left, right) for left, right in pairs])
-    )
+    tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -148,14 +140,8 @@ def _from_sentencepiece(path: Path) -> Any:
     elif trainer.model_type == 1:
         least = min(piece.score for piece in pieces if piece.type == _NORMAL)
         # a symbol is alone in its text, where 0 beats any cut; others are worse than the characters of their names
-        scores = [
-            piece.score
-            if piece.type == _NORMAL
-            else 0.0
-            if piece.type == _USER_DEFINED
-            else least * len(piece.piece) - 1
-            for piece in pieces
-        ]
+        scores = [least * len(piece.piece) - 1 if piece.type != _NORMAL else piece.score for piece in pieces]
+        scores = [0.0 if piece.type == _USER_DEFINED else s for piece, s in zip(pieces, scores, strict=True)]
         texts = [piece.piece for piece in pieces]
         model = models.Unigram(list(zip(texts, scores, strict=True)), trainer.unk_id, trainer.byte_fallback)
     else:
@@ -182,7 +168,6 @@ def _from_sentencepiece(path: Path) -> Any:
 
 
 def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
-    """The tokenizer.json before anything is added to it, and special tokens to add."""
     kind = given.tokenizer.kind
     if kind == "byte":
         return json.loads(_byte_level().to_str()), {BYTE_EOS: 256}
@@ -193,10 +178,7 @@ def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _add(content: dict[str, Any], special: Mapping[str, int]) -> bool:
-    """Give each text of `special` its id, as a special token; whether anything was changed. ValueError on a conflict.
-
-    Ids go into the model's own vocabulary, where they may leave gaps: added tokens are otherwise numbered in order.
-    """
+    """Give each text of `special` its id, gaps allowed; whether anything changed. ValueError on a conflict."""
     vocabulary = content["model"]["vocab"]
     ordered = isinstance(vocabulary, list)  # Unigram: the index is the id
     known = {entry[0]: i for i, entry in enumerate(vocabulary)} if ordered else dict(vocabulary)
@@ -234,7 +216,6 @@ def _text_of(tokenizer: Any, i: int | None, what: str) -> str | None:
 
 
 def _beginning(text: str | None, i: int) -> dict[str, Any]:
-    """A post-processor that puts the token `i` before every text."""
     token = {"SpecialToken": {"id": text, "type_id": 0}}
     one, two = ([token, {"Sequence": {"id": name, "type_id": 0}}] for name in "AB")
     special = {text: {"id": text, "ids": [i], "tokens": [text]}}
@@ -242,9 +223,7 @@ def _beginning(text: str | None, i: int) -> dict[str, Any]:
 
 
 def _settings(given: Given) -> dict[str, Any]:
-    """The settings that go with a tokenizer.json. A named word that is no added token is left out, since the library
-    would cut texts at it and training did not; messages that a template wrote had it as a special token.
-    """
+    """Settings beside a tokenizer.json. A named word that is no added token stays where a template wrote it so."""
     left = frozenset() if given.templated else given.words
     kept = {key: value for key, value in given.settings.items() if key in _KEPT}
     for key, value in given.settings.items():
@@ -260,10 +239,10 @@ def _settings(given: Given) -> dict[str, Any]:
 
 
 def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence[str]) -> dict[str, int | None]:
-    """Write tokenizer.json, tokenizer_config.json and the companions of the original; ids of eos, bos and pad by name.
+    """Write tokenizer.json, its settings and companions; ids of eos, bos and pad by name.
 
-    A tokenizer.json of the run keeps its post-processor, and so its hash; one that is made here begins texts as
-    documents of training began. ValueError when the original cannot be expressed, or a text of `probe` gets other ids.
+    A tokenizer.json of the run keeps its post-processor, another begins texts as training did. ValueError when the
+    original cannot be expressed, or a text of `probe` gets other ids.
     """
     from tokenizers import Tokenizer
 
@@ -308,8 +287,7 @@ def library_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
 def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], probe: Sequence[str]) -> None:
     """ValueError with the first text of `probe` that `encode` gives other ids than the original.
 
-    A Unigram model may cut a run like `-----` in several ways of the same score: SentencePiece takes what rounding in
-    float32 prefers, the fast tokenizer, which adds in float64, the first. Such a tie is no difference.
+    A Unigram model may cut a run like `-----` in several ways of the same score. Such a tie is no difference.
     """
     model = spm_model(given.file) if given.tokenizer.kind == "sentencepiece" else None
     for text in [*probe, *_symbol_texts(given, model)]:
@@ -336,10 +314,7 @@ def are_tied(model: Any, first: list[int], second: list[int]) -> bool:
 
 
 def _symbol_texts(given: Given, model: Any) -> list[str]:
-    """Texts around each symbol that a text may spell, and around names that look like one but are plain to the run.
-
-    Left out are texts that are special to the library because files or flags say so.
-    """
+    """Texts around symbols, and around names that look like one but are plain to the run."""
     run = given.tokenizer
     if model is not None:
         apart = {piece.piece for piece in model.pieces if piece.type == _CONTROL}

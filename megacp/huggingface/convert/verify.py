@@ -1,11 +1,8 @@
 """--verify: the model that was written is the one that was read, by every tensor, every field, logits and token ids.
 
-Tensors of both are compared bit by bit through the tables, so a row that no probe's token names is seen; then the
-fields of both configs. The library loads its folder, and its logits are held against ours in float32: they see a theta
-that is lost, or halves that were meant to be pairs, which reader and writer may get wrong alike.
-
-Rows of logits are one document of noise each, because the library has no mask of a pack: text; several images, and
-images beside a video, because on one image alone no plan sorts, and logits in a wrong order would agree.
+Tensors are compared bit by bit, then the fields of both configs. The library loads its folder, and its logits are held
+against ours in float32: they see what reader and writer get wrong alike. Rows are one document of noise each: text,
+several images, images beside a video (on one image alone no plan sorts, and a wrong order would agree).
 """
 
 from __future__ import annotations
@@ -151,8 +148,8 @@ def our_logits(config: RunConfig, source: Source) -> Logits:
 
 
 def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None) -> Logits:
-    """Logits of a row that is one document by the transformers library, in float32, with the weights of a folder
-    `rounded_to` another dtype before. ValueError names missing, unexpected or mismatched tensors.
+    """Logits by the transformers library in float32, weights of a folder `rounded_to` another dtype before. ValueError
+    names missing, unexpected or mismatched tensors.
     """
     import transformers
 
@@ -200,10 +197,7 @@ def compare(first: Logits, second: Logits, row: PackedBatch) -> LogitDifference:
 
 
 def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None) -> bool:
-    """Print how far the result is from what was read, cast to `dtype`; whether it is the same model.
-
-    `tokenizer`: that of a run, whose ids the written folder must give.
-    """
+    """Print how far the result is from what was read, cast to `dtype`; whether it is the same model."""
     given = in_dtype(before.source, dtype)
     wrong, fields = tensor_differences(given, after.source), field_differences(before, after)
     if wrong:

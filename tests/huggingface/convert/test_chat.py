@@ -84,7 +84,6 @@ def build_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(kind: str, tmp_path: Path) -> None:
-    """Would catch a template whose text is right and whose tokens are not: `?` and a newline as one token."""
     make, fits = KINDS[kind]
     tokenizer = load_tokenizer(make(tmp_path), engine="reference")
     (tmp_path / "out").mkdir()

@@ -75,7 +75,6 @@ ENDS = {
 def test_prompts_stops_and_exports_have_the_end_token_of_training(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch turns that end otherwise than in training, and a model that is never stopped."""
     transformers = pytest.importorskip("transformers")
     flags, text = ENDS[end]
     own = trained(tmp_path, *flags)
@@ -131,7 +130,6 @@ def test_what_ends_the_answers_of_a_chat_template_stops_the_model(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Would catch a model that generates to the limit: `</s>` stands in none of its records."""
     transformers = pytest.importorskip("transformers")
     own = trained(tmp_path, "--chat-template", "chatml", *flags, older=older)
     ids = [own.token_id(text) for text in ends]

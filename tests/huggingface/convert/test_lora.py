@@ -110,7 +110,6 @@ def ours(
 )
 @pytest.mark.slow
 def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a scale left out of a gradient, a pair on another linear, and a frozen weight that is clipped."""
     values, weights, expected = peft_of(name, targets, monkeypatch)
     values |= PAIRS | {"lora_targets": targets}
     for shape in ({}, {"tp": 2}):
@@ -140,7 +139,6 @@ DROPPED = {"lora_targets": "all", "lora_dropout": 0.3}
 def test_dropout_of_pairs_has_the_bits_of_one_process_on_every_grid(
     shape: dict[str, int], flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch bits by the place on a rank, and a mask that is drawn anew in backward."""
     values, weights, _ = peft_of("llama 2", "all", monkeypatch)
     values |= PAIRS | DROPPED
     expected = ours(0, 1, {}, values, weights)
@@ -198,7 +196,6 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     name: str, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch pairs in another order than joined linears, a lost alpha, and names that peft leaves out."""
     import transformers
 
     run = trained_checkpoint(name, tmp_path, targets)
@@ -239,7 +236,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if "pp" in n else n for n in GRIDS])
+@pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.slow
 def test_a_run_from_a_folder_begins_with_its_bits_and_the_same_pairs_on_any_grid(
     name: str, folder: Path, tmp_path: Path
@@ -273,7 +270,6 @@ def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a base that decays, pairs that a resumed run draws again, and flags that would be lost in silence."""
     run, base = str(tmp_path / "run"), str(tmp_path / "base")
     steps = "--lr 0.01 --lr-decay-style constant --adam-eps 1e-4 --dtype float64 --train-iters".split()
     assert train(["--load-hf", str(folder), "--save", run, *RANKED, *steps, "2"]) == 0

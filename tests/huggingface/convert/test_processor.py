@@ -83,16 +83,6 @@ def test_the_library_makes_our_tokens_and_pixels_after_a_token_of_its_own(
     assert difference.max() <= 1.01 / 255 / min(rules.image_std), "at most one of 255 levels"
 
 
-def test_the_video_processor_has_our_rules(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    import transformers.models.molmo2.video_processing_molmo2 as videos
-
-    processor.write_processor(OTHER.to_dict(), tmp_path)
-    found = videos.Molmo2VideoProcessor.from_pretrained(tmp_path)
-    assert (found.num_frames, found.max_fps, found.pooling_size) == (12, 0.5, [4, 4])
-    assert (found.size["height"], found.patch_size, list(found.image_mean)) == (16, 4, [0.25, 0.5, 0.75])
-
-
 def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="time_mode is 'off'"):
         processor.write_processor(dataclasses.replace(TINY, time_mode="off").to_dict(), tmp_path)

@@ -13,8 +13,6 @@ import pytest
 
 from megacp.core.distributed.grid import single_axis
 from megacp.huggingface.convert.export import Request, convert
-from megacp.huggingface.convert.hf_files import files_of, mine
-from megacp.huggingface.convert.tensors import Info
 from tests.huggingface.convert.models import save
 from tests.ranks import grid, run_ranks
 
@@ -41,8 +39,8 @@ def converted(rank: int, world_size: int, requests: list[Request]) -> str:
 
 def both_ways(given: Path, start: Path, again: Path, limit: int = LIMIT, **more: Any) -> list[Request]:
     """A folder to a checkpoint and back."""
-    there = Request("hf", "megacp", given, start, max_shard_bytes=limit, **more)
-    return [there, Request("megacp", "hf", start, again, max_shard_bytes=limit, **more)]
+    there = Request("hf", "megacp", given, start, max_shard_mib=limit / 2**20, **more)
+    return [there, Request("megacp", "hf", start, again, max_shard_mib=limit / 2**20, **more)]
 
 
 @pytest.mark.slow
@@ -79,19 +77,10 @@ def refused(rank: int, world_size: int, request: Request, full: bool) -> str:
 
 
 def test_an_error_of_one_rank_ends_all_with_its_words(tmp_path: Path) -> None:
-    """Would catch ranks that wait for one that has failed, and what it leaves."""
     save("qwen3", tmp_path / "given")
     there, _ = both_ways(tmp_path / "given", tmp_path / "start", tmp_path / "x")
-    over = Request("hf", "hf", tmp_path / "given", tmp_path / "x", max_shard_bytes=LIMIT)
+    over = Request("hf", "hf", tmp_path / "given", tmp_path / "x", max_shard_mib=LIMIT / 2**20)
     for request in (there, over):
         said = run_ranks(refused, 2, request, True)
         assert said == ["rank 1: No space left on device (ENOSPC) weights"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["given"]
-
-
-def test_files_are_planned_from_sizes_and_dealt_in_turns() -> None:
-    infos = {name: Info((size,), torch.float32) for name, size in {"a": 5, "b": 5, "c": 30, "d": 1, "e": 9}.items()}
-    assert files_of(infos, 40) == [["a", "b"], ["c"], ["d", "e"]]
-    assert files_of(infos, 1 << 30) == [list("abcde")]
-    axis = single_axis("world")
-    assert mine([1, 2, 3], axis) == [1, 2, 3]

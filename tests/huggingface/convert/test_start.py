@@ -29,15 +29,8 @@ from tests.training.runs import grid_flags, losses
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 
 STEPS = ["--train-iters", "2", "--lr", "0.01", "--global-batch-size", "4"]
-CHAT = [
-    {
-        "messages": [
-            {"role": "user", "content": f"What is {i} + 1?"},
-            {"role": "assistant", "content": f"It is {i + 1}."},
-        ]
-    }
-    for i in range(40)
-]
+TURN = [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]
+CHAT = [{"messages": TURN * (1 + i % 2)} for i in range(40)]
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +76,12 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 
 GRIDS: dict[str, tuple[int, list[str]]] = {
     "one process": (1, []),
-    "tp": (2, grid_flags(tp=2)),
-    "pp": (2, grid_flags(pp=2)),
-    "cp": (2, grid_flags(cp=2)),
     "dp x tp, all sharded": (4, [*grid_flags(tp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
     "cp x pp, all sharded": (4, [*grid_flags(cp=2, pp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("tp", "pp") else []) for name in GRIDS]
-)
+@pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.slow
 def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
     name: str, folder: Path, data: Path, tmp_path: Path
@@ -115,7 +103,6 @@ def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
 def test_three_commands_are_a_fine_tune_and_its_export_and_the_folder_is_read_once(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch an export that asks for the tokenizer, and a resumed run that needs the folder."""
     copy, run = tmp_path / "copy", tmp_path / "run"
     shutil.copytree(folder, copy)
     flags = ["--load-hf", str(copy), "--data-path", str(data), "--save", str(run), "--auto-resume", *STEPS]
@@ -167,7 +154,6 @@ def test_a_dataset_of_another_tokenizer_is_refused(
 
 
 def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a rank that reads whole tensors."""
     table, read = torch.arange(100 * 8.0).view(100, 8), list[int]()
 
     class Table:

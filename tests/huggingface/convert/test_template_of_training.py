@@ -22,7 +22,6 @@ SIZES = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2
 def test_the_template_of_the_data_is_that_of_the_exported_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a model that is served by its tokenizer's template and was trained by another."""
     transformers = pytest.importorskip("transformers")
     texts = {"default": TEMPLATES["llama_3"], "tool_use": TEMPLATES["qwen_25"]}
     two = [{"name": name, "template": text} for name, text in texts.items()]
