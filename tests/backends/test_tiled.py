@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacp.core.backends.mlp import TiledMLP
 from megacp.core.backends.native import NativeBackend
@@ -117,42 +115,6 @@ def test_a_tile_is_computed_twice_and_its_last_product_once(
     run(block, 12)
     assert counts[4, 2 * FFN] == 3 * times
     assert counts[4, HIDDEN] == 3 * (times - 1)
-
-
-class Widest(TorchDispatchMode):
-    """Bytes of the tensors alive, as the operations make them; the most of them at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.known: list[tuple[StorageWeakRef, int]] = []
-        self.most = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                self._meet(x.untyped_storage())
-        return out
-
-    def _meet(self, storage: torch.UntypedStorage) -> None:
-        self.known = [entry for entry in self.known if not entry[0].expired()]
-        if all(entry[0].cdata != storage._cdata for entry in self.known):
-            self.known.append((StorageWeakRef(storage), storage.nbytes()))
-        self.most = max(self.most, sum(size for _, size in self.known))
-
-
-def test_the_most_bytes_at_once_fall_to_those_of_a_tile() -> None:
-    tokens, most = 512, []
-    for tile in (0, 16):
-        mlp = mlp_of(tile, ffn_hidden_size=16 * HIDDEN)
-        x = torch.ones(tokens, HIDDEN, dtype=torch.float64, requires_grad=True)
-        with Widest() as widest:
-            mlp(x, lambda function, *inputs: function(*inputs)).sum().backward()
-        most.append(widest.most)
-    row, wide = tokens * HIDDEN * 8, 16 * HIDDEN * 8
-    weights = 3 * 16 * HIDDEN * HIDDEN * 8
-    assert most[0] > 5 * tokens * wide  # gate, up, SwiGLU and their gradients
-    assert most[1] < 6 * row + 3 * weights + 10 * 16 * wide
 
 
 def gradients(rank: int, world: int, shape: dict[str, int], values: dict[str, Any], tile: int) -> list[np.ndarray]:

@@ -245,7 +245,8 @@ class CountingKernel(MathKernel):
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[Tensor, Tensor]:
         queries, keys = len(qkv[0]), len(qkv[1])
         self.calls += 1
-        self.pairs += allowed.pairs(queries, keys)
+        pairs = queries * keys if allowed.bias is None else int((allowed.bias == 0).sum())
+        self.pairs += queries * (queries + 1) // 2 if allowed.causal else pairs
         assert queries and keys, "an empty tile"
         return super().forward(qkv, allowed, scale)
 

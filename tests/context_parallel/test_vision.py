@@ -193,16 +193,3 @@ def _row(tokens: int) -> Any:
 
     zeros = np.zeros(tokens, int)
     return Metadata(zeros, zeros, zeros, np.arange(tokens))
-
-
-def test_counts_that_differ_are_refused_with_both() -> None:
-    batch = row_with_images("mixed", 1)
-    assert batch.vision is not None
-    one = Axis("cp", 1, 0, (0,), group=None)
-    local = shard_batch(batch, one, LAYOUTS["contiguous"])
-    assert local.vision is not None
-    with pytest.raises(ValueError, match="encoded 3 image features, the boundaries of its images hold 24"):
-        place_features(vectors(3, 0), local.vision)
-    table = compute_image_shard_boundaries(np.array([1, 2]), np.array([3, 5]), 1)
-    with pytest.raises(ValueError, match="5 image features for 24 image-patch tokens"):
-        feature_routes(local.plan.indices, batch.vision.feature_rows, table, 0)

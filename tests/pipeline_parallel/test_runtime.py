@@ -336,15 +336,3 @@ def test_the_sends_under_way_on_a_channel_are_bounded(monkeypatch: pytest.Monkey
     with torch.no_grad():
         run(schedule("forward_only", 0, 2, 6), [part], make_batches(LENGTHS[:6], WIDTH), links, hidden_states())
     assert max(most) == 2 and not under_way
-
-
-def test_batches_that_do_not_fit_the_actions_are_refused() -> None:
-    links = PipelineLinks(single_axis("pp"), lambda direction, source: single_axis("pp"))
-    part = Part(0, 1, WIDTH, 1.0)
-    with pytest.raises(AssertionError, match="2 batches"):
-        run(schedule("1f1b", 0, 1, 3), [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())
-    with torch.no_grad(), pytest.raises(AssertionError, match="under no_grad"):
-        run(schedule("1f1b", 0, 1, 2), [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())
-    wrong = [Action(Kind.FORWARD, 0, 0), Action(Kind.FORWARD, 1, 0), Action(Kind.BACKWARD, 0, 0)]
-    with pytest.raises(AssertionError, match="left work undone"):
-        run(wrong, [part], make_batches(LENGTHS[:2], WIDTH), links, hidden_states())

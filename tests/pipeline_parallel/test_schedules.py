@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.pipeline_parallel.schedules import (
-    SCHEDULES,
     Action,
     Kind,
     schedule,
@@ -149,15 +148,3 @@ def test_the_lists_of_two_stages_are_these() -> None:
         "forward 2", "send-forward 2", "recv-backward 1", "backward 1",
         "recv-backward 2", "backward 2",
     ]  # fmt: skip
-
-
-def test_impossible_sizes_name_the_numbers_and_all_flags() -> None:
-    with pytest.raises(ValueError, match=r"0 microbatches.*--global-batch-size"):
-        schedule("1f1b", 0, 2, 0)
-    with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 3 needs") as caught:
-        schedule("interleaved", 0, 1, 0, 3)
-    assert "--global-batch-size" in str(caught.value)
-    with pytest.raises(ValueError, match="1f1b has one chunk on each stage, not 2"):
-        schedule("1f1b", 0, 2, 4, 2)
-    with pytest.raises(ValueError, match=rf"'gpipe'.*{', '.join(SCHEDULES)}"):
-        schedule("gpipe", 0, 2, 4)

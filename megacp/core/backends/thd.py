@@ -1,13 +1,8 @@
 """A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and padded, and its order.
 
-Transformer Engine's packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself:
-rank r holds the chunks r and 2 cp - 1 - r of each, sequence after sequence.
-
-The answer is computed from the plan that every rank of the group holds, not from the name of a layout. A zigzag over
-the whole row is right for one document and wrong for two. Where the order is another one, the answer is the reason.
-
-`PackedAttention` calls its `DotProductAttention` on such rows. The module is given, so this file imports nothing of the
-package. Rows of padding are zeroed on both sides, because cuDNN may leave NaN there.
+Its packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself: rank r holds the
+chunks r and 2 cp - 1 - r of each. Whether a row stands in this order is computed from the plan that every rank holds;
+where it does not, the answer is the reason.
 """
 
 from __future__ import annotations

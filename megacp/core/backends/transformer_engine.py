@@ -1,15 +1,11 @@
 """The Transformer Engine backend: NVIDIA's linears and norms, fused, its attention with context parallelism, FP8.
 
-Parameters carry the same specs (names, pieces, reductions) as the native ones, so initialisation, buckets, optimizer
-and checkpoints cannot tell the backends apart. Vocabulary tables, LayerNorm, norms over the heads of several ranks and
-replicated parameters stay native;
-vision towers stay out of 8 bits. A row with another mask or order than its attention takes uses our transports, and one
-line says why. Weights stay in 16 bits: no other backend could read 8-bit ones from a checkpoint.
+Parameters carry the same specs as the native ones, so optimizer and checkpoints cannot tell the backends apart.
+Vocabulary tables, LayerNorm and norms over the heads of several ranks stay native, vision towers stay out of 8 bits. A
+row with another mask or order than its attention takes uses our transports, and one line says why.
 
-A block's norm and qkv product are one `LayerNormLinear`, its norm and MLP one `LayerNormMLP`. Under
-`--recompute-granularity selective` they are `RMSNorm` and `Linear` apart: the fused ones store the outputs of norm and
-SwiGLU, where selective recomputation puts a recipe between two steps. `LayerNormMLP(checkpoint=True)` would repeat the
-first product and its gather. Beside low-rank pairs they are apart too, since a pair takes what the linear takes.
+Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused modules store the
+outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
 
 The only file that imports transformer_engine, inside functions. Arguments go by keyword, because releases insert
 parameters in the middle; tests bind every call to the real signatures.

@@ -17,8 +17,6 @@ from megacp.core.config.run import RunConfig, fields, flag, flatten
 from megacp.core.storage.place import place_of
 from megacp.core.storage.url import Url, is_url
 
-MAX_ROW_TOKENS = 2**31 - 1
-"""The index of a token in its row is int32."""
 MAX_DENSE_ROW_TOKENS = 8192
 """The dense kernel holds heads x T x T scores: 256 MiB a head in float32 at this length."""
 
@@ -119,8 +117,6 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
             f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {dp}: "
             f"use {math.gcd(dp, instances)}"
         )
-    if t.activation_offload > 1 and t.activation_offload % 1 > 0:
-        yield f"--activation-offload {t.activation_offload:g} is neither a part (below 1) nor a whole number of blocks"
 
 
 def _model(config: RunConfig, world: int) -> Iterator[str]:
@@ -135,8 +131,6 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
             f"--additional-vocab-size {m.additional_vocab_size} gives the embedding more rows than the head: "
             "it needs --untie-embeddings-and-output-weights"
         )
-    if m.rope_scaling == "none" and m.rope_scaling_factor > 1:
-        yield f"--rope-scaling-factor {m.rope_scaling_factor:g} acts only with --rope-scaling linear, llama3 or yarn"
     try:
         no_rope_pattern(m.no_rope_freq)
     except ValueError as error:
@@ -186,8 +180,6 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
     cp, tp, comm = p.context_parallel_size, p.tensor_model_parallel_size, p.cp_comm_type
     joined = packs_in_a_row(config, world)
     tokens = config.data.seq_length * config.training.micro_batch_size * joined
-    if tokens > MAX_ROW_TOKENS:
-        yield f"--seq-length x --micro-batch-size = {tokens} tokens in a row, at most {MAX_ROW_TOKENS} fit an int32"
     if kernel == "dense" and (cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or "auto" in (comm, p.cp_layout)):
         yield (
             f"--attention-kernel dense is a reference for one cp rank and rows of at most {MAX_DENSE_ROW_TOKENS} "

@@ -76,13 +76,11 @@ def feature_routes(
 ) -> FeatureRoutes:
     """Routes of the features at `places [n]` of a row that is dealt as `indices [cp, t]`, encoded as `boundaries [cp]`.
 
-    `order` int64 [n]: the features as the table counts them; None = as they stand in the row. ValueError when the table
-    does not hold as many features as there are places.
+    `order` int64 [n]: the features as the table counts them; None = as they stand in the row.
     """
     cp = len(indices)
     starts, stops = boundaries["start_pool_idx"].astype(np.int64), boundaries["end_pool_idx"].astype(np.int64)
-    if int((stops - starts).sum()) != len(places):
-        raise ValueError(f"{int((stops - starts).sum())} image features for {len(places)} image-patch tokens")
+    assert (stops - starts).sum() == len(places), "the table counts other features than the row has places"
     target, row = _holders(indices, places)
     number = np.arange(len(places)) if order is None else order
     source, position = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
@@ -137,23 +135,14 @@ class LocalVision:
         patches = self.patches.to(dtype) if dtype.itemsize < self.patches.dtype.itemsize else self.patches
         return dataclasses.replace(self, patches=pinned(patches, device), pooling=pinned(self.pooling, device))
 
-    @property
-    def num_features(self) -> int:
-        """Features m of the boundary table that this rank encodes."""
-        return int(self.routes.counts[self.routes.cp_rank].sum())
-
 
 def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.Tensor, np.ndarray]:
     """Features `[m, h]` encoded on this rank -> (`[k, h]` of this rank's tokens, their local indices int64 `[k]`, which
     stay on the host).
 
-    All ranks of the axis call it together. ValueError: m is not what the boundary table says.
+    All ranks of the axis call it together.
     """
-    if len(features) != vision.num_features:
-        raise ValueError(
-            f"cp rank {vision.routes.cp_rank} encoded {len(features)} image features, the boundaries of its images "
-            f"hold {vision.num_features}"
-        )
+    assert len(features) == vision.routes.counts[vision.routes.cp_rank].sum(), "features that no boundary counts"
     bring = kept if vision.replicated else routed
     return bring(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
 

@@ -1,19 +1,13 @@
-"""Flat parameters and gradients in buckets, summed over dp x cp while the backward pass still runs.
+"""Gradient buckets: flat buffers of gradients and parameters, reduced over dp x cp while backward still runs.
 
-A bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start strictly
-in index order: ranks in which a parameter got no gradient launch the same collectives as all others. Every reduction is
-a plain sum (the loss is already divided by the step's global denominator). After `finish` each rank of dp x cp holds
-one slice of every summed bucket: exactly what the sharded optimizer updates.
+A bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start strictly in index
+order: ranks in which a parameter got no gradient launch the same collectives as all others. Every reduction is a plain
+sum (the loss is already divided by the step's global denominator). After `finish` each rank of dp x cp holds one slice
+of every summed bucket: exactly what the sharded optimizer updates.
 
-A gradient may be partial over further axes: norm weights under sequence parallelism over `tp`, the two copies of a tied
-embedding over `embedding`. It is summed over them *after* the reduce-scatter, on the slice: 1 / (dp x cp) of the bytes,
-in one fused all-reduce per axis. All ranks of such an all-reduce get identical bits, so copies stay equal.
-
-Whole gradients (ZeRO-1) live in the buckets and are reduced once a step. Sharded ones (ZeRO-2) fill a bucket's buffer
-for one microbatch, are reduced there, and added to this rank's slice: a reduce-scatter a microbatch instead of whole
-gradients in memory.
-
-`DistributedDataParallel` averages, reduces whole gradients, and knows neither partial axes nor flat fp32 accumulation.
+A gradient may be partial over further axes (`tp`, `embedding`): it is summed over them after the reduce-scatter, on the
+slice, in one all-reduce per axis. Whole gradients (ZeRO-1) are reduced once a step; sharded ones (ZeRO-2) once a
+microbatch, and added to this rank's slice.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
 """Activation offload: what autograd saves in some decoder blocks waits for its backward in host memory.
 
-Whole storages travel, once a block, whatever views of them are saved. Strides, aliases and bits come back
-as they were. What autograd holds instead of a tensor is the only owner: what it lets go of, early or late, is gone here
-too, and its host buffer serves the next block.
-
-Forward: a copy begins where a tensor is saved, and the device's memory is let go when the next block is done, or begins
-its backward. Backward: when a block begins, the storages of the block before it come back. On CUDA both directions have
-a stream of their own, host buffers are pinned, and events order the copies. A CPU makes plain copies by the same lines.
-
-Parameters stay, and what all blocks share (rotary angles, names of tokens, plans), small tensors, and a pipeline's
-received input, which the schedule holds anyway.
+Whole storages travel, once a block, whatever views of them are saved. Forward: a copy begins where a tensor is saved,
+and the device's memory is let go when the next block is done, or begins its backward. Backward: when a block begins,
+the storages of the block before it come back. On CUDA both directions have a stream of their own, host buffers are
+pinned, and events order the copies. Parameters, what all blocks share, small tensors, and a pipeline's received input
+stay.
 """
 
 from __future__ import annotations

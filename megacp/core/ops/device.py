@@ -1,12 +1,7 @@
 """What differs between devices: arrays that travel to a GPU, and chains of elementwise passes that become one kernel.
 
-A copy from pinned memory is queued like a kernel, so the plan and the tokens of a microbatch travel while the GPU still
-computes the last one; torch's pinned allocator keeps the block until the copy is over.
-
 `@fused` compiles arithmetic alone: functions of tensors without autograd, messages or plans, so a graph never breaks.
-The first dim of tensors is free, widths are constants. On a CPU the functions run as they are, since compiling there
-needs a C++ compiler at run time. `TORCH_COMPILE_DISABLE=1` runs them one by one on a GPU too (FlexAttention needs its
-kernel).
+On a CPU the functions run as they are, since compiling there needs a C++ compiler at run time.
 """
 
 from __future__ import annotations

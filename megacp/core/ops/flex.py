@@ -110,7 +110,7 @@ def padded(length: int, size: int) -> int:
 
 
 def host_mask(table: TileTable, size: int) -> HostMask:
-    """The mask of a table, padded to whole blocks. ValueError for numbers that an int32 does not hold."""
+    """The mask of a table, padded to whole blocks."""
     cover = block_cover(table, size)
     arrays = [*_columns(table.q, table.k, size)]
     for by_keys, full in itertools.product((False, True), (False, True)):
@@ -175,17 +175,7 @@ def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
         (_NOBODY, (documents, k.branch, spans, k.order)),
     ):
         for x in side:
-            yield np.pad(_narrow(x), (0, padded(len(x), size) - len(x)), constant_values=nobody)
-
-
-def _narrow(values: np.ndarray) -> np.ndarray:
-    least, most = int(values.min(initial=0)), int(values.max(initial=0))
-    if least < _NOBODY or most > np.iinfo(np.int32).max:
-        raise ValueError(
-            f"--attention-kernel flex holds documents, branches, spans and places in an int32, got {least} to {most}: "
-            f"number them from 0, or choose math"
-        )
-    return values.astype(np.int32)
+            yield np.pad(x.astype(np.int32), (0, padded(len(x), size) - len(x)), constant_values=nobody)
 
 
 def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:

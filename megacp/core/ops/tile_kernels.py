@@ -40,12 +40,6 @@ class Allowed(NamedTuple):
     bias: torch.Tensor | None = None
     """fp16 `[n, m]`, to be added to the scores: 0 for an allowed pair, else -inf; every query sees a key."""
 
-    def pairs(self, n: int, m: int) -> int:
-        """How many of the `n * m` pairs."""
-        if self.causal:
-            return n * (n + 1) // 2
-        return n * m if self.bias is None else int((self.bias == 0).sum())
-
 
 @dataclass(frozen=True, eq=False)
 class KernelCall:
@@ -195,9 +189,6 @@ def _scatter_add(x: torch.Tensor, slices: tuple[slice, ...], values: torch.Tenso
 class TileKernel(ABC):
     """A kernel that walks the table and computes one block of queries and keys at a time."""
 
-    causal_block: int | None = None
-    """Keys that a causal block is computed in at a time, masked ones among them; None: its whole square is."""
-
     @abstractmethod
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """`out[n, heads, d]`, `lse[n, heads]` of one block."""
@@ -233,8 +224,6 @@ class TileKernel(ABC):
 
 class FlashKernel(TileKernel):
     """torch's flash attention for CPU: fp32, bf16, float64, grouped queries, returns the LSE."""
-
-    causal_block = 512  # `kvSplitSize` in torch's FlashAttentionKernel.cpp
 
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         batch = (x.transpose(0, 1).unsqueeze(0) for x in qkv)  # [n, heads, d] -> [1, heads, n, d]

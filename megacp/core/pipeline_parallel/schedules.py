@@ -118,30 +118,16 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     """1F1B (PipeDream-flush): `num_stages - stage - 1` forwards, then one forward and one backward in turn.
 
     At most `num_stages - stage` activations are in flight and the bubble is `(num_stages - 1) / num_microbatches` of
-    the ideal time. Any number of microbatches works, also fewer than stages. Raises ValueError on impossible sizes.
-    """
-    if num_chunks != 1:
-        raise ValueError(
-            f"schedule 1f1b has one chunk on each stage, not {num_chunks}: use schedule interleaved or "
-            "--num-virtual-stages-per-pipeline-rank 1"
-        )
-    return _training_actions(stage, num_stages, num_microbatches, num_chunks)
-
-
-def interleaved_one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2): each stage holds `num_chunks` separate parts of the model.
-
-    Microbatches go in groups of `num_stages`: a group passes chunk 0, then chunk 1, ..., then the next group starts.
-    The bubble is `(num_stages - 1) / (num_chunks * num_microbatches)` of the ideal time when groups are full.
+    the ideal time. With several chunks it is interleaved (Narayanan et al. 2021, section 2.2): a group of `num_stages`
+    microbatches passes chunk 0, then chunk 1, ..., then the next group starts, and full groups divide the bubble by
+    `num_chunks`.
 
     Any number of microbatches works. If the groups do not come out even, the first one is short: the list is that of
-    the next multiple of `num_stages` without the actions of the missing microbatches. Leaving out whole microbatches
-    removes waits and adds none, so the list ends whenever the full one does, and holds no more activations; the bubble
-    grows by at most the missing microbatches. A short last group under the same warm-up deadlocks, for example with 4
-    stages, 3 chunks and 5 microbatches. A short first group also wastes less when backward is slower than forward.
-    Raises ValueError on impossible sizes.
+    the next multiple of `num_stages` without the actions of the missing microbatches, which removes waits and adds
+    none. A short last group under the same warm-up deadlocks, for example with 4 stages, 3 chunks and 5 microbatches.
     """
-    return _training_actions(stage, num_stages, num_microbatches, num_chunks)
+    computes = _training_computes(stage, num_stages, num_microbatches, num_chunks)
+    return with_messages(computes, stage, num_stages, num_chunks)
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
@@ -151,8 +137,7 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     sooner, and has this work left while the first stages finish. With one chunk the bubble is
     `(num_stages - 1) (forward + backward - weights) / num_microbatches` of the ideal time, where backward is without
     weights: a third of 1F1B's when all three take as long. A stage holds `num_stages - stage` activations and what
-    `stage` backwards have deferred. On stage 0 a backward that hands nothing on has its weight gradients inside. Any
-    number of microbatches works. Raises ValueError on impossible sizes.
+    `stage` backwards have deferred. On stage 0 a backward that hands nothing on has its weight gradients inside.
     """
     computes = [c for c in _training_computes(stage, num_stages, num_microbatches, num_chunks) if c.microbatch >= 0]
     if not defers(stage, num_chunks):
@@ -174,8 +159,7 @@ def defers(stage: int, num_chunks: int) -> bool:
 
 
 def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-    """Forwards alone, for evaluation, in the order training runs them. Raises ValueError on impossible sizes."""
-    _check(stage, num_stages, num_microbatches, num_chunks)
+    """Forwards alone, for evaluation, in the order training runs them."""
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     computes = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
     return with_messages(computes, stage, num_stages, num_chunks)
@@ -227,14 +211,8 @@ def with_parameters(actions: list[Action]) -> list[Action]:
     return found + [Action(Kind.RESHARD, actions[-1].microbatch, chunk) for chunk in held]
 
 
-def _training_actions(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    computes = _training_computes(stage, num_stages, num_microbatches, num_chunks)
-    return with_messages(computes, stage, num_stages, num_chunks)
-
-
 def _training_computes(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
     """Forwards and backwards of 1F1B, plain or interleaved; missing microbatches are negative."""
-    _check(stage, num_stages, num_microbatches, num_chunks)
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
     # Backward passes the chunks of a group from the last to the first.
@@ -269,40 +247,17 @@ def _forward_order(num_stages: int, num_microbatches: int, num_chunks: int) -> l
     ]
 
 
-def _check(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
-    """Raise ValueError with all reasons why these sizes have no schedule."""
-    reasons = []
-    if num_stages < 1:
-        reasons.append(f"--pipeline-model-parallel-size is {num_stages}, it must be at least 1")
-    if num_chunks < 1:
-        reasons.append(f"--num-virtual-stages-per-pipeline-rank is {num_chunks}, it must be at least 1")
-    if num_stages == 1 and num_chunks > 1:
-        reasons.append(
-            f"--num-virtual-stages-per-pipeline-rank {num_chunks} needs --pipeline-model-parallel-size above 1: "
-            "with one stage there is no bubble to shrink"
-        )
-    if num_microbatches < 1:
-        reasons.append(
-            f"{num_microbatches} microbatches in a step, at least 1 is needed: raise --global-batch-size to at least "
-            "--micro-batch-size x the data-parallel size"
-        )
-    if reasons:
-        raise ValueError("no pipeline schedule: " + "; ".join(reasons))
-    assert 0 <= stage < num_stages, f"stage {stage} of {num_stages}"
-
-
 SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "1f1b": one_f_one_b,
-    "interleaved": interleaved_one_f_one_b,
+    "interleaved": one_f_one_b,
     "zero_bubble": zero_bubble,
     "forward_only": forward_only,
 }
 
 
 def schedule(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-    """The action list of one stage, by the schedule's name. Raises ValueError on unknown names or impossible sizes."""
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown pipeline schedule {name!r}, one of: {', '.join(SCHEDULES)}")
+    """The action list of one stage, by the schedule's name."""
+    assert num_microbatches > 0 and (num_chunks == 1 or num_stages > 1), "sizes that the checks refuse"
     return SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
 
 
