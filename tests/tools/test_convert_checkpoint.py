@@ -165,7 +165,6 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
 def saved_on_grid(
     rank: int, world_size: int, shape: dict[str, int], values: Values, folder: str, rules: dict[str, Any] | None
 ) -> None:
-    """Save the initial weights of a run, as it would."""
     mine, config = grid(**shape), config_of({**values, "save": folder}, shape)
     model = ParallelModel(config, mine)
     boxes = boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices())
@@ -183,39 +182,34 @@ GRIDS: dict[str, tuple[dict[str, int], Values]] = {
 
 
 def exported(folder: Path, *flags: str) -> dict[str, str]:
-    """Hashes of the files that a checkpoint becomes; the card tells the grid and is left out."""
     assert convert("megacp", "hf", folder, folder.with_suffix(".hf"), "--verify", *flags) == 0
     files = [path for path in folder.with_suffix(".hf").iterdir() if path.name not in ("README.md", "SHA256SUMS")]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-def test_checkpoints_of_any_grid_become_equal_files(tied: bool, tmp_path: Path) -> None:
-    """53 rows of vocabulary are padded to 64 by tp 4; a tied head lives on another virtual stage than its embedding.
+VISION: Values = {**OURS["tiny_vlm"], "vocab_size": 257, "num_query_groups": 4, "qk_layernorm": "head"}
+SAVED: dict[str, tuple[Values, dict[str, Any] | None, tuple[str, ...]]] = {
+    "tied": ({"num_query_groups": 4, "untie_embeddings_and_output_weights": False}, None, ()),
+    "untied": ({"num_query_groups": 4, "untie_embeddings_and_output_weights": True}, None, ()),
+    "vision": (VISION, TINY.to_dict(), ("--layout", "released", "--tokenizer", "byte")),
+}
 
-    Would catch padding in a file, and a head that is written beside its embedding.
-    """
-    values: Values = {"dtype": "float32", "num_query_groups": 4, "untie_embeddings_and_output_weights": not tied}
-    saved_on_grid(0, 1, {}, values, str(tmp_path / "one"), None)
-    expected = exported(tmp_path / "one")
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SAVED)
+def test_checkpoints_of_any_grid_become_equal_files(kind: str, tmp_path: Path) -> None:
+    """53 rows of vocabulary are padded to 64 by tp 4; a tied head lives on another virtual stage than its embedding."""
+    values, rules, flags = SAVED[kind]
+    saved_on_grid(0, 1, {}, {**values, "dtype": "float32"}, str(tmp_path / "one"), rules)
+    expected = exported(tmp_path / "one", *flags)
     tensors = tensors_of(tmp_path / "one.hf")
-    assert tensors["model.embed_tokens.weight"].shape == (53, 32) and ("lm_head.weight" in tensors) == (not tied)
+    if kind != "vision":
+        assert tensors["model.embed_tokens.weight"].shape == (53, 32)
+        assert ("lm_head.weight" in tensors) == (kind == "untied")
     for number, (shape, more) in enumerate(GRIDS.values()):
         folder = tmp_path / f"grid{number}"
-        run_ranks(saved_on_grid, 8, shape, {**values, **more}, str(folder), None)
-        assert exported(folder) == expected
-
-
-@pytest.mark.slow
-def test_a_vision_model_of_a_grid_becomes_the_files_of_one_process(tmp_path: Path) -> None:
-    values: Values = {**OURS["tiny_vlm"], "vocab_size": 257, "dtype": "float32", "num_query_groups": 4}
-    values["qk_layernorm"] = "head"
-    saved_on_grid(0, 1, {}, values, str(tmp_path / "one"), TINY.to_dict())
-    shape, more = {"tp": 2, "pp": 2, "cp": 2}, {"num_virtual_stages_per_pipeline_rank": 2}
-    run_ranks(saved_on_grid, 8, shape, {**values, **more}, str(tmp_path / "grid"), TINY.to_dict())
-    flags = ("--layout", "released", "--tokenizer", "byte")
-    assert exported(tmp_path / "one", *flags) == exported(tmp_path / "grid", *flags)
+        run_ranks(saved_on_grid, 8, shape, {**values, **more, "dtype": "float32"}, str(folder), rules)
+        assert exported(folder, *flags) == expected
 
 
 def broken(folder: Path, change: Any) -> None:

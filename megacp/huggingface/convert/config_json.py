@@ -186,19 +186,15 @@ class ConfigJson:
         self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
         return values
 
-    def unknown(self, harmless: Collection[str]) -> list[str]:
-        """Paths that nobody read and that may change the model. Ids of tokens, nulls and SILENT values do not."""
-        return [
+    def refuse_unknown(self, harmless: Collection[str], ignored: Collection[str]) -> None:
+        """Faults for fields that nobody read and that may change the model, and for `ignored` names that are none."""
+        unknown = [
             path
             for path, value in self._paths()
             for key in (self._last(path),)
             if path not in self._seen and path not in self._sections and key not in harmless and key not in GENERAL
             if not (value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key])))
         ]
-
-    def refuse_unknown(self, harmless: Collection[str], ignored: Collection[str]) -> None:
-        """Faults for unknown fields that are not `ignored`, and for ignored names that are none of them."""
-        unknown = self.unknown(harmless)
         for path in unknown:
             if not {path, self._last(path)} & set(ignored):
                 self.faults.append(

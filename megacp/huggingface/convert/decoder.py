@@ -357,13 +357,10 @@ class Family:
     sections: tuple[str, ...] = ()
     """Objects of the config whose fields are read."""
 
-    def _read(self, content: Mapping[str, Any]) -> tuple[Values, ConfigJson]:
-        config = ConfigJson(content, self.sections)
-        return self.from_hf(config), config
-
     def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
         """Our flags from a config.json. ValueError lists fields at fault and those not known and not `ignored`."""
-        values, config = self._read(self.native(content))
+        config = ConfigJson(self.native(content), self.sections)
+        values = self.from_hf(config)
         config.refuse_unknown(self.harmless, ignored)
         if config.faults:
             raise ValueError("config.json: " + "; ".join(config.faults))
@@ -372,7 +369,8 @@ class Family:
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
         """A config.json from our flags. ValueError lists those that are others when it is read again."""
         content = self.to_hf(values)
-        back, config = self._read(content)
+        config = ConfigJson(content, self.sections)
+        back = self.from_hf(config)
         ours, read = resolved(values), resolved(back)
         faults = list(config.faults)
         faults += [

@@ -7,7 +7,6 @@ pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks togeth
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,45 +20,32 @@ from megacp.core.tensor_parallel.lora import A, B, is_of_a_pair
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.tensors import Info, Link, Source, whole
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _BEGIN = "base_model.model."
 """Of names in an adapter: peft's model around the library's."""
-WITHOUT = {"lora_rank": 0, "lora_alpha": None, "lora_targets": None, "lora_dropout": 0.0}
-"""The flags of a model without pairs."""
 
 
-@dataclass(frozen=True)
 class Pairs:
-    """The pairs of a checkpoint, with the weights that they stand beside."""
+    """The pairs in `source`, with the weights that they stand beside; itself a source with the pairs folded in."""
 
-    source: Source
-    config: RunConfig
+    def __init__(self, source: Source, config: RunConfig) -> None:
+        self.source, self.config = source, config
+        self.infos: Mapping[str, Info] = {name: info for name, info in source.infos.items() if not is_of_a_pair(name)}
 
     def __str__(self) -> str:
         m = self.config.model
-        return f"low-rank pairs of rank {m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on " + ", ".join(
-            m.lora_linears
-        )
-
-
-class Folded:
-    """The weights of a model with its pairs folded in."""
-
-    def __init__(self, pairs: Pairs) -> None:
-        self._source, self._scale = pairs.source, pairs.config.model.lora_scale
-        self.infos: Mapping[str, Info] = {
-            name: info for name, info in self._source.infos.items() if not is_of_a_pair(name)
-        }
+        linears = ", ".join(m.lora_linears)
+        return f"low-rank pairs of rank {m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on {linears}"
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a tensor."""
-        found, stem = self._source.rows(name, start, stop), name.removesuffix("weight")
-        if f"{stem}{A}" not in self._source.infos:
+        found, stem = self.source.rows(name, start, stop), name.removesuffix("weight")
+        if f"{stem}{A}" not in self.source.infos:
             return found
         wide = accumulation_dtype(found.dtype)
-        up, down = self._source.rows(f"{stem}{B}", start, stop), whole(self._source, f"{stem}{A}")
+        up, down = self.source.rows(f"{stem}{B}", start, stop), whole(self.source, f"{stem}{A}")
         # [rows, r] x [r, inputs] -> [rows, inputs]
-        return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=self._scale).to(found.dtype)
+        scale = self.config.model.lora_scale
+        return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=scale).to(found.dtype)
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:
@@ -67,7 +53,8 @@ def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs 
     if config.model.lora_rank == 0:
         return source, config, None
     pairs = Pairs(source, config)
-    return Folded(pairs), with_values(config, WITHOUT), pairs
+    without = {"lora_rank": 0, "lora_alpha": None, "lora_targets": None, "lora_dropout": 0.0}
+    return pairs, with_values(config, without), pairs
 
 
 def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | None, dtype: torch.dtype | None) -> int:
@@ -79,8 +66,8 @@ def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | Non
         ranks[module] = down.shape[0]
         for end, tensor in ((A, down), (B, up)):
             tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    hf_files.write_json(folder / ADAPTER_CONFIG, _config(pairs.config.model, ranks, base))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    hf_files.write_json(folder / "adapter_config.json", _config(pairs.config.model, ranks, base))
     hf_files.write_sums(folder, single_axis("world"))
     return sum(tensor.numel() for tensor in tensors.values())
 
@@ -110,7 +97,7 @@ def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> d
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": model.lora_rank,
-        "lora_alpha": _number(alpha),
+        "lora_alpha": alpha,
         "lora_dropout": model.lora_dropout,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -118,11 +105,7 @@ def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> d
         "modules_to_save": None,
         "target_modules": sorted(ranks),
         "rank_pattern": others,
-        "alpha_pattern": {module: _number(alpha * rank / model.lora_rank) for module, rank in others.items()},
+        "alpha_pattern": {module: alpha * rank / model.lora_rank for module, rank in others.items()},
         "use_dora": False,
         "use_rslora": False,
     }
-
-
-def _number(x: float) -> float | int:
-    return int(x) if x == int(x) else x

@@ -54,7 +54,6 @@ NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
 def made(name: str, **changes: Any) -> Any:
-    """A model of a class of the library by its name."""
     import transformers
 
     values = {**SIZES, **NO_IDS, "rope_parameters": rope(500.0), **changes}
@@ -132,14 +131,11 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
 
 
 def given(specification: str, images: bool = False) -> Given:
-    """A tokenizer as the tool hands it on."""
     images_by_text = {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()}
     return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})
 
 
 class Tensors:
-    """A source of tensors in memory."""
-
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = tensors
         self.infos = {name: Info(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -68,7 +68,6 @@ TURNS: list[dict[str, Any]] = [
 
 
 def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
-    """Write the files of a tokenizer and its template."""
     ids = {text: TINY.token_ids[name] for name, text in TOKEN_TEXTS.items()} if images else {}
     write_tokenizer(Given(tokenizer, ids), folder, 512, ())
     probe = chat.probe(tokenizer, TINY.token_ids if images else {})
@@ -76,7 +75,6 @@ def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
 
 
 def build_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
-    """What a build makes of a record of text."""
     maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, {})
     sample = parse_record({"messages": messages})
     return np.concatenate([stretch.ids for stretch in next(maker.encode([[sample.prefix]])).stretches]).tolist()
@@ -106,7 +104,6 @@ def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(kind: str,
 def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
     images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Text, images, several turns. It puts the tokenizer's bos, or else eos, before every text (see the card)."""
     tokenizer = load_tokenizer("byte", engine="reference")
     write_processor(TINY.to_dict(), tmp_path)
     exported(tokenizer, tmp_path, images=True)
@@ -166,7 +163,6 @@ def test_an_exported_vision_model_has_the_template_of_its_training(
 def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint does not say whether its records had `messages`."""
     run = trained(tmp_path / "run", text=True)
     assert convert("megacp", "hf", run, tmp_path / "a", "--tokenizer", "byte") == 0
     assert "chat template: none; for a model that was trained on records with `messages`" in capsys.readouterr().out

@@ -104,19 +104,6 @@ def test_words_that_a_chat_template_wrote_as_special_tokens_stay_special(tmp_pat
     assert library.encode(text) == first.encode(text) != original.encode(text)
 
 
-@pytest.mark.parametrize("lists_tokens", [False, True])
-def test_an_older_list_of_special_tokens_becomes_settings(lists_tokens: bool, tmp_path: Path) -> None:
-    decoder = {"added_tokens_decoder": {}} if lists_tokens else {}
-    folder = write(tmp_path / "t", eos_token="</s>", bos_token=None, sep_token="<sep>", **decoder)
-    mask = {"content": "<mask>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
-    (folder / "special_tokens_map.json").write_text(json.dumps({"mask_token": mask, "sep_token": "<cls>"}))
-    (tmp_path / "out").mkdir()
-    write_tokenizer(given(str(folder / "tokenizer.json")), tmp_path / "out", 512, ())
-    before, after = (transformers.AutoTokenizer.from_pretrained(tmp_path / name) for name in ("t", "out"))
-    assert after.special_tokens_map == before.special_tokens_map
-    assert (after.mask_token, after.sep_token) == ((None, "<sep>") if lists_tokens else ("<mask>", "<cls>"))
-
-
 def test_a_template_of_training_leaves_none_of_the_tokenizer_to_be_chosen_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

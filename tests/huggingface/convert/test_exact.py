@@ -68,7 +68,6 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
 def ours(
     rank: int, world_size: int, shape: dict[str, int], values: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> tuple[float, Pieces, np.ndarray | None]:
-    """Loss, gradients and, on one process, logits."""
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     config = with_values(
         RunConfig(), {**values, **axes, "seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}

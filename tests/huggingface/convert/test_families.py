@@ -37,7 +37,6 @@ def values_of(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensors_of(changes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the model that is trained with these flags."""
     config = with_values(RunConfig(), {**SMALL, **changes})
     (chunk,) = build_chunks(config, build_grid(GridShape(), 0))
     return {piece.name: piece.global_shape for p in chunk.parameters() for piece in spec_of(p).pieces}
@@ -89,7 +88,6 @@ def test_absent_fields_of_a_vision_tower_mean_what_the_library_takes() -> None:
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name != "molmo2 native"])
 def test_a_config_comes_back_as_it_was(name: str) -> None:
-    """Through our flags and both spellings of Molmo2's fields."""
     pytest.importorskip("transformers")
     content = THEIRS[name]().config.to_diff_dict()
     family = of_config(content)
@@ -214,10 +212,6 @@ def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Llama 2, from before theta was a field": (
-        {"hidden_size": 4096, "max_position_embeddings": 4096, "pretraining_tp": 1, "rope_scaling": None},
-        {"rotary_base": 10_000.0, "rope_scaling": "none", "num_query_groups": 32, "kv_channels": 128},
-    ),
     "Llama 3.1": (
         {
             "eos_token_id": [128001, 128008, 128009],
@@ -282,7 +276,6 @@ class Memory(Tensors):
 
 
 def test_a_mapping_reads_the_rows_it_needs_and_no_others() -> None:
-    """An embedding cut at 3 of 8 rows, seen as cut at 5, then as whole again."""
     values = values_of({**MODELS["tiny_vlm"], "qk_layernorm": "head", "vocab_size": 5, "additional_vocab_size": 3})
     table = torch.arange(8 * 64.0).view(8, 64)
     cut = {"model.transformer.wte.embedding": Info((3, 64), torch.float32)}

@@ -14,37 +14,26 @@ import torch
 
 from megacp.core.distributed.grid import single_axis
 from megacp.huggingface.convert import hf_files
-from megacp.huggingface.convert.tensors import Info, whole
-from tests.huggingface.convert.models import save
+from megacp.huggingface.convert.tensors import whole
+from tests.huggingface.convert.models import Tensors, save
 
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Counting:
-    """Tensors made when they are asked for; knows how many of them are alive at once."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]], dtypes: list[torch.dtype]) -> None:
-        self.infos = {name: Info(shape, dtypes[i % len(dtypes)]) for i, (name, shape) in enumerate(shapes.items())}
-        self.order: list[str] = []
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        self.order.append(name)
-        info = self.infos[name]
-        torch.manual_seed(len(name))
-        return torch.randn(info.shape, dtype=torch.float32)[start:stop].to(info.dtype)
-
-
 ONE = single_axis("world")
-SHAPES = {f"tensor{'x' * i}": (i + 1, 8) for i in range(6)} | {"vector": (5,)}
 ALL = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHAPES = {f"tensor{'x' * i}": (i + 1, 8) for i in range(6)} | {"vector": (5,)}
+
+
+def source_of(*dtypes: torch.dtype) -> Tensors:
+    return Tensors({name: torch.randn(SHAPES[name]).to(dtypes[i % len(dtypes)]) for i, name in enumerate(SHAPES)})
 
 
 @pytest.mark.parametrize("limit", [1 << 30, 100, 1])
 def test_shards_hold_each_tensor_once_and_the_library_reads_them(limit: int, tmp_path: Path) -> None:
-    source = Counting(SHAPES, ALL)
+    source = source_of(*ALL)
     paths = hf_files.write_tensors(source, tmp_path, limit, ONE)
-    assert sorted(source.order) == sorted(SHAPES)
     found = {}
     for path in tmp_path.glob("*.safetensors"):
         found |= safetensors.load_file(path)
@@ -65,7 +54,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has neither .*pickled files are not read"):
         hf_files.SafetensorsFolder(tmp_path)
-    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 100, ONE)
+    hf_files.write_tensors(source_of(torch.float32), tmp_path, 100, ONE)
     index = json.loads((tmp_path / hf_files.INDEX).read_text())
     first = min(tmp_path.glob("model-00001*"))
     for change, message in (
@@ -81,7 +70,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
     first.write_bytes(first.read_bytes()[:-1])
     with pytest.raises(ValueError, match="model-00001-of-.*safetensors cannot be read"):
         hf_files.SafetensorsFolder(tmp_path)
-    hf_files.write_tensors(Counting(SHAPES, ALL[:1]), tmp_path, 1 << 30, ONE)
+    hf_files.write_tensors(source_of(torch.float32), tmp_path, 1 << 30, ONE)
     with pytest.raises(ValueError, match=r"has both"):
         hf_files.SafetensorsFolder(tmp_path)
 

@@ -23,13 +23,11 @@ LIMIT = 80_000
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """Of all files below a folder; the card of an export names its folder nowhere."""
     below = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in below}
 
 
 def converted(rank: int, world_size: int, requests: list[Request]) -> str:
-    """What is said."""
     words = io.StringIO()
     with contextlib.redirect_stdout(words):
         for request in requests:
@@ -38,7 +36,6 @@ def converted(rank: int, world_size: int, requests: list[Request]) -> str:
 
 
 def both_ways(given: Path, start: Path, again: Path, limit: int = LIMIT, **more: Any) -> list[Request]:
-    """A folder to a checkpoint and back."""
     there = Request("hf", "megacp", given, start, max_shard_mib=limit / 2**20, **more)
     return [there, Request("megacp", "hf", start, again, max_shard_mib=limit / 2**20, **more)]
 
@@ -46,7 +43,6 @@ def both_ways(given: Path, start: Path, again: Path, limit: int = LIMIT, **more:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> None:
-    """Four files on 2, 3 and 8 ranks; would catch a file per rank, an index of some files, a hash of another."""
     save("qwen3", tmp_path / "given")
     for request in both_ways(tmp_path / "given", tmp_path / "start", tmp_path / "again"):
         convert(request, single_axis("world"))

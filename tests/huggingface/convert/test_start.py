@@ -35,7 +35,6 @@ CHAT = [{"messages": TURN * (1 + i % 2)} for i in range(40)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 in bfloat16 with a byte tokenizer, as a folder of the library."""
     path = tmp_path_factory.mktemp("hf") / "tiny"
     torch.manual_seed(0)
     qwen3(vocab_size=BYTES + 3, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(path)
@@ -45,7 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Chats packed with the folder's tokenizer in rows of 128."""
     place = tmp_path_factory.mktemp("data")
     (place / "chat.jsonl").write_text("\n".join(map(json.dumps, CHAT)))
     return build(place / "chat.jsonl", place / "packs", str(folder / "tokenizer.json"))

@@ -107,7 +107,6 @@ def test_a_tokenizer_that_is_written_begins_texts_as_training_did(kind: str, tmp
 
 
 def byte_level(folder: Path) -> tuple[str, str]:
-    """A trained tokenizer.json, and its vocab.json with merges.txt."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
