@@ -19,7 +19,7 @@ from bench.mixed_rows import mixed_row
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.kv_exchange import needed_rows
-from megacp.core.context_parallel.layout import LAYOUTS, select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata, shard_batch
 from megacp.core.data.batch import PackedBatch
@@ -94,7 +94,7 @@ def _tensors(tokens: int) -> list[Tensor]:
 def attention_work(rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str) -> Seconds:
     """One attention forward and backward of one rank on its shard of the row."""
     axis = _grid(GridShape(cp=world_size), rank).cp
-    plan = shard_batch(batch, axis, select_layout(layout)).plan
+    plan = shard_batch(batch, axis, LAYOUTS[layout]).plan
     way = select_transport(transport, "auto", axis, torch.device("cpu"))
     *inputs, dout = _tensors(len(plan.local))
 

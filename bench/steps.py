@@ -17,7 +17,6 @@ import torch
 
 from bench.report import Part, Seconds, take_turns, timed
 from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.context_parallel.choose import refuse_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.distributed.collectives import barrier
@@ -53,7 +52,8 @@ class Subject:
     def __init__(
         self, rank: int, world_size: int, config: RunConfig, rules: MockRules, phase: Phase = unmeasured
     ) -> None:
-        refuse_auto(config, "a measurement")
+        if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
+            raise ValueError("a measurement needs one transport and one layout: name --cp-comm-type and --cp-layout")
         torch.ones(8).sum()  # the first operation starts threads and allocators
         self.before = peak_bytes()
         self.world_size = world_size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.ops.mask import Metadata
 
@@ -54,5 +54,5 @@ def example_metadata() -> Metadata:
 def dealt(layout: str, cp: int = CP) -> DealtRow:
     """The example row dealt to `cp` ranks."""
     metadata = example_metadata()
-    indices = select_layout(layout).deal(metadata, cp)
+    indices = LAYOUTS[layout].deal(metadata, cp)
     return DealtRow(metadata, tuple(AttentionPlan(indices, metadata, rank) for rank in range(cp)))

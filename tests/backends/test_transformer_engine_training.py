@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from megacp.core.backends import transformer_engine as backend_file
-from megacp.core.backends.base import NormSpec
-from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.backends.transformer_engine import TransformerEngineBackend
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import TrainingConfig

@@ -120,8 +120,3 @@ def test_what_is_given_is_known_whatever_its_value(tmp_path) -> None:
     argv = ["--hidden-size=256", "--no-add-qkv-bias", "--config", str(path), "--vision-feature-layers", "-1", "-7"]
     assert given_names(argv) == {"hidden_size", "add_qkv_bias", "num_layers", "seed", "vision_feature_layers"}
     assert given_names([]) == frozenset()
-
-
-def test_text_that_is_no_utf_8_is_refused_before_anything_else() -> None:
-    with pytest.raises(ValueError, match="no text in UTF-8"):
-        parse(["--save", "/data/\udcff", "--num-layers", "2"])

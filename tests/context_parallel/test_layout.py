@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.context_parallel.balance import density_order, keys_crossing
-from megacp.core.context_parallel.layout import LAYOUTS, select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan, key_order
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
@@ -40,7 +40,7 @@ def plain(*lengths: int) -> Metadata:
 
 
 def all_shards(batch: PackedBatch, name: str, cp: int, tp: int) -> list[LocalBatch]:
-    layout = select_layout(name)
+    layout = LAYOUTS[name]
     return [shard_batch(batch, cp_axis(cp, rank), layout, tp=tp).to(torch.device("cpu"), key=5) for rank in range(cp)]
 
 
@@ -194,10 +194,3 @@ def test_padding_is_seen_by_nobody_and_counts_nothing() -> None:
         meta = shards[0].plan.metadata
         mask = allowed(meta, meta)
         assert not mask[13:].any() and not mask[:, 13:].any()
-
-
-def test_an_unknown_layout_is_refused_by_its_flag() -> None:
-    with pytest.raises(
-        ValueError, match="--cp-layout spiral is unknown; choose contiguous, zigzag, zigzag_document, balanced"
-    ):
-        select_layout("spiral")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.layout import LAYOUTS, select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.vision import add_features, feature_routes, place_features
 from megacp.core.data.batch import PackedBatch, VisionInputs
@@ -77,7 +77,7 @@ def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:
     for name in sorted(LAYOUTS):
         for case in CASES:
             batch = row_with_images(case, world)
-            local = shard_batch(batch, axis, select_layout(name))
+            local = shard_batch(batch, axis, LAYOUTS[name])
             assert batch.vision is not None and local.vision is not None
             mine = encoded_here(batch, local.vision.axis)
             features = vectors(batch.vision.num_features, 1)[mine].requires_grad_()
@@ -124,7 +124,7 @@ def test_features_arrive_at_their_tokens_and_gradients_return(world: int) -> Non
 def under_sequence_parallelism(rank: int, world: int) -> tuple[Any, ...]:
     ranks = grid(tp=2, cp=world // 2)
     batch = row_with_images("mixed", world // 2)
-    layout = select_layout("zigzag")
+    layout = LAYOUTS["zigzag"]
     local = shard_batch(batch, ranks.cp, layout, tp=2)
     assert batch.vision is not None and local.vision is not None
     features = vectors(batch.vision.num_features, 1)[encoded_here(batch, local.vision.axis)].requires_grad_()
@@ -156,7 +156,7 @@ def test_under_sequence_parallelism_each_tp_rank_adds_its_own_and_all_hold_the_w
 def over_data_and_context(rank: int, world: int) -> tuple[np.ndarray, np.ndarray]:
     axis = grid(dp=2, cp=world // 2).over("dp", "cp")
     batch = row_with_images("mixed", world)
-    local = shard_batch(batch, axis, select_layout("balanced"))
+    local = shard_batch(batch, axis, LAYOUTS["balanced"])
     assert batch.vision is not None and local.vision is not None
     features = vectors(batch.vision.num_features, 1)[encoded_here(batch, local.vision.axis)]
     placed, rows = place_features(features, local.vision)

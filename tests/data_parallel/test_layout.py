@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,8 +53,3 @@ def test_the_slices_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int
         for part in slices_of(plan, rank * shard, torch.ones(shard)):
             owners[id(part.spec)][part.start : part.start + part.values.numel()] += part.values
     assert all((owned == 1).all() for owned in owners.values())
-
-
-def test_a_bucket_size_of_zero_names_its_flag() -> None:
-    with pytest.raises(ValueError, match="--ddp-bucket-size 0"):
-        plan_buckets([nn.ParameterList([parameter(3)])], 1, 0)

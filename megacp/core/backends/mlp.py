@@ -20,14 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Save
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import RowParallelLinear
 
+Save = Callable[..., torch.Tensor]
+"""`save(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
+recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
+"""
+
 
 class NormLinear(nn.Module):
-    """`x[t/tp, h] -> linear(norm(x))`: see `Backend.norm_column_linear`."""
+    """`x[t/tp, h] -> linear(norm(x))`: see `NativeBackend.norm_column_linear`."""
 
     def __init__(self, norm: nn.Module | None, linear: nn.Module) -> None:
         super().__init__()
@@ -38,7 +42,7 @@ class NormLinear(nn.Module):
 
 
 class NormMLP(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, SwiGLU, down; see `Backend.norm_mlp`."""
+    """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, SwiGLU, down; see `NativeBackend.norm_mlp`."""
 
     def __init__(self, norm: nn.Module | None, gate_up: nn.Module, down: nn.Module) -> None:
         super().__init__()

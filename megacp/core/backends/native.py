@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacp.core.backends.base import AdamW, NormSpec, Tower
 from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
@@ -37,6 +38,15 @@ from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, ada
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """A norm over the last dim, of this width; its tensors are `{name}.weight` and, of a LayerNorm, `{name}.bias`."""
+
+    name: str
+    size: int
+    epsilon: float
 
 
 class RMSNorm(nn.Module):
@@ -67,12 +77,23 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
 
 
+Tower = Literal["vision", "connector"]
+AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
+"""`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`."""
+
+
 class NativeBackend:
-    """See `Backend`."""
+    """Factories of layers, core attention and the vocabulary loss for one rank of one grid; `tp` cuts global sizes.
+
+    A model is written once against it. Parameter names and specs are the same for every backend, so a checkpoint moves
+    between them unchanged. A norm and the linear behind it are asked for together, so a backend may fuse them.
+    """
 
     name = "native"
     token_multiple = 1
+    """Tokens of a tp rank are a multiple of this."""
     adamw: AdamW | None = None
+    """The fused AdamW of this backend; None leaves the choice to the optimizer."""
 
     def __init__(self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None) -> None:
         parallel, training = config.parallel, config.training
@@ -106,15 +127,23 @@ class NativeBackend:
         self._untold: list[str] = []
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
+        """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""
         return adapted(ColumnParallelLinear(linear, self.options), linear, ColumnPairs, self.lora, self.options)
 
     def row_linear(self, linear: LinearSpec) -> nn.Module:
+        """Module of `x[t, f/tp] -> y[t/tp, h]`, the one tensor cut by columns."""
         return adapted(RowParallelLinear(linear, self.options), linear, RowPair, self.lora, self.options)
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
+        """`norm` (None: none) and `column_linear` as one module of `(x[t/tp, h], save) -> y[t, f/tp]`."""
         return NormLinear(None if norm is None else self.norm(norm), self.column_linear(linear))
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
+        """`norm` (None: none), column linear, SwiGLU and row linear as one module of `(x[t/tp, h], save) ->
+        [t/tp, h]`.
+
+        Both linears have biases, or neither.
+        """
         first = None if norm is None else self.norm(norm)
         return self.tiled(NormMLP(first, self.column_linear(gate_up), self.row_linear(down)))
 
@@ -123,18 +152,24 @@ class NativeBackend:
         return TiledMLP(mlp, self.tile_rows, self.precision) if self.tile_rows else mlp
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
+        """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""
         return RMSNorm(norm, True if over_heads else None, self.options)
 
     def column_norm(self, norm: NormSpec) -> nn.Module:
+        """RMSNorm of `y[t, f/tp]`, what a column linear gives: over the columns of all tp ranks together."""
         return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options)
 
     def layer_norm(self, norm: NormSpec) -> nn.Module:
+        """LayerNorm with a bias over the last dim."""
         return LayerNorm(norm, self.options)
 
     def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
+        """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
         return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std))
 
     def tower(self, name: Tower) -> NativeBackend:
+        """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at
+        its seams, and the learning rate or the freezing that the config gives this tower."""
         multipliers = {"vision": self.vision.vision_lr_multiplier, "connector": self.vision.connector_lr_multiplier}
         frozen, multiplier = name in self.frozen, multipliers[name]
         other = copy.copy(self)
@@ -150,22 +185,29 @@ class NativeBackend:
         return other
 
     def vocabulary(self, table: TableSpec) -> VocabularyTable:
+        """The embedding or head table."""
         return VocabularyTable(table, VOCABULARY_MULTIPLE, self.options)
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
+        """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
         return self.transport.attend(q, k, v, plan, scale)
 
     def prepare(self, plan: AttentionPlan) -> None:
+        """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
         self.transport.prepare(plan, self._heads)
 
     def cross_entropy(
         self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
     ) -> torch.Tensor:
+        """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`: a
+        `LossKernel`, which overwrites the logits.
+        """
         return cross_entropy(logits, labels, first, self.tp, scale)
 
     def precision(self) -> AbstractContextManager[Any]:
+        """The context in which blocks run forward; a block that is computed again in backward opens it again."""
         return contextlib.nullcontext()
 
     def tell(self, line: str) -> None:
@@ -175,6 +217,7 @@ class NativeBackend:
             self._untold.append(line)
 
     def warnings(self) -> list[str]:
+        """Lines that a person should read, each once: which layers run, and why not others."""
         lines = list(self._untold)
         self._untold.clear()  # shared with the towers' copies
         return lines

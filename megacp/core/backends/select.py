@@ -6,7 +6,6 @@ A backend or kernel that was asked for and cannot run is refused with all its re
 from __future__ import annotations
 
 from megacp.core.backends.apex import weight_gradient_kernel
-from megacp.core.backends.base import Backend
 from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.support import layer_reasons, needed_by
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
@@ -41,7 +40,7 @@ def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
     return [f"{' and '.join(wanted)}: {reason}" for reason in reasons]
 
 
-def select_backend(config: RunConfig, grid: ProcessGrid) -> Backend:
+def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     """The backend of a checked config, bound to the grid.
 
     Raises ValueError with all reasons where the config needs Transformer Engine and that cannot run.

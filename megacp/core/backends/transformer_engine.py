@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.core.backends.base import NormSpec, Save, Tower
-from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.mlp import Save
+from megacp.core.backends.native import NativeBackend, NormSpec, Tower
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.core.backends.thd import PackedAttention, thd_sequences
 from megacp.core.config.model import ModelConfig
@@ -190,7 +190,7 @@ def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: fl
 
 
 class TransformerEngineBackend(NativeBackend):
-    """See `Backend`; `config` must have no reason of `support.layer_reasons` against it."""
+    """See `NativeBackend`; `config` must have no reason of `support.layer_reasons` against it."""
 
     name = "transformer_engine"
 

@@ -1,7 +1,6 @@
 """What `--data-path` names: one dataset, or several with the weights by which they are blended, as in Megatron.
 
-Key property: weights are exact fractions of the decimals as they were typed, so 0.1 + 0.2 is 0.3. Rejected: floats,
-whose rounding would decide which dataset comes first where two lag alike.
+Weights are exact fractions of the decimals as they were typed, so 0.1 + 0.2 is 0.3.
 """
 
 from __future__ import annotations

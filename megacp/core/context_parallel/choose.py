@@ -21,7 +21,7 @@ import numpy as np
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.kv_exchange import needed_rows
-from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import padded_row
 from megacp.core.data.batch import PackedBatch
@@ -33,28 +33,14 @@ EVEN = 1.05
 """Largest area of a rank over the mean up to which zigzag is taken: its tiles are larger."""
 
 
-def is_auto(config: RunConfig) -> bool:
-    """Whether something is left to choose."""
-    return "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout)
-
-
-def refuse_auto(config: RunConfig, tool: str) -> None:
-    """Raise ValueError for a tool that wants to know what it runs."""
-    if is_auto(config):
-        raise ValueError(
-            f"{tool} needs one transport and one layout, --cp-comm-type auto and --cp-layout auto leave them to the "
-            f"start of a run: name them (a run with auto tells what it chose)"
-        )
-
-
 def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatch]]) -> tuple[RunConfig, str | None]:
     """The config with transport and layout chosen for rows like `first_rows()`, which are the same on every rank.
 
     The line says what was chosen and why; None where nothing had to be: no auto, or one cp rank.
     """
-    if not is_auto(config):
-        return config, None
     p = config.parallel
+    if "auto" not in (p.cp_comm_type, p.cp_layout):
+        return config, None
     comm, layout, line = str(p.cp_comm_type), str(p.cp_layout), None
     if p.context_parallel_size == 1:
         comm, layout = (default if value == "auto" else value for value, default in ((comm, "p2p"), (layout, "zigzag")))
@@ -86,7 +72,7 @@ def _layout_for(config: RunConfig, comm: str, rows: Sequence[PackedBatch]) -> st
 
 def _dealt(config: RunConfig, row: PackedBatch, name: str) -> tuple[Metadata, np.ndarray]:
     """A row padded for a layout, and its tokens `[cp, t]` dealt by it."""
-    p, layout = config.parallel, select_layout(name)
+    p, layout = config.parallel, LAYOUTS[name]
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
     return metadata, layout.deal(metadata, p.context_parallel_size)

@@ -96,10 +96,3 @@ LAYOUTS = {
     )
 }
 """The values of `--cp-layout`."""
-
-
-def select_layout(name: str) -> Layout:
-    """The layout of a `--cp-layout` value; raises ValueError for an unknown one."""
-    if name not in LAYOUTS:
-        raise ValueError(f"--cp-layout {name} is unknown; choose {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]

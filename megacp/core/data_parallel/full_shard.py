@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), by torch's `fully_shard`.
 
-Key property: a part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its shard
+A part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its shard
 is the parameter that the optimizer updates, in float32 for a 16-bit model, so there are no master weights beside it.
 Gradients are summed over the ranks after every backward and added to this rank's part.
 
@@ -26,23 +26,16 @@ from megacp.core.distributed.parameter import ParameterSpec, spec_of
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where this rank's part of a parameter lies: elements `[start, start + n)` of the flattened local parameter."""
+class _Held:
+    """A sharded parameter; this rank's part is elements `[start, start + n)` of the flattened local parameter."""
 
+    parameter: nn.Parameter
     spec: ParameterSpec
     shape: tuple[int, ...]
     start: int
 
     def slices(self, values: torch.Tensor) -> list[ParameterSlice]:
         return [ParameterSlice(self.spec, self.shape, self.start, values)] if values.numel() else []
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A sharded parameter."""
-
-    parameter: nn.Parameter
-    place: _Place
 
     @property
     def values(self) -> torch.Tensor:
@@ -93,7 +86,7 @@ class FullShards(ShardedParameters):
             spec, shape = specs[name]
             rows = -(-shape[0] // self.axis.size)  # of every rank but the last ones
             start = min(self.axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
-            held = _Held(parameter, _Place(spec, shape, start))
+            held = _Held(parameter, spec, shape, start)
             (self._trained if parameter.requires_grad else self._frozen).append(held)
         if self.by_schedule or role in ("head", "chunk"):
             part.set_reshard_after_forward(False, recurse=False)
@@ -115,11 +108,11 @@ class FullShards(ShardedParameters):
                 values=held.values,
                 wide=self.wide,
                 narrow=self.narrow,
-                weight_decay=held.place.spec.weight_decay,
-                counted=held.place.spec.counted,
-                lr_multiplier=held.place.spec.lr_multiplier,
-                partial_over=held.place.spec.partial_over,
-                slices_of=held.place.slices,
+                weight_decay=held.spec.weight_decay,
+                counted=held.spec.counted,
+                lr_multiplier=held.spec.lr_multiplier,
+                partial_over=held.spec.partial_over,
+                slices_of=held.slices,
             )
             for held in self._trained
         ]
@@ -164,8 +157,8 @@ class FullShards(ShardedParameters):
         """Nothing: the next forward gathers the shards that were updated."""
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        found = [part for held in self._trained for part in held.place.slices(held.values.to(self.narrow))]
-        return found + [part for held in self._frozen for part in held.place.slices(held.values)]
+        found = [part for held in self._trained for part in held.slices(held.values.to(self.narrow))]
+        return found + [part for held in self._frozen for part in held.slices(held.values)]
 
     def parameters_held(self) -> list[ParameterSlice]:
         return self.parameter_slices()
@@ -174,8 +167,8 @@ class FullShards(ShardedParameters):
         """This rank's part of every parameter; copies stand in for those whose shards are wider than the model."""
         self._reading = [(held.values, held.values.to(self.narrow)) for held in self._trained]
         parts = zip(self._trained, self._reading, strict=True)
-        found = [part for held, (_, narrow) in parts for part in held.place.slices(narrow)]
-        return found + [part for held in self._frozen for part in held.place.slices(held.values)]
+        found = [part for held, (_, narrow) in parts for part in held.slices(narrow)]
+        return found + [part for held in self._frozen for part in held.slices(held.values)]
 
     def loaded(self, masters: bool) -> None:
         for values, narrow in self._reading:

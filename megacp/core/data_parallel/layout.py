@@ -1,6 +1,6 @@
 """Which parameter lies where in which flat bucket: a pure plan, equal on every rank of dp x cp.
 
-Key property: buckets are numbered in the order in which the backward pass completes them. A bucket never mixes
+Buckets are numbered in the order in which the backward pass completes them. A bucket never mixes
 parameters that are treated differently: by dtype, axes of partial gradients, weight decay, learning rate, frozen,
 counted or copy. So later rooms handle whole buckets.
 """
@@ -69,8 +69,6 @@ def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements:
     Within a chunk parameters go in reverse construction order; the last chunk's buckets come first, because its last
     backward is the first to run. Buckets are ordered by their last parameter, the one that completes them.
     """
-    if bucket_elements < 1:
-        raise ValueError(f"--ddp-bucket-size {bucket_elements} elements: at least 1 is needed")
     groups: dict[tuple[int, tuple[object, ...]], list[list[tuple[int, nn.Parameter]]]] = {}
     seen: set[nn.Parameter] = set()
     position = 0

@@ -1,6 +1,6 @@
 """What the optimizer, checkpoints and the pipeline ask of sharded parameters and gradients, however they are sharded.
 
-Key property: a shard is a flat piece of this rank's parameters that are decayed, counted and stepped alike. It knows
+A shard is a flat piece of this rank's parameters that are decayed, counted and stepped alike. It knows
 which elements of which parameters it holds, so files do not depend on the strategy.
 """
 

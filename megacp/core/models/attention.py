@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Backend, NormSpec, Save
+from megacp.core.backends.mlp import Save
+from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.init import output_std
@@ -20,7 +21,7 @@ from megacp.core.tensor_parallel.linear import LinearSpec
 class SelfAttention(nn.Module):
     """`x[t/tp, h] -> [t/tp, h]`, a norm in front of it included."""
 
-    def __init__(self, layer: int, config: ModelConfig, backend: Backend) -> None:
+    def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         prefix = f"layers.{layer}.attention"
         self.backend, self.rotates = backend, config.rotates(layer)

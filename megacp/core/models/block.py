@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Backend, NormSpec, Save
+from megacp.core.backends.mlp import Save
+from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.attention import SelfAttention
@@ -41,7 +42,7 @@ class BlockInputs:
 class Block(nn.Module):
     """`x[t/tp, h] -> [t/tp, h]`; the layer index is global."""
 
-    def __init__(self, layer: int, config: ModelConfig, backend: Backend, recompute: str) -> None:
+    def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
         prefix = f"layers.{layer}"
         self.layer = layer

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Backend, NormSpec
+from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
@@ -60,7 +60,7 @@ class LanguageModelChunk(nn.Module):
         self,
         config: ModelConfig,
         layers: range,
-        backend: Backend,
+        backend: NativeBackend,
         *,
         recompute: str = "none",
         tied_across: bool = False,

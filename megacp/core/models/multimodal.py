@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.core.backends.base import Backend
+from megacp.core.backends.native import NativeBackend
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.models.vision import VisionTower
@@ -41,7 +41,7 @@ def pooling_attention(
 class Connector(nn.Module):
     """`features[c * N, 2 h]`, `pooling[m, w]` -> `[m, text h]`, replicated over tp."""
 
-    def __init__(self, config: VisionConfig, model: ModelConfig, backend: Backend) -> None:
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         std, wide, hidden = model.init_method_std, 2 * config.vision_hidden_size, config.vision_hidden_size
         ffn = config.connector_ffn_hidden_size or model.ffn_hidden_size
@@ -81,7 +81,9 @@ class _Nothing(torch.autograd.Function):
 class VisionEncoder(nn.Module):
     """Vision tower and connector: `patches[c, N, 3 p p]`, `pooling[m, w]` -> features `[m, h]`, replicated over tp."""
 
-    def __init__(self, config: VisionConfig, model: ModelConfig, backend: Backend, recompute: str = "none") -> None:
+    def __init__(
+        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str = "none"
+    ) -> None:
         super().__init__()
         self.config, self.width = config, model.hidden_size
         self.tower = VisionTower(config, model.init_method_std, backend.tower("vision"), recompute)

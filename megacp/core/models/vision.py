@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacp.core.backends.base import Backend, NormSpec
+from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.vision import VisionConfig
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.pointwise import gelu_tanh
@@ -32,7 +32,7 @@ def crop_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
 class VisionBlock(nn.Module):
     """`x[c * N, h] -> [c * N, h]`, replicated over tp: pre-norm attention and MLP with biases."""
 
-    def __init__(self, layer: int, config: VisionConfig, std: float, backend: Backend, recompute: str) -> None:
+    def __init__(self, layer: int, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
         prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
         ffn, self.head_dim = config.vision_ffn_hidden_size, config.vision_head_dim
@@ -70,7 +70,7 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module):
     """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
 
-    def __init__(self, config: VisionConfig, std: float, backend: Backend, recompute: str) -> None:
+    def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
         hidden, name = config.vision_hidden_size, "vision.patch_embedding"
         self.dtype = backend.dtype

@@ -6,8 +6,7 @@ documented functions are used. A row whose keys are all here is differentiated b
 one part among several computes that part's forward again to be handed its graph.
 
 Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends: with those
-comparisons it holds more than registers do. Rejected: a call per tile, hundreds of launches a layer; the operator
-behind FlexAttention's backward, which would take the merged results as they are but is private.
+comparisons it holds more than registers do.
 
 **Backward of a part.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The merged output is
 `out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)` and

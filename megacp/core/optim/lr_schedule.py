@@ -33,11 +33,6 @@ class LrSchedule:
     lr_wsd_decay_iters: int = 0
     """WSD only: how many of the updates up to `lr_decay_iters` decay; those before keep `lr`."""
 
-    def __post_init__(self) -> None:
-        falls = self.lr_wsd_decay_iters if self.lr_decay_style == "WSD" else 0
-        assert 0 <= self.min_lr <= self.lr, self
-        assert 0 <= self.lr_warmup_iters <= self.lr_decay_iters - falls, self
-
 
 def learning_rate(update: int, schedule: LrSchedule) -> float:
     """The rate of one optimizer update; `update` counts from 1."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.collectives import all_reduce
@@ -75,7 +75,7 @@ class ParallelModel:
         self.optimizer = ShardedAdamW(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         self.schedule = lr_schedule(config)
         self.rows = rows_of(config, grid)
-        self.layout = select_layout(parallel.cp_layout)
+        self.layout = LAYOUTS[parallel.cp_layout]
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         self.links = links_of(grid)
         self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype, grid.device)

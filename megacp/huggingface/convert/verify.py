@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches, image_layout, image_patches
@@ -142,7 +142,7 @@ def our_logits(config: RunConfig, source: Source) -> Logits:
 
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
-        return model.row_logits(shard_batch(batch, grid.cp, select_layout("contiguous")))
+        return model.row_logits(shard_batch(batch, grid.cp, LAYOUTS["contiguous"]))
 
     return logits
 

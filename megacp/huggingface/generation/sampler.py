@@ -16,7 +16,7 @@ import torch
 
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
-from megacp.core.context_parallel.layout import select_layout
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.geometry import ImageRules
@@ -113,7 +113,7 @@ class Generator:
     @torch.no_grad()
     def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, vocab]` in fp32 or wider, in the order of the row; `features` of its images if they are known."""
-        local = shard_batch(batch, self.grid.cp, select_layout("contiguous"))
+        local = shard_batch(batch, self.grid.cp, LAYOUTS["contiguous"])
         logits = self.model.row_logits(local, features)
         return logits if logits.dtype == torch.float64 else logits.float()
 
