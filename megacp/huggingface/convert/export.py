@@ -24,19 +24,18 @@ from megacp.core.checkpoint.index import GlobalTensor, Index, StoredBox
 from megacp.core.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, to_json
 from megacp.core.checkpoint.names import MODEL
 from megacp.core.checkpoint.storage import INDEX_FILE, rank_file
-from megacp.core.checkpoint.tensor_file import write_values
 from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.storage.files import new_file, sha256_of, write_new
+from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import RunState, first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.families import token_ids
-from megacp.huggingface.convert.hf_files import SECONDS, files_of, mine, on_each, on_first
+from megacp.huggingface.convert.hf_files import files_of, mine, on_each, on_first
 from megacp.huggingface.convert.lora import write_adapter
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.source import (
@@ -53,7 +52,7 @@ from megacp.huggingface.convert.source import (
     require_all,
     tokenizer_files,
 )
-from megacp.huggingface.convert.tensors import Info, Mapped, Source, in_dtype, num_bytes, one_dtype, whole
+from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
@@ -286,8 +285,14 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
     extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
     index = index_of(source.infos, int(request.max_shard_mib * hf_files.MIB))
     names = mine(list(index.files), world)
-    records = on_each(world, lambda: {name: _write_file(source, index, step / name) for name in names})
-    of_ranks = gather_objects(records, world)
+
+    def write() -> dict[str, FileRecord]:
+        for name in names:
+            tensors = [box.name.removeprefix(f"{MODEL}.") for box in index.files[name]]
+            hf_files.write_file(source, tensors, step / name, index.header(name))
+        return {name: FileRecord(*sha256_of(step / name)) for name in names}
+
+    of_ranks = gather_objects(on_each(world, write), world)
 
     def complete() -> None:
         hf_files.require_seen([step / name for name in index.files])
@@ -310,16 +315,6 @@ def index_of(infos: Mapping[str, Info], max_bytes: int) -> Index:
     boxes = {name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()}
     files = files_of(filled, max_bytes)
     return Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in enumerate(files)})
-
-
-def _write_file(source: Source, index: Index, path: Path) -> FileRecord:
-    with new_file(path, SECONDS) as stream:
-        stream.write(index.header(path.name))
-        for box in index.files[path.name]:
-            values = whole(source, box.name.removeprefix(f"{MODEL}."))
-            assert (tuple(values.shape), values.dtype) == tuple(index.tensors[box.name]), "it is not as planned"
-            write_values(stream, values)
-    return FileRecord(*sha256_of(path))
 
 
 class OtherModelError(Exception):

@@ -6,6 +6,7 @@ Pickled `.bin` files are refused: opening one runs its code.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -173,11 +174,16 @@ def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axi
 def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
     infos = source.infos
     names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `tensor_file.header`
+    write_file(source, names, path, tensor_file.header((n, infos[n].dtype, infos[n].shape) for n in names))
+
+
+def write_file(source: Source, names: Sequence[str], path: Path, header: bytes) -> None:
+    """Tensors of `source` one after another behind a header of theirs."""
     with files.new_file(path, SECONDS) as stream:
-        stream.write(tensor_file.header((name, infos[name].dtype, infos[name].shape) for name in names))
+        stream.write(header)
         for name in names:
             tensor = whole(source, name)
-            assert (tuple(tensor.shape), tensor.dtype) == (infos[name].shape, infos[name].dtype), "it is not as planned"
+            assert Info(tuple(tensor.shape), tensor.dtype) == source.infos[name], "it is not as planned"
             tensor_file.write_values(stream, tensor)
 
 
@@ -215,10 +221,11 @@ def check_sums(folder: Path, world: Axis) -> None:
         lines = files.read_regular(listed).decode(errors="replace").split("\n")
     except OSError as error:
         raise ValueError(f"{listed} cannot be read: {error.strerror}") from error
-    if not any(line.strip() for line in lines):
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
         raise ValueError(f"{listed} lists no file: it was cut, or is not one of this program")
     wrong = []
-    for number, line in mine(list(enumerate(filter(str.strip, lines), start=1)), world):
+    for number, line in mine(numbered, world):
         found = _SUM.fullmatch(line.rstrip("\r"))
         if found is None:
             raise ValueError(f"{listed}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
@@ -266,9 +273,8 @@ def _made_beside(output: Path) -> Path:
     beside, begin = output.absolute().parent, f"{output.name}.tmp-{socket.gethostname()}-"
     try:
         beside.mkdir(parents=True, exist_ok=True)
-        for left in beside.iterdir():
-            number = left.name.removeprefix(begin)
-            if left.name.startswith(begin) and number.isdigit() and not Path(f"/proc/{number}").exists():
+        for left in beside.glob(f"{glob.escape(begin)}*") if Path("/proc/self").exists() else ():
+            if not Path("/proc", left.name.removeprefix(begin)).exists():  # its process is no more
                 shutil.rmtree(left, ignore_errors=True)
         folder = beside / f"{begin}{os.getpid()}"
         folder.mkdir()
