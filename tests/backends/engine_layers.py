@@ -1,8 +1,7 @@
 """Reference math under Transformer Engine's linears, norms, MLP and FusedAdam, on top of that of its attention.
 
-Key property: its modules, autograd functions and communication are the real ones; only products, norms, SwiGLU and the
-update are torch. What it returns beside a fused weight gradient is NaN: nobody may read it. Rejected: module stand-ins,
-which would agree with whatever we believe about gradients.
+Its modules, autograd functions and communication are the real ones; only products, norms, SwiGLU and the update are
+torch. What it returns beside a fused weight gradient is NaN: nobody may read it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reference math in the place of Transformer Engine's cuDNN calls and of its CUDA functions over packed sequences.
 
-Key property: each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that belong
-to no token hold NaN, as the real kernels promise nothing about them. Rejected: asserting shapes of the calls, which
-would pass for a wrong order of tokens.
+Each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that belong to no token
+hold NaN, as the real kernels promise nothing about them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EXTENSION = "transformer_engine_torch"
 
 
 def visible(queries: int, keys: int, mask: str) -> torch.Tensor:
-    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right."""
+    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right; a padding mask sees all."""
     if "causal" not in mask:
         return torch.ones(queries, keys, dtype=torch.bool)
     shift = keys - queries if "bottom_right" in mask else 0
@@ -73,21 +72,6 @@ def spans_of(lengths: torch.Tensor, places: torch.Tensor) -> list[slice]:
     return [slice(start, start + n) for start, n in zip(places[:-1].tolist(), lengths.diff().tolist(), strict=True)]
 
 
-def _rows(x: torch.Tensor, layout: str, index: Any) -> torch.Tensor:
-    """View of one sequence, tokens first."""
-    if layout == "thd":
-        return x[index]
-    return x[index] if layout == "bshd" else x[:, index]
-
-
-def _sequences(layout: str, q: torch.Tensor, bounds: tuple[torch.Tensor, ...]) -> list[tuple[Any, Any]]:
-    if layout != "thd":
-        batch = range(q.shape[layout.index("b")])
-        return [(i, i) for i in batch]
-    q_lengths, kv_lengths, q_places, kv_places = bounds
-    return list(zip(spans_of(q_lengths, q_places), spans_of(kv_lengths, kv_places), strict=True))
-
-
 Call = dict[str, Any]
 """Arguments of one of cuDNN's calls by the names of its real signature, defaults included."""
 
@@ -110,42 +94,38 @@ def _bounds(call: Call) -> tuple[torch.Tensor, ...]:
     return q, kv, q if q_places is None else q_places, kv if kv_places is None else kv_places
 
 
+def _sequences(call: Call) -> list[tuple[slice, slice]]:
+    """Rows of queries and of keys of each sequence."""
+    assert call["qkv_layout"].startswith("thd")
+    q_lengths, kv_lengths, q_places, kv_places = _bounds(call)
+    return list(zip(spans_of(q_lengths, q_places), spans_of(kv_lengths, kv_places), strict=True))
+
+
 def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
     """cuDNN's forward: the output and `[log-sum-exp, state of dropout]`."""
-    layout, mask, scale = call["qkv_layout"].split("_")[0], call["attn_mask_type"], call["attn_scale"]
+    mask, scale = call["attn_mask_type"], call["attn_scale"]
     q, k, v = (call[name] for name in "qkv")
-    bounds = _bounds(call)
+    for name in ("q", "kv"):
+        assert call[f"max_seqlen_{name}"] >= int(call[f"cu_seqlens_{name}"].diff().max())
     out = torch.full_like(q, torch.nan)
-    if layout == "thd":
-        assert call["max_seqlen_q"] >= int(bounds[0].diff().max())
-        assert call["max_seqlen_kv"] >= int(bounds[1].diff().max())
-        lse = q.new_full((*q.shape[:2], 1), torch.nan)  # [t, heads, 1]
-    else:
-        tokens = q.shape[layout.index("s")]
-        lse = q.new_full((q.shape[layout.index("b")], q.shape[2], tokens, 1), torch.nan)  # [b, heads, s, 1]
-    for mine, theirs in _sequences(layout, q, bounds):
-        part, part_lse = attend(_rows(q, layout, mine), _rows(k, layout, theirs), _rows(v, layout, theirs), scale, mask)
-        _rows(out, layout, mine).copy_(part)
-        (lse[mine] if layout == "thd" else lse[mine].transpose(0, 1)).copy_(part_lse[..., None])
+    lse = q.new_full((*q.shape[:2], 1), torch.nan)  # [t, heads, 1]
+    for mine, theirs in _sequences(call):
+        out[mine], part_lse = attend(q[mine], k[theirs], v[theirs], scale, mask)
+        lse[mine] = part_lse[..., None]
     return out, [lse, torch.zeros(2)]
 
 
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
-    """cuDNN's backward; keys that no query saw get 0."""
-    layout, mask, scale = call["qkv_layout"].split("_")[0], call["attn_mask_type"], call["attn_scale"]
+    """cuDNN's backward; keys that no query saw get 0, as those behind a step's are added up by the caller."""
+    mask, scale = call["attn_mask_type"], call["attn_scale"]
     q, k, v = (call[name] for name in "qkv")
-    bounds = _bounds(call)
-    grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    if layout == "thd":  # keys behind those that a step sees are added up by the caller
-        grads[1].zero_()
-        grads[2].zero_()
+    grads = [torch.full_like(q, torch.nan), torch.zeros_like(k), torch.zeros_like(v)]
     o, d_o, lse = call["o"].view(q.shape), call["d_o"].view(q.shape), call["aux_ctx_tensors"][0]
-    for mine, theirs in _sequences(layout, q, bounds):
-        qkv = (_rows(q, layout, mine), _rows(k, layout, theirs), _rows(v, layout, theirs))
-        rows = lse[mine][..., 0] if layout == "thd" else lse[mine][..., 0].t()
-        found = attend_backward(qkv, _rows(o, layout, mine), _rows(d_o, layout, mine), rows, scale, mask)
+    for mine, theirs in _sequences(call):
+        qkv = (q[mine], k[theirs], v[theirs])
+        found = attend_backward(qkv, o[mine], d_o[mine], lse[mine][..., 0], scale, mask)
         for total, part, index in zip(grads, found, (mine, theirs, theirs), strict=True):
-            _rows(total, layout, index).copy_(part)
+            total[index] = part
     return *grads, None
 
 

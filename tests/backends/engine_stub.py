@@ -1,9 +1,8 @@
 """Transformer Engine's own Python files under CPU torch: its extension module and its compilers are stand-ins.
 
-Key property: everything above the extension is the real package of the release that the extra `gpu` names, so a call of
-ours binds against the real signatures and runs the real autograd functions. The wheel stands in a folder of its own
-(`guests` in the virtual environment, made by the Makefile), because megatron-core breaks where it can import the wheel
-alone. Rejected: a fake package, which would agree with whatever we believe.
+Everything above the extension is the real package of the release that the extra `gpu` names. The wheel stands in a
+folder of its own (`guests` in the virtual environment, made by the Makefile), because megatron-core breaks where it can
+import the wheel alone.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.context_parallel.vision import add_features, feature_routes, place_features
+from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import compute_image_shard_boundaries, longest_first
 from megacp.core.distributed.grid import Axis
@@ -174,22 +174,3 @@ def test_a_row_over_dp_times_cp_deals_its_images_over_all_of_them() -> None:
     assert batch.vision is not None
     assert np.array_equal(row[batch.vision.feature_rows], vectors(batch.vision.num_features, 1).numpy())
     assert np.count_nonzero(row.any(1)) == batch.vision.num_features
-
-
-def test_routed_bytes_are_about_one_in_cp_of_the_gathered_ones() -> None:
-    for cp in (2, 4, 8):
-        rng = np.random.default_rng(cp)
-        tokens = rng.integers(1, 12, 200)
-        bounds = np.cumsum(tokens), np.cumsum(tokens)
-        indices = LAYOUTS["zigzag"].deal(_row(4096), cp)
-        places = np.sort(rng.choice(4096, int(tokens.sum()), replace=False))
-        routes = feature_routes(indices, places, compute_image_shard_boundaries(*bounds, cp), 0)
-        sent = routes.counts.sum() - np.trace(routes.counts)
-        assert 0.9 / cp < sent / (routes.counts.sum(1).max() * (cp - 1) * cp) < 1.05 / cp
-
-
-def _row(tokens: int) -> Any:
-    from megacp.core.ops.mask import Metadata
-
-    zeros = np.zeros(tokens, int)
-    return Metadata(zeros, zeros, zeros, np.arange(tokens))

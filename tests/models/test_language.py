@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacp.core.models import block
 from megacp.core.models.build import build_chunks
@@ -99,70 +95,6 @@ def test_initial_weights_have_their_standard_deviation_and_other_seeds_other_bit
     assert not torch.equal(*gates) and not torch.equal(gates[0][:64], gates[0][64:128])
     other = initial_weights({"seed": 1})["embedding.weight"]
     assert not torch.equal(other, initial_weights({"seed": 2})["embedding.weight"])
-
-
-class Created(TorchDispatchMode):
-    """Remembers every tensor storage that operations make, without keeping it alive."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = function(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return out
-
-    def alive(self, weights: set[int]) -> int:
-        """Bytes of the storages that something still holds, the weights left out."""
-        return sum(
-            size for key, (reference, size) in self._made.items() if key not in weights and not reference.expired()
-        )
-
-
-def gradients_and_stored_bytes(
-    rank: int, world_size: int, shape: dict[str, int], values: Values
-) -> tuple[list[np.ndarray], int]:
-    """Summed gradients, and the bytes that autograd keeps from forward to backward."""
-    model = ParallelModel(config_of({"dtype": "float32", "ffn_hidden_size": 128, **values}, shape), grid(**shape))
-    (chunk,), (batch,) = model.chunks, step_batches(1, 3)
-    local = model.shard(batch, 1)
-    with Created() as created:
-        hidden = chunk.hidden(None, local)
-    weights = {p.untyped_storage()._cdata for p in chunk.parameters()}
-    stored = min(created.alive(weights) for _ in range(20) if time.sleep(0.01) is None)  # gloo's threads let go late
-    (chunk.head.logits(hidden).float().square().mean()).backward()
-    model.parameters.finish()
-    return [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))], stored
-
-
-def of_each_granularity(shape: dict[str, int], values: Values) -> dict[str, list]:
-    world_size, found = 2 if shape else 1, {}
-    for granularity in ("none", "selective", "full"):
-        arguments = (shape, {**values, "recompute_granularity": granularity})
-        found[granularity] = (
-            run_ranks(gradients_and_stored_bytes, 2, *arguments)
-            if world_size == 2
-            else [gradients_and_stored_bytes(0, 1, *arguments)]
-        )
-    return found
-
-
-@pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
-def test_recomputation_really_stores_less(shape: dict[str, int]) -> None:
-    """Selective drops the two norm outputs (2 h) and the activation (f) of each token and layer; full keeps only h."""
-    found = {name: max(size for _, size in ranks) for name, ranks in of_each_granularity(shape, {}).items()}
-    tokens, layers, h, f = len(step_batches(1, 3)[0]), 4, 32, 128
-    tokens += -tokens % (2 * len(shape) or 1)
-    # With tp 2 every one of these is halved: norm outputs by sequence parallelism, the activation by its columns.
-    dropped = 4 * tokens * layers * (2 * h + f) // (2 if shape else 1)
-    assert found["none"] - found["selective"] == dropped
-    # Full keeps each block's input, and what is shared by all blocks (angles, indices).
-    inputs = 4 * tokens * layers * h // (2 if shape else 1)
-    assert inputs <= found["full"] <= inputs + found["none"] // 10
 
 
 def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacp.core.distributed.collectives import all_gather, all_reduce
-from megacp.core.distributed.differentiable import copy_to, gather_from, slice_of
+from megacp.core.distributed.differentiable import slice_of
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.tensor_parallel.linear import (
@@ -114,28 +114,6 @@ def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: 
         torch.testing.assert_close(torch.from_numpy(gradient), grads[name], **CLOSE, msg=name)
 
 
-def saved_bytes(rank: int, world_size: int, sequence_parallel: bool) -> int:
-    tp = grid(tp=world_size).tp
-    column = ColumnParallelLinear(LinearSpec("a", (("w", 8),), 64, False, 0.1), options_of(tp, sequence_parallel))
-    x = torch.ones(128 // (world_size if sequence_parallel else 1), 64, dtype=torch.float64, requires_grad=True)
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if not isinstance(t, torch.nn.Parameter) and t.data_ptr() != column.weight.data_ptr():
-            saved[t.data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = column(x)
-    y.sum().backward()
-    return sum(saved.values())
-
-
-def test_sequence_parallelism_saves_the_shard_not_the_gathered_input() -> None:
-    assert run_ranks(saved_bytes, 2, False) == [128 * 64 * 8] * 2
-    assert run_ranks(saved_bytes, 2, True) == [64 * 64 * 8] * 2
-
-
 def test_a_replicated_parameter_is_counted_once() -> None:
     def specs(rank: int) -> list[bool]:
         tp = Axis("tp", 2, rank, (0, 1), group=object())  # type: ignore[arg-type]
@@ -145,29 +123,6 @@ def test_a_replicated_parameter_is_counted_once() -> None:
         return [spec_of(parameter).counted for parameter in (row.weight, row.bias)]
 
     assert specs(0) == [True, True] and specs(1) == [True, False]
-
-
-def test_rows_that_do_not_divide_are_an_error_with_the_numbers() -> None:
-    tp = Axis("tp", 4, 0, (0, 1, 2, 3), group=object())  # type: ignore[arg-type]
-    with pytest.raises(AssertionError, match="v: 6 rows over tp 4"):
-        ColumnParallelLinear(LinearSpec("a", (("v", 6),), 4, False, 0.1), options_of(tp, True))
-    with pytest.raises(AssertionError, match="b.out: 6 columns over tp 4"):
-        RowParallelLinear(LinearSpec("b", (("out", 4),), 6, False, 0.1), options_of(tp, True))
-
-
-def gathered_products(rank: int, world_size: int) -> None:
-    """Two consumers of one gathered input: `gather_from` of the shard equals `copy_to` of the whole."""
-    tp = grid(tp=world_size).tp
-    x, weight = randn(8, 3, seed=1), randn(5, 3, seed=2 + rank)
-    whole, shard = x.clone().requires_grad_(), slice_of(x, tp).clone().requires_grad_()
-    for y in (copy_to(whole, tp) @ weight.t(), gather_from(shard, tp) @ weight.t()):
-        y.square().sum().backward()
-    assert whole.grad is not None and shard.grad is not None
-    torch.testing.assert_close(slice_of(whole.grad, tp), shard.grad, **CLOSE)
-
-
-def test_the_two_ways_into_a_column_product_have_the_same_gradient() -> None:
-    run_ranks(gathered_products, 2)
 
 
 def normed(rank: int, world_size: int) -> list[Tensor]:

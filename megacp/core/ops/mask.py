@@ -3,8 +3,7 @@
 Nothing of size S x S is ever made. Both sides are cut into runs of equal metadata and consecutive order,
 cut again at each other's ends. Two runs then either cover the same tokens or are disjoint. So every pair of runs is
 empty, full, or one causal triangle: no tile is ever partly masked. All of it is arithmetic on arrays, without a loop
-over documents or tiles. Rejected: boolean masks, 10 GiB at 36,864 tokens in fp32 over 8 heads. Rejected: fixed-size
-blocks with partial masks, where every document boundary pays for a masked block.
+over documents or tiles.
 
     allow(q, k) =  document[k] >= 0 and document[q] == document[k]
                and (branch[k] == 0 or branch[k] == branch[q])

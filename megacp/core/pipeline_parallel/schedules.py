@@ -1,10 +1,8 @@
 """Pipeline schedules as data: pure functions from (stage, sizes) to the list of actions this stage executes in order.
 
 A schedule is only an order of computes: forwards, backwards, and deferred weight gradients. The messages follow from
-it. Every input is received right before the compute that needs it; every output is sent right after the
-compute that made it. The runtime posts receives earlier than that by itself. Every stage runs its forwards in one
-common order, and its backwards in one common order. So the k-th send of a channel always meets the k-th receive: no
-message needs a tag.
+it: every input is received right before the compute that needs it, every output sent right after. All stages run their
+forwards in one common order, and their backwards too. So the k-th send of a channel always meets the k-th receive.
 
 Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0 receives nothing in
 forward and sends nothing in backward; the last virtual stage sends nothing in forward and receives nothing in backward.
