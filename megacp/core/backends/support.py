@@ -66,15 +66,14 @@ def layer_reasons(
         yield "--pipeline-schedule zero_bubble defers weight gradients, which native layers alone do"
     if t.dtype != "bfloat16":
         yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
-    if t.fp8 == "delayed" and t.recompute_granularity == "full":
+    twice = {
+        "--recompute-granularity full": t.recompute_granularity == "full",
+        f"--mlp-chunk-tokens {t.mlp_chunk_tokens}": t.mlp_chunk_tokens > 0,
+    }
+    for name in (name for name, asked in twice.items() if asked and t.fp8 == "delayed"):
         yield (
-            "--fp8 delayed changes its scales between forward and backward, so --recompute-granularity full would "
-            "compute something else again: take none or selective, or --fp8 current or blockwise"
-        )
-    if t.fp8 == "delayed" and t.mlp_chunk_tokens > 0:
-        yield (
-            f"--fp8 delayed changes its scales between forward and backward, so --mlp-chunk-tokens "
-            f"{t.mlp_chunk_tokens} would compute something else again: take --fp8 current or blockwise"
+            f"--fp8 delayed changes its scales between forward and backward, so {name} would compute something else "
+            "again: take --fp8 current or blockwise"
         )
     sharers = tp if config.parallel.sequence_parallel else 1
     if t.mlp_chunk_tokens % (FP8_MULTIPLES[t.fp8] * sharers) > 0 and t.fp8 != "off":
@@ -82,21 +81,15 @@ def layer_reasons(
             f"--fp8 {t.fp8} takes --mlp-chunk-tokens that are a multiple of {FP8_MULTIPLES[t.fp8]} on each of "
             f"{sharers} tp ranks = {FP8_MULTIPLES[t.fp8] * sharers}, got {t.mlp_chunk_tokens}"
         )
-    if narrow := [f"{name} {width}" for name, width in _widths(config) if width % FP8_MULTIPLES[t.fp8]]:
-        yield (
-            f"--fp8 {t.fp8} takes widths that are multiples of {FP8_MULTIPLES[t.fp8]}, this model has "
-            f"{', '.join(narrow)}"
-        )
-
-
-def _widths(config: RunConfig) -> list[tuple[str, int]]:
-    m, tp = config.model, config.parallel.tensor_model_parallel_size
-    return [
-        ("--hidden-size", m.hidden_size),
-        ("--ffn-hidden-size / tp", m.ffn_hidden_size // tp),
-        ("width of a rank's heads", m.num_attention_heads * m.head_dim // tp),
-        ("width of a rank's groups", m.query_groups * m.head_dim // tp),
-    ]
+    m = config.model
+    widths = {
+        "--hidden-size": m.hidden_size,
+        "--ffn-hidden-size / tp": m.ffn_hidden_size // tp,
+        "width of a rank's heads": m.num_attention_heads * m.head_dim // tp,
+        "width of a rank's groups": m.query_groups * m.head_dim // tp,
+    }
+    if narrow := [f"{name} {width}" for name, width in widths.items() if width % FP8_MULTIPLES[t.fp8]]:
+        yield f"--fp8 {t.fp8} takes multiples of {FP8_MULTIPLES[t.fp8]}, this model has {', '.join(narrow)}"
 
 
 def needed_by(config: RunConfig) -> list[str]:

@@ -216,14 +216,10 @@ class TransformerEngineBackend(NativeBackend):
             self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
         if self.fp8 == "delayed":
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
-        if self.lora is not None:
-            self.tell(
-                "layers: Transformer Engine's RMSNorm and Linear apart, pairs of --lora-rank take what is between"
-            )
-        elif self.apart:
-            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, --recompute-granularity is selective")
-        elif config.model.norm_position == "after":
-            self.tell("layers: Transformer Engine's RMSNorm and Linear apart, it fuses norms before a product alone")
+        after = config.model.norm_position == "after"
+        why = "--lora-rank" if self.lora else "--recompute-granularity selective" if self.apart else "--norm-position"
+        if self.apart or after:
+            self.tell(f"layers: Transformer Engine's RMSNorm and Linear apart, by {why}")
         if config.model.qk_layernorm == "all_heads":
             self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 

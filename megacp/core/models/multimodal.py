@@ -92,8 +92,8 @@ class VisionEncoder(nn.Module):
     def forward(self, patches: torch.Tensor | None, pooling: torch.Tensor | None) -> torch.Tensor:
         """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0, 1)` or -1.
 
-        Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. Raises ValueError
-        when the crops are not those of the config.
+        Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. ValueError for crops
+        of another size.
         """
         if patches is None or pooling is None:
             return self._nothing()

@@ -52,16 +52,14 @@ class Lane:
 
 @dataclass
 class HostBuffer:
-    """Host memory that is used again and again."""
+    """Host memory that is used again and again: uint8 `[size]`, pinned for a GPU."""
 
     content: torch.Tensor
-    """uint8 `[size]`, pinned for a GPU."""
     used: Event = None
     """The end of the last copy that reads or writes it."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
         return len(self.content)
 
 
