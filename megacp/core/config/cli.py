@@ -27,6 +27,9 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     """
     arguments = [argument for argument in argv if argument not in _HELP]
     _refuse_unknown(arguments)
+    for argument in arguments:  # such a name cannot stand in a config, a log or a message: the first save would fail
+        if any("\ud800" <= character <= "\udfff" for character in argument):
+            raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
     config = RunConfig()
     *parts, (last, _) = _segments(arguments)
     for flags, path in parts:
