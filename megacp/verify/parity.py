@@ -19,17 +19,19 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from megacp.core.checkpoint.names import boxes_of_slice
-from megacp.core.config.blend import shown_path
+from megacp.core.config.blend import named_folders, shown_path
 from megacp.core.config.checks import require
 from megacp.core.config.parallel import ParallelConfig
 from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import step_batches
+from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.distributed.grid import build_grid
@@ -144,10 +146,13 @@ def prepare(
     original = config = with_values(config, {name: default[name] for name in (*unsaved, *_SET_ASIDE)})
     kernel = kernel_problem(config.training.attention_kernel, "cpu", "float64")
     config = with_values(config, {n: value for n, value in ON_CPU.items() if kernel or n != "attention_kernel"})
-    notes, stored = [], "data_path" in given
-    if stored and (mask or config.data.seq_length > MOST_ROW_TOKENS):
-        wrong = f"--mask {mask}" if mask else f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
+    wrong = f"--mask {mask}" if mask else ""
+    if config.data.seq_length > MOST_ROW_TOKENS:
+        wrong = f"--seq-length {config.data.seq_length} over {MOST_ROW_TOKENS}"
+    if wrong and "data_path" in given:
         raise ValueError(f"--data-path and {wrong}: leave it out to check on random packs")
+    elsewhere = not all(Path(folder, MANIFEST_NAME).is_file() for folder in named_folders(config.data.data_path))
+    notes, stored = [], config.data.data_path is not None and not wrong and ("data_path" in given or not elsewhere)
     if config.data.data_path is not None and not stored:
         notes.append(f"random packs are used, not those of --data-path {shown_path(config.data.data_path)}")
         config = with_values(config, {"data_path": None})

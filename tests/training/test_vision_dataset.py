@@ -225,5 +225,5 @@ def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
     (tmp_path / "run.yaml").write_text(to_yaml(with_values(large, values)))
     assert parity.main(["--config", str(tmp_path / "run.yaml"), "--steps", "1"]) == 0
     printed = capsys.readouterr().out
-    assert f"packs of {data}" in printed and "a vision tower of 3 layers" in printed and "THE SAME" in printed
+    assert f"packs of {data}" in printed and "3 vision layers" in printed and "THE SAME" in printed
     assert "--vision-patch-size" not in printed

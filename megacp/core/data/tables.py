@@ -17,6 +17,7 @@ import hashlib
 import io
 import os
 import struct
+import threading
 import weakref
 from pathlib import Path
 
@@ -144,11 +145,16 @@ class StoredFile:
         return data
 
 
+_PARSING = threading.Lock()
+"""numpy reads a header through `ast`, which fails now and then in two threads of Python 3.11 (CPython issue 106905)."""
+
+
 def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> np.ndarray:
     """All of an `.npy` of that dtype, [rows] or [rows, columns], read-only. ValueError names a file that is another."""
     data = file.whole()
     try:
-        table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        with _PARSING:
+            table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{file.path}: is no table of {dtype.names}: {error}") from error
     if table.dtype != dtype or table.shape[1:] != (() if columns is None else (columns,)):

@@ -144,6 +144,10 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[
         given = _given(loaded, tokenizer)
         ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
         notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
+        by_files = tokenizer.surroundings.first(tokenizer.bos_id)
+        if tokenizer.kind == "huggingface" and tokenizer.begins_with != by_files:  # its post-processor is copied
+            begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
+            notes["first token"] = f"documents of training began {begins[0]}, the library begins texts {begins[1]}"
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     ends, told = _ends(progress, tokenizer)
     notes |= told
