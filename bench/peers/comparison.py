@@ -22,7 +22,7 @@ from bench.peers.grids import GRIDS, Peer, sizes
 from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
 from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
-from megacp.core.checkpoint.commit import save_checkpoint
+from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
 from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.yaml_file import to_yaml
@@ -73,7 +73,7 @@ def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> No
     model = ParallelModel(config, build_grid(GridShape(), rank))
     boxes = boxes_to_save(model.parameters.parameter_slices(), {})
     world = model.grid.world
-    save_checkpoint(folder, 0, boxes, extra=asdict(RunState()), config_yaml=to_yaml(config), world=world)
+    PendingCheckpoint(folder, boxes, Contents(0, asdict(RunState()), to_yaml(config)), world).commit()
 
 
 def write_tokens(config: RunConfig, rules: MockRules, steps: int, path: Path) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.core.checkpoint import pending as module
-from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megacp.core.checkpoint.directory import LATEST_FILE, committed
-from megacp.core.checkpoint.manifest import MANIFEST_FILE
+from megacp.core.checkpoint import commit
+from megacp.core.checkpoint.commit import LoadedCheckpoint, SaveError, load_checkpoint
+from megacp.core.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committed
 from megacp.core.checkpoint.names import TensorBox
-from megacp.core.checkpoint.pending import SaveError
 from megacp.core.distributed.grid import Axis, single_axis
+from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 
 WORLD = single_axis("world")
@@ -131,7 +130,7 @@ def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> No
         load_checkpoint(tmp_path / name, WORLD)
 
 
-@pytest.mark.parametrize("call", ["PayloadWriter.write", "write_content", "PendingCheckpoint._commit", "place_folder"])
+@pytest.mark.parametrize("call", ["write_boxes", "write_content", "PendingCheckpoint._complete", "place_folder"])
 def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -145,7 +144,7 @@ def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"{module.__name__}.{call}", killed)
+        patch.setattr(f"{commit.__name__}.{call}", killed)
         with pytest.raises(Killed):
             save(tmp_path, 2)
     assert any(".tmp-" in p.name for p in tmp_path.iterdir())
@@ -160,7 +159,7 @@ def test_a_crash_between_rename_and_latest_leaves_both_loadable(
     """Would catch a run that cannot save step 2 again after resuming from step 1."""
     save(tmp_path, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(commit, "point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path, 2)
     assert value(load_checkpoint(tmp_path, WORLD)) == 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, remove_leftovers, traces_of_checkpoints
+from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, holds_checkpoints, remove_leftovers
 from tests.checkpoint.test_commit import WORLD, save, value
 
 _HOLD = """
@@ -141,5 +141,5 @@ def test_anything_that_was_ever_committed_is_a_trace(tmp_path: Path, name: str, 
     """Would catch a damaged checkpoint that counts as none, after which a run starts at step 0."""
     (tmp_path / name).write_text("") if name == "latest" else (tmp_path / name).mkdir()
     (tmp_path / "log.jsonl").write_text("{}")
-    assert bool(traces_of_checkpoints(tmp_path)) == counts
-    assert traces_of_checkpoints(tmp_path / "nowhere") == []
+    assert holds_checkpoints(tmp_path) == counts
+    assert not holds_checkpoints(tmp_path / "nowhere")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.manifest import (
+from megacp.core.checkpoint.directory import (
     MANIFEST_FILE,
     CheckpointManifest,
     FileRecord,

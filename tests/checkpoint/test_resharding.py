@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.core.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.names import boxes_to_load, boxes_to_save
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.optim.sharded import ShardedAdamW
+from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, global_shapes, local_of, values
 

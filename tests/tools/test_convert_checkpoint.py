@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint.commit import save_checkpoint
 from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.distributed.grid import single_axis
@@ -24,6 +23,7 @@ from megacp.huggingface.convert.source import read_checkpoint, read_hf
 from megacp.huggingface.convert.verify import compare, logits_of, rows_for, tensor_differences
 from megacp.huggingface.convert_command import main
 from megacp.verify.parity import MODELS as OURS
+from tests.checkpoint.saves import save_checkpoint
 from tests.huggingface.convert.models import MODELS, save
 from tests.prepare.media.pictures import TINY
 from tests.ranks import grid, run_ranks

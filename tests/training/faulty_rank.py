@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacp.core.checkpoint import pending
-from megacp.core.checkpoint.manifest import FileRecord
-from megacp.core.checkpoint.pending import PendingCheckpoint
-from megacp.core.checkpoint.storage import PayloadWriter
+from megacp.core.checkpoint import commit
+from megacp.core.checkpoint.commit import PendingCheckpoint
+from megacp.core.checkpoint.storage import rank_file
 from megacp.core.training.step import ParallelModel
 from megacp.train import program
 
@@ -43,38 +42,38 @@ def _in_step(happen: Callable[[], None]) -> Callable[[int], None]:
 
 
 def _kill_in_writing(step: int) -> None:
-    real = PayloadWriter.write
+    real = commit.write_boxes
 
-    def write(self: PayloadWriter, folder: Path) -> dict[str, FileRecord]:
-        written = real(self, folder)
+    def write(folder: Path, *rest: Any) -> Any:
+        written = real(folder, *rest)
         if folder.name.startswith(f"step_{step:07d}"):
-            path = folder / next(iter(written))
+            path = folder / rank_file(rest[0])
             os.truncate(path, path.stat().st_size // 2)
             _die(signal.SIGKILL)
         return written
 
-    PayloadWriter.write = write  # type: ignore[method-assign]
+    commit.write_boxes = write
 
 
 def _slow_in_writing(step: int) -> None:
-    real = PayloadWriter.write
+    real = commit.write_boxes
 
-    def write(self: PayloadWriter, folder: Path) -> dict[str, FileRecord]:
+    def write(folder: Path, *rest: Any) -> Any:
         time.sleep(25)
-        return real(self, folder)
+        return real(folder, *rest)
 
-    PayloadWriter.write = write  # type: ignore[method-assign]
+    commit.write_boxes = write
 
 
 def _kill_before_rename(step: int) -> None:
-    real = pending.place_folder
+    real = commit.place_folder
 
     def place(folder: Path, target: Path) -> None:
         if folder.name.startswith(f"step_{step:07d}.tmp-"):
             _die(signal.SIGKILL)
         real(folder, target)
 
-    pending.place_folder = place  # type: ignore[attr-defined]
+    commit.place_folder = place
 
 
 def _kill_before_latest(step: int) -> None:

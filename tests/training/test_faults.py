@@ -17,9 +17,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.commit import PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import committed
-from megacp.core.checkpoint.pending import PendingCheckpoint
 from megacp.core.distributed.grid import single_axis
 from megacp.core.storage.files import sha256_of
 from tests.ranks import RankError, preload, run_ranks

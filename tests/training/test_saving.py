@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint.commit import load_checkpoint, save_checkpoint
+from megacp.core.checkpoint import commit
+from megacp.core.checkpoint.commit import SaveError, load_checkpoint
 from megacp.core.checkpoint.names import TensorBox
-from megacp.core.checkpoint.pending import SaveError
-from megacp.core.checkpoint.storage import PayloadWriter
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.language import OutputHead
@@ -28,6 +27,7 @@ from megacp.core.training.saving import DONE, FAILED, WRITING
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import STOPPED, StopSignal
 from megacp.train import main
+from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 
@@ -63,24 +63,24 @@ def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, 
     """Train with a writer that may be so slow that two steps of the 12 end meanwhile; that of rank `broken` fails, all
     others succeed. Returns the error.
     """
-    real, folder_of_run = PayloadWriter.write, Path(flags[flags.index("--save") + 1])
+    real, folder_of_run = commit.write_boxes, Path(flags[flags.index("--save") + 1])
 
-    def write(self: PayloadWriter, folder: Path) -> list[Path]:
+    def write(folder: Path, *rest: Any) -> Any:
         deadline, awaited = time.monotonic() + 20.0, min(12, len(losses(folder_of_run)) + 2) if slow else 0
         while slow and len(losses(folder_of_run)) < awaited and time.monotonic() < deadline:
             time.sleep(0.01)
         if rank == broken:
             raise OSError(28, "No space left on device")
-        return real(self, folder)
+        return real(folder, *rest)
 
-    PayloadWriter.write = write  # type: ignore[method-assign]
+    commit.write_boxes = write
     try:
         train_on_rank(rank, world_size, flags)
         return "finished"
     except SaveError as error:
         return str(error)
     finally:
-        PayloadWriter.write = real  # type: ignore[method-assign]
+        commit.write_boxes = real
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.manifest import MANIFEST_FILE, checksum_of
+from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig
 from megacp.core.training.stored import stored_config, with_stored_model

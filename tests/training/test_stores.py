@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import committed
-from megacp.core.checkpoint.manifest import MANIFEST_FILE
+from megacp.core.checkpoint.directory import MANIFEST_FILE, committed
 from megacp.core.data.reader import PackedDataset
 from megacp.core.distributed.grid import single_axis
 from megacp.core.storage.url import Url
@@ -117,7 +116,7 @@ def test_a_checkpoint_of_which_half_is_there_is_refused_by_name_and_passed_over(
     half = save / "step_0000006"
     (half / MANIFEST_FILE).unlink()
     assert main([*run_flags, "--load", str(half)]) == 2
-    assert f"{half} is half a checkpoint" in capfd.readouterr().err
+    assert f"{half / MANIFEST_FILE} cannot be read, it is written last" in capfd.readouterr().err
     (save / "latest").unlink()
     assert main([*saved, "--auto-resume"]) == 0
     assert [folder.name for folder in committed(save)] == ["step_0000006.2", "step_0000003"]

@@ -22,7 +22,16 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
     except Exception as raised:  # whatever it is, the other ranks wait to hear of it
         own = raised
     if world.host_group is not None:
-        _await_all(world, error)
+        # for ranks that are slower than the group's timeout allows; not in the run's store, which may have gone with
+        # torchrun's agent: its ranks go on, and save
+        try:
+            await_all(world)
+        except RuntimeError as late:
+            why = str(late).partition("\n")[0]
+            raise error(
+                f"not all ranks have read or written their part of a checkpoint within {world.patience:g} s "
+                f"(--checkpoint-timeout-minutes; is a disk or network slow?): {why}"
+            ) from late
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
@@ -32,21 +41,6 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
         lines = (f"rank {', '.join(map(str, ranks))}: {why}" for why, ranks in failures.items())
         raise error("; ".join(lines)) from own
     return [value for value, _ in outcomes]
-
-
-def _await_all(world: Axis, error: type[Exception]) -> None:
-    """Wait for ranks that are slower than the group's timeout allows; `error` on those that waited too long.
-
-    Not in the run's store, which may have gone with torchrun's agent: its ranks go on, and save.
-    """
-    try:
-        await_all(world)
-    except RuntimeError as late:
-        why = str(late).partition("\n")[0]
-        raise error(
-            f"not all ranks have read or written their part of a checkpoint within {world.patience:g} s "
-            f"(--checkpoint-timeout-minutes; is a disk or network slow?): {why}"
-        ) from late
 
 
 def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:

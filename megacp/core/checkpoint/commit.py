@@ -1,50 +1,188 @@
-"""Loading whole checkpoints: the newest one whose files all have the size and sha256 that the manifest names.
+"""Whole checkpoints: written by each rank alone, committed by all together, and the newest whole one loaded.
 
-All ranks agree on what they load. The directory must be on a file system, or in a store, that all ranks share.
+A checkpoint appears by one rename after all ranks have written. Only the constructor of `PendingCheckpoint` and its
+`commit` talk to other ranks, on the caller's thread: files may be written while training goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
+import itertools
 import logging
+import shutil
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0, reason_of
-from megacp.core.checkpoint.directory import CONFIG_FILE, is_step_name, latest_of, step_folders
-from megacp.core.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, damage, read_manifest
+from megacp.core.checkpoint.directory import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    CheckpointManifest,
+    FileRecord,
+    committed,
+    damage,
+    is_step_name,
+    latest_of,
+    point_and_prune,
+    read_manifest,
+    step_folders,
+    temporary,
+    to_json,
+)
 from megacp.core.checkpoint.names import TensorBox
-from megacp.core.checkpoint.pending import Contents, PendingCheckpoint
-from megacp.core.checkpoint.storage import INDEX_FILE, Payload
-from megacp.core.distributed.collectives import all_reduce
+from megacp.core.checkpoint.storage import INDEX_FILE, Payload, Stored, index_of, rank_file, write_boxes
+from megacp.core.distributed.collectives import all_reduce, gather_to_first
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import Place, place_of, read_content
+from megacp.core.storage.files import StrPath, place_folder
+from megacp.core.storage.place import Place, place_of, read_content, write_content
 from megacp.core.storage.url import UnreachableError, Url
 from megacp.core.storage.wording import listed
 
 _log = logging.getLogger(__name__)
 _NAMED = 20
 """Tensors or files that a message names."""
+_REMOVED = "was removed while it was read, as --keep-last of a running job does: start again, from the newest one"
 
 
-def save_checkpoint(
-    directory: StrPath | Url,
-    step: int,
-    boxes: Sequence[TensorBox],
-    *,
-    extra: Mapping[str, Any],
-    config_yaml: str,
-    world: Axis,
-    keep_last: int = 0,
-    grid: Mapping[str, int] | None = None,
-) -> Place:
-    """Write and commit one checkpoint in one call; returns its directory. See `PendingCheckpoint`."""
-    contents = Contents(step, extra, config_yaml, grid or {})
-    return PendingCheckpoint(place_of(directory), boxes, contents, world).commit(keep_last)
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank with the reasons of the ranks that failed."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint says besides its tensors; that of rank 0 counts."""
+
+    step: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Must be JSON."""
+    config_yaml: str = ""
+    grid: Mapping[str, int] = field(default_factory=dict)
+
+
+class PendingCheckpoint:
+    """A checkpoint between its begin, which is this constructor, and `commit`; both are collective over `world`.
+
+    `boxes` of all ranks together hold each element of each tensor once (`names.boxes_to_save`). `background` copies
+    them and writes on a thread; else `commit` writes. Saving a step that exists makes `step_0000100.2`.
+    """
+
+    def __init__(
+        self, root: StrPath | Url, boxes: Sequence[TensorBox], contents: Contents, world: Axis, background: bool = False
+    ) -> None:
+        self._root, self._contents, self._world = place_of(root), contents, world
+        self.step = contents.step
+        self.notes: list[str] = []
+        """What there is to say after `commit`: of old checkpoints that could not be removed."""
+        self._outcome: Future[tuple[FileRecord, Stored]] = Future()
+        with self._explained():
+            self._folder: Place = on_rank_0(world, self._begin, SaveError)
+        self._boxes = _copied(boxes) if background else boxes
+        if background:
+            # a thread begins with the first GPU as its own, where every rank would then hold a context
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            threading.Thread(target=self._write, args=(device,), name="megacp save", daemon=True).start()
+        self._background = background
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank's thread is still at work."""
+        return self._background and not self._outcome.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank's thread could not write: `commit` will raise."""
+        return self._outcome.done() and self._outcome.exception() is not None
+
+    def commit(self, keep_last: int = 0) -> Place:
+        """Wait for this rank's files, then commit those of all ranks; the checkpoint's directory.
+
+        `keep_last` > 0 removes older checkpoints beyond that many. Raises SaveError on every rank when anything failed
+        on any; committed checkpoints are untouched then.
+        """
+        try:
+            with self._explained():
+                if not self._background:
+                    self._write()
+                on_all_ranks(self._world, lambda: self._outcome.exception() and self._outcome.result(), SaveError)
+                of_ranks = gather_to_first(self._outcome.result(), self._world)
+                final: Place = on_rank_0(self._world, lambda: self._complete(of_ranks or []), SaveError)
+        except SaveError:
+            if self._world.rank == 0:
+                with contextlib.suppress(OSError, ValueError):  # without a manifest it is no checkpoint
+                    shutil.rmtree(self._folder) if isinstance(self._folder, Path) else self._folder.remove_below()
+            raise
+        self.notes = on_rank_0(self._world, lambda: point_and_prune(final, keep_last), SaveError)
+        return final
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveError as why:
+            raise SaveError(f"checkpoint of step {self.step} in {self._root} was not written: {why}") from why
+
+    def _begin(self) -> Place:
+        """Make the folder; rank 0 only."""
+        to_json(self._manifest(0, {}))  # refuses an `extra` that is no JSON
+        if isinstance(self._root, Url):
+            return self._free_name()  # nothing is renamed there: the manifest alone makes it a checkpoint
+        folder = temporary(self._root / f"step_{self.step:07d}")
+        folder.mkdir(parents=True)
+        return folder
+
+    def _write(self, device: int | None = None) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)
+            self._outcome.set_result(write_boxes(self._folder, self._world.rank, self._boxes))
+        except Exception as error:  # `commit` tells it to all ranks
+            self._outcome.set_exception(error)
+        self._boxes = ()
+
+    def _complete(self, of_ranks: list[tuple[FileRecord, Stored]]) -> Place:
+        """Add index, config and manifest to what all ranks have written, and rename a local folder; rank 0 only."""
+        records = {rank_file(rank): record for rank, (record, _) in enumerate(of_ranks)}
+        index = index_of([stored for _, stored in of_ranks]).to_json()
+        for name, content in ((INDEX_FILE, index), (CONFIG_FILE, self._contents.config_yaml.encode())):
+            write_content(self._folder / name, content)
+            records[name] = FileRecord(len(content), hashlib.sha256(content).hexdigest())
+        serial = max((read_manifest(folder).serial for folder in committed(self._root)), default=0) + 1
+        write_content(self._folder / MANIFEST_FILE, to_json(self._manifest(serial, records)).encode())
+        if isinstance(self._folder, Url):
+            return self._folder
+        final = self._free_name()
+        place_folder(self._folder, str(final))
+        return final
+
+    def _manifest(self, serial: int, files: Mapping[str, FileRecord]) -> CheckpointManifest:
+        what = self._contents
+        return CheckpointManifest(what.step, serial, self._world.size, what.grid, files, what.extra)
+
+    def _free_name(self) -> Place:
+        """The first name for this step that nothing has, not even what a crash has left."""
+        base = f"step_{self.step:07d}"
+        names = itertools.chain([base], (f"{base}.{attempt}" for attempt in itertools.count(2)))
+        return next(self._root / name for name in names if not (self._root / name).exists())
+
+
+def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
+    """The boxes with values of their own on the CPU, those of a GPU in pinned memory."""
+    copies = []
+    for box in boxes:
+        values, on_gpu = box.tensor.detach(), box.tensor.is_cuda
+        own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
+        copies.append(dataclasses.replace(box, tensor=own.copy_(values, non_blocking=on_gpu)))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
 
 
 @dataclass(frozen=True)
@@ -79,20 +217,20 @@ class LoadedCheckpoint:
         Raises ValueError on every rank, before anything is read. It names tensors that are missing, have another shape
         or dtype, or are in the checkpoint but on no rank. A kind that no rank asks for may be left out.
         """
-        payload: list[Payload] = []
+        opened: list[Payload] = []
 
         def check() -> None:
             with self.reading():
-                payload.append(self.payload())
-            if problems := payload[0].problems(boxes):
+                opened.append(self.payload())
+            if problems := opened[0].problems(boxes):
                 raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(problems, _NAMED, '; ')}")
 
         def fill() -> None:
             with self.reading():
-                payload[0].read(boxes)
+                opened[0].read(boxes)
 
         on_all_ranks(self.world, check, ValueError)
-        self._refuse_unused(sorted(payload[0].tensors), boxes)
+        self._refuse_unused(sorted(opened[0].tensors), boxes)
         on_all_ranks(self.world, fill, ValueError)
 
     def _refuse_unused(self, stored: list[str], boxes: Sequence[TensorBox]) -> None:
@@ -108,7 +246,9 @@ class LoadedCheckpoint:
             raise ValueError(f"checkpoint {self.path} does not fit this run: {listed(lines, _NAMED, '; ')}")
 
     def whole_tensors(self, kind: str = "model") -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors of a kind, whole, by global name in sorted order, one at a time; no other rank is needed."""
+        """All tensors of a kind (`optimizer.exp_avg`), whole, by global name in sorted order, one at a time; no other
+        rank is needed.
+        """
         with self.reading():
             payload = self.payload()
         for name in sorted(payload.tensors):
@@ -117,18 +257,14 @@ class LoadedCheckpoint:
                     tensor = payload.read_whole(name)
                 yield name.removeprefix(f"{kind}."), tensor
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Around a read of the payload by this rank alone: what goes wrong becomes a ValueError with one reason."""
         try:
             yield
         except (OSError, ValueError) as error:
-            if not self.path.is_dir():
-                raise ValueError(f"{self.path} {_REMOVED}") from error
-            raise ValueError(f"{self.path} cannot be read: {reason_of(error)}") from error
-
-
-_REMOVED = "was removed while it was read, as --keep-last of a running job does: start again, from the newest one"
+            why = f"cannot be read: {reason_of(error)}" if self.path.is_dir() else _REMOVED
+            raise ValueError(f"{self.path} {why}") from error
 
 
 def _kind(name: str) -> str:
@@ -147,9 +283,7 @@ def load_checkpoint(path: StrPath | Url, world: Axis) -> LoadedCheckpoint:
     root = place_of(path)
     candidates: list[Place] = on_rank_0(world, lambda: _candidates(root), ValueError)
     if not candidates:
-        raise ValueError(
-            f"--load {root}: there is no committed checkpoint (no step_* directory with a {MANIFEST_FILE})"
-        )
+        raise ValueError(f"--load {root}: there is no committed checkpoint (no step_* folder with a {MANIFEST_FILE})")
     problems: list[str] = []
     for folder in candidates:
         manifest, config, wrong = on_rank_0(world, lambda folder=folder: _opened(folder), ValueError)  # type: ignore[misc]
@@ -186,17 +320,14 @@ def _candidates(root: Place) -> list[Place]:
     if (root / MANIFEST_FILE).exists() or is_step_name(root.name):
         return [root] if root.is_dir() else []
     whole, damaged = step_folders(root)
-    others = [*damaged, *whole]
     latest = root / (latest_of(root) or "")
-    return [latest, *(folder for folder in others if folder != latest)] if latest in others else others
+    return sorted([*damaged, *whole], key=lambda folder: folder != latest)
 
 
 def _opened(folder: Place) -> tuple[CheckpointManifest | None, str, list[str]]:
     """The manifest and the config; None and what is wrong when one of them is damaged."""
     try:
         manifest = read_manifest(folder)
-        if missing := sorted({INDEX_FILE, CONFIG_FILE} - set(manifest.files)):
-            return None, "", [f"{folder / MANIFEST_FILE} does not list {name}" for name in missing]
         if wrong := damage(folder, manifest.files, [CONFIG_FILE]):
             return None, "", wrong
         return manifest, read_content(folder / CONFIG_FILE).decode(), []

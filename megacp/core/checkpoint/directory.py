@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which names are committed, `latest`, the lock of the run that writes here.
+"""A directory of checkpoints: names and manifests, which are committed, `latest`, the lock of the run that writes.
 
     DIRECTORY/latest                  name of the last committed checkpoint
     DIRECTORY/step_0000100/           manifest.json, config.yaml, index.json, rank_00000.safetensors, ...
@@ -11,27 +11,103 @@ complete with its manifest, which is written last and removed first, and there i
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
 import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any
 
-from megacp.core.checkpoint.manifest import MANIFEST_FILE, read_manifest
 from megacp.core.storage import files
 from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import Place, folders_in, place_of, read_content
+from megacp.core.storage.place import Place, folders_in, place_of, read_content, sha256_of
 from megacp.core.storage.url import UnreachableError, Url
 
 LATEST_FILE = "latest"
 LOCK_FILE = "lock"
 CONFIG_FILE = "config.yaml"
+MANIFEST_FILE = "manifest.json"
+FORMAT = 2
 _STEP = re.compile(r"step_\d{7,}(\.\d+)?")
 _TEMPORARY = re.compile(r"step_\d{7,}(\.\d+)?\.tmp-[0-9a-f]{8}|\.latest\.[0-9a-f]{12}\.partial")
 _OWNER = re.compile(rb"(host [^\n]*, process \d+\n)?")
 """What a lock file may hold: it is written over."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and sha256 (hexadecimal) of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class CheckpointManifest:
+    """Content of `manifest.json`: what the checkpoint is of, and size and hash of its files."""
+
+    step: int
+    serial: int
+    """Rises with every checkpoint written to a directory: the newest has the highest."""
+    world_size: int
+    """Ranks that wrote it; for people, as `grid`, the sizes of their axes."""
+    grid: Mapping[str, int]
+    files: Mapping[str, FileRecord]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Small JSON state: samples consumed, optimizer updates, seed."""
+
+
+def checksum_of(content: Mapping[str, Any]) -> str:
+    """sha256 of the content as canonical JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def to_json(manifest: CheckpointManifest) -> str:
+    """The manifest as text, with its own checksum. TypeError or ValueError when `extra` is no JSON."""
+    content = json.loads(json.dumps({"format": FORMAT, **asdict(manifest)}, allow_nan=False))
+    return json.dumps({**content, "checksum": checksum_of(content)}, indent=1)  # no newline: each byte lost is seen
+
+
+def read_manifest(folder: Place) -> CheckpointManifest:
+    """Read and check `manifest.json`. Raises ValueError naming the file; UnreachableError: the store is not reached."""
+    path = folder / MANIFEST_FILE
+    try:
+        content = json.loads(read_content(path))
+        if content.pop("checksum") != checksum_of(content):
+            raise ValueError("its checksum does not match")
+        if (form := content.pop("format")) != FORMAT:
+            raise ValueError(f"it has format {form}, this version reads {FORMAT}")
+        records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
+        if outside := [name for name in records if Path(name).name != name]:
+            raise ValueError(f"it names {outside[0][:100]!r}, which is no file of its folder")
+        return CheckpointManifest(files=records, **content)
+    except UnreachableError:  # says nothing of the checkpoint: an earlier one is no answer
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read, it is written last: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def damage(folder: Place, records: Mapping[str, FileRecord], names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of a checkpoint. Raises UnreachableError where the store is not reached."""
+    problems = []
+    for name in names:
+        try:
+            if sha256_of(folder / name, records[name].size)[1] != records[name].sha256:
+                problems.append(f"{folder / name} is damaged: its sha256 is not the one in the manifest")
+        except UnreachableError:
+            raise
+        except OSError as error:
+            problems.append(f"{folder / name} cannot be read: {error.strerror}")
+        except ValueError as error:  # it names the file
+            problems.append(str(error))
+    return problems
 
 
 def is_step_name(name: str) -> bool:
@@ -39,13 +115,9 @@ def is_step_name(name: str) -> bool:
     return _STEP.fullmatch(name) is not None
 
 
-@overload
-def temporary(root: Path, base: str) -> Path: ...
-@overload
-def temporary(root: Url, base: str) -> Url: ...
-def temporary(root: Place, base: str) -> Place:
-    """A fresh name below `root` that never counts as a checkpoint."""
-    return root / f"{base}.tmp-{secrets.token_hex(4)}"
+def temporary(folder: Path) -> Path:
+    """A fresh name beside `folder` that never counts as a checkpoint."""
+    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
 
 
 def step_folders(directory: Place) -> tuple[list[Place], list[Place]]:
@@ -68,22 +140,20 @@ def committed(directory: StrPath | Url) -> list[Place]:
     return step_folders(place_of(directory))[0]
 
 
-def traces_of_checkpoints(directory: StrPath | Url) -> list[Place]:
-    """What says that checkpoints were committed here, whole or not: step directories and `latest`.
+def holds_checkpoints(directory: StrPath | Url) -> bool:
+    """Whether checkpoints were ever committed here, whole or not: there are step directories, or `latest`.
 
     Where a store has no `latest`, none was: a step without a manifest is what the first save of a run has left.
     """
     root = place_of(directory)
     whole, damaged = step_folders(root)
-    latest = root / LATEST_FILE
-    pointed = [latest] if latest.exists() else []
-    return [*whole, *damaged, *pointed] if isinstance(root, Path) or pointed else whole
+    return bool(whole) or (root / LATEST_FILE).exists() or (isinstance(root, Path) and bool(damaged))
 
 
-def latest_of(directory: StrPath | Url) -> str | None:
+def latest_of(directory: Place) -> str | None:
     """The name in `latest`; None where it cannot be read, or holds no name of a step directory."""
     try:
-        name = read_content(place_of(directory) / LATEST_FILE).decode().strip()
+        name = read_content(directory / LATEST_FILE).decode().strip()
     except UnreachableError:
         raise
     except (OSError, ValueError):
@@ -96,29 +166,27 @@ def point_and_prune(final: Place, keep_last: int) -> list[str]:
 
     Returns what could not be removed. OSError only when `latest` cannot be written.
     """
-    root, content = final.parent, f"{final.name}\n".encode()
-    if isinstance(root, Url):
-        (root / LATEST_FILE).write(content)
-    else:
-        files.write_atomically(root / LATEST_FILE, content)
-    older = [folder for folder in committed(root) if folder != final] if keep_last > 0 else []
-    return [note for folder in older[keep_last - 1 :] for note in _remove_checkpoint(folder)]
+    latest, content = final.parent / LATEST_FILE, f"{final.name}\n".encode()
+    latest.write(content) if isinstance(latest, Url) else files.write_atomically(latest, content)
+    older = [folder for folder in committed(final.parent) if folder != final] if keep_last > 0 else []
+    notes = []
+    for folder in older[keep_last - 1 :]:
+        try:
+            _remove(folder)
+        except (OSError, ValueError) as error:
+            notes.append(f"the old checkpoint {folder} could not be removed: {error}")
+    return notes
 
 
-def _remove_checkpoint(folder: Place) -> list[str]:
+def _remove(folder: Place) -> None:
     """Remove a committed checkpoint, or a link to one, so that no half of it is ever taken for one."""
-    try:
-        if isinstance(folder, Url):
-            (folder / MANIFEST_FILE).unlink()
-            folder.remove_below()
-            return []
-        doomed = temporary(folder.parent, folder.name)
-        files.rename(folder, doomed)
-        doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        return [f"the old checkpoint {folder} could not be removed: {reason}"]
-    return []
+    if isinstance(folder, Url):
+        (folder / MANIFEST_FILE).unlink()
+        folder.remove_below()
+        return
+    doomed = temporary(folder)
+    files.rename(folder, doomed)
+    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
 
 def remove_leftovers(directory: Path | str) -> list[str]:

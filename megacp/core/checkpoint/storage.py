@@ -1,36 +1,41 @@
-"""The payload of a checkpoint: one safetensors file a rank, and an index of the boxes in all of them.
+"""The tensors of a checkpoint: one safetensors file a rank, and one index of which box of which tensor lies where.
 
-A rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between. Files are read, not
-mapped: a mapped file that is cut ends the process.
+A rank writes its own boxes and reads the bytes it needs, and talks to no other rank in between. Header and positions of
+every file follow from the index. Files are read, not mapped: a mapped file that is cut ends the process.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import BufferedReader
 from typing import BinaryIO, NamedTuple
 
 import torch
 
-from megacp.core.checkpoint.agree import on_rank_0
-from megacp.core.checkpoint.index import GlobalTensor, Index, Position, StoredBox, read_index
-from megacp.core.checkpoint.manifest import FileRecord
+from megacp.core.checkpoint.directory import FileRecord, damage
 from megacp.core.checkpoint.names import TensorBox
-from megacp.core.checkpoint.tensor_file import as_bytes, write_values
-from megacp.core.distributed.collectives import gather_to_first
-from megacp.core.distributed.grid import Axis
-from megacp.core.storage.place import Place, open_stream, write_content, write_stream
+from megacp.core.storage.place import Place, open_stream, read_content, write_stream
+from megacp.core.storage.wording import listed
 
 INDEX_FILE = "index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+}
+"""The dtypes of checkpoints by their names in the format."""
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PART = 64 << 20
+"""Bytes that are written at a time: a tensor that is mapped from a file is then never in memory as a whole."""
 _SECONDS = 10.0
 """For which a folder that another machine has just made is waited for: network file systems show it late."""
-
-
-class PayloadError(RuntimeError):
-    """Writing the payload failed on some rank; the message names rank and reason, the same on all ranks."""
 
 
 def rank_file(rank: int) -> str:
@@ -38,79 +43,154 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-_Stored = tuple[StoredBox, GlobalTensor]
-"""A box that this rank writes, and the tensor it is of."""
+def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
+    """The first bytes of a safetensors file with these tensors (name, dtype, shape); their values follow in this order.
 
-
-class PayloadWriter:
-    """One payload on its way into a folder: made by all ranks together, written by each alone.
-
-    The boxes' values are read by `write`, the only part that may run on another thread; it talks to no other rank.
-    Raises PayloadError on all ranks when the boxes do not make up their tensors.
+    Give the widest dtypes first: the format wants no gaps, and that order keeps every tensor aligned.
     """
+    content: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, dtype, shape in tensors:
+        end = begin + math.prod(shape) * dtype.itemsize
+        content[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
 
-    def __init__(self, boxes: Sequence[TensorBox], world: Axis) -> None:
-        self._rank = world.rank
-        filled = (box for box in boxes if box.tensor.numel())
-        self._boxes = sorted(filled, key=lambda box: -box.tensor.dtype.itemsize)  # stable, see `tensor_file.header`
-        self._stored: list[_Stored] = [
-            (
-                StoredBox(box.name, box.offsets, tuple(box.tensor.shape)),
-                GlobalTensor(box.global_shape, box.tensor.dtype),
-            )
-            for box in self._boxes
-        ]
-        self._index = b""
-        of_ranks = gather_to_first(self._stored, world)
-        on_rank_0(world, lambda: self._make_index(of_ranks), PayloadError)
 
-    def _make_index(self, of_ranks: list[list[_Stored]] | None) -> None:
-        assert of_ranks is not None
-        tensors: dict[str, GlobalTensor] = {}
-        for box, tensor in (stored for of_rank in of_ranks for stored in of_rank):
-            if tensors.setdefault(box.name, tensor) != tensor:
-                raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
-        index = Index(tensors, {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)})
-        index.check()
-        self._index = index.to_json()
+def write_values(stream: BinaryIO, tensor: torch.Tensor) -> None:
+    """Append the values of one tensor of any device."""
+    values = as_bytes(tensor.detach().cpu().contiguous())
+    for begin in range(0, len(values), _PART):
+        stream.write(values[begin : begin + _PART])
 
-    def write(self, folder: Place) -> dict[str, FileRecord]:
-        """Write this rank's boxes, and on rank 0 the index, into a folder that all ranks share; what was written."""
-        name = rank_file(self._rank)
-        records = {name: FileRecord(*write_stream(folder / name, self._fill, _SECONDS))}
-        if self._rank == 0:
-            write_content(folder / INDEX_FILE, self._index)
-            records[INDEX_FILE] = FileRecord(len(self._index), hashlib.sha256(self._index).hexdigest())
-        return records
 
-    def _fill(self, stream: BinaryIO) -> None:
-        name = rank_file(self._rank)
-        own = Index({box.name: tensor for box, tensor in self._stored}, {name: [box for box, _ in self._stored]})
-        stream.write(own.header(name))
-        for box in self._boxes:
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+class GlobalTensor(NamedTuple):
+    """A tensor as the whole run sees it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class StoredBox(NamedTuple):
+    """A part of a global tensor, as it is stored."""
+
+    name: str
+    offsets: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+class Position(NamedTuple):
+    """A stored box and its first byte, counted from the end of its file's header."""
+
+    file: str
+    begin: int
+    box: StoredBox
+
+
+@dataclass(frozen=True)
+class Index:
+    """The tensors by name, and the boxes of each file in the order of their values."""
+
+    tensors: Mapping[str, GlobalTensor]
+    files: Mapping[str, Sequence[StoredBox]]
+
+    def header(self, file: str) -> bytes:
+        """The bytes that this file must begin with: a box has its tensor's name, and its ranges unless it is whole."""
+        entries = []
+        for box in self.files[file]:
+            shape, dtype = self.tensors[box.name]
+            ranges = (f"{begin}:{begin + extent}" for begin, extent in zip(box.offsets, box.extents, strict=True))
+            name = box.name if box.extents == shape else f"{box.name}[{', '.join(ranges)}]"
+            entries.append((name, dtype, box.extents))
+        return header(entries)
+
+    def positions(self) -> Iterator[Position]:
+        """Every box of every file."""
+        for file, boxes in self.files.items():
+            begin = 0
+            for box in boxes:
+                yield Position(file, begin, box)
+                begin += math.prod(box.extents) * self.tensors[box.name].dtype.itemsize
+
+    def to_json(self) -> bytes:
+        """The index as text."""
+        tensors = {name: {"dtype": NAMES[dtype], "shape": shape} for name, (shape, dtype) in self.tensors.items()}
+        return json.dumps({"tensors": tensors, "files": self.files}, separators=(",", ":")).encode()
+
+
+Stored = list[tuple[StoredBox, GlobalTensor]]
+"""The boxes of one file, in its order, each with the tensor it is of."""
+
+
+def write_boxes(folder: Place, rank: int, boxes: Sequence[TensorBox]) -> tuple[FileRecord, Stored]:
+    """Write the file of a rank into a folder that all ranks share; what it holds. Talks to no other rank."""
+    filled = sorted((box for box in boxes if box.tensor.numel()), key=lambda box: -box.tensor.dtype.itemsize)
+    stored: Stored = [
+        (StoredBox(box.name, box.offsets, tuple(box.tensor.shape)), GlobalTensor(box.global_shape, box.tensor.dtype))
+        for box in filled
+    ]
+
+    def fill(stream: BinaryIO) -> None:
+        own = Index({box.name: tensor for box, tensor in stored}, {"": [box for box, _ in stored]})
+        stream.write(own.header(""))
+        for box in filled:
             write_values(stream, box.tensor)
+
+    return FileRecord(*write_stream(folder / rank_file(rank), fill, _SECONDS)), stored
+
+
+def index_of(of_ranks: Sequence[Stored]) -> Index:
+    """The index of the files of all ranks. ValueError unless the boxes of every tensor make it up, each element once.
+
+    A wrong `counted` would write a copy twice, or a parameter on no rank.
+    """
+    tensors: dict[str, GlobalTensor] = {}
+    boxes: Counter[StoredBox] = Counter()
+    held: Counter[str] = Counter()
+    for box, tensor in (stored for of_rank in of_ranks for stored in of_rank):
+        if tensors.setdefault(box.name, tensor) != tensor:
+            raise ValueError(f"two boxes disagree on shape or dtype of {box.name}")
+        boxes[box] += 1
+        held[box.name] += math.prod(box.extents)
+    wrong = {name for name, (shape, _) in tensors.items() if held[name] != math.prod(shape)}
+    wrong |= {box.name for box, count in boxes.items() if count > 1}
+    if wrong:
+        raise ValueError(f"the boxes of {listed(sorted(wrong), 20)} are not each element once")
+    return Index(tensors, {rank_file(rank): [box for box, _ in stored] for rank, stored in enumerate(of_ranks)})
 
 
 class Payload:
-    """A written payload, opened for reading; `files` are its files as the manifest states them, already hashed.
+    """Written tensors, opened for reading; `files` are their files as the manifest states them, already hashed.
 
     Raises ValueError when the index is damaged or refers to a file that `files` does not name.
     """
 
     def __init__(self, folder: Place, files: Mapping[str, FileRecord]) -> None:
         self._folder, self._records = folder, files
-        path = folder / INDEX_FILE
-        stated = files[INDEX_FILE]
-        with open_stream(path, stated.size) as stream:
-            content = stream.read()
-        if hashlib.sha256(content).hexdigest() != stated.sha256:
-            raise ValueError(f"{path} is damaged: its sha256 is not the one in the manifest")
+        if wrong := damage(folder, files, [INDEX_FILE]):
+            raise ValueError(wrong[0])
         try:
-            self._index = read_index(content)
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        if unknown := set(self._index.files) - set(files):
-            raise ValueError(f"{path} refers to files that the manifest does not list: {sorted(unknown)[:3]}")
+            content = json.loads(read_content(folder / INDEX_FILE, files[INDEX_FILE].size))
+            tensors = {
+                name: GlobalTensor(tuple(value["shape"]), DTYPES[value["dtype"]])
+                for name, value in content["tensors"].items()
+            }
+            boxes = {
+                file: [StoredBox(name, tuple(offsets), tuple(extents)) for name, offsets, extents in of_file]
+                for file, of_file in content["files"].items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX_FILE} is damaged: it is no index: {error}") from error
+        if unknown := set(boxes) - set(files):
+            raise ValueError(f"{folder / INDEX_FILE} refers to files outside the manifest: {sorted(unknown)[:3]}")
+        self._index = Index(tensors, boxes)
         self._positions: dict[str, list[Position]] = defaultdict(list)
         for position in self._index.positions():
             self._positions[position.box.name].append(position)
@@ -128,9 +208,8 @@ class Payload:
             if stored is None:
                 found[box.name] = f"{box.name} is not in the checkpoint"
             elif stored != asked:
-                found[box.name] = f"{box.name} is {stored.dtype} {stored.shape} in the checkpoint, " + (
-                    f"{asked[1]} {asked[0]} here"
-                )
+                was, now = f"{stored.dtype} {stored.shape}", f"{asked[1]} {asked[0]}"
+                found[box.name] = f"{box.name} is {was} in the checkpoint, {now} here"
         return list(found.values())
 
     def read(self, boxes: Iterable[TensorBox]) -> None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import secrets
 from pathlib import Path
 
 import torch
 
 import megacp
-from megacp.core.checkpoint.directory import LATEST_FILE, temporary
+from megacp.core.checkpoint.directory import LATEST_FILE
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.distributed.launch import Meeting, named
 from megacp.core.storage.files import seen, source_digest
@@ -74,7 +75,9 @@ def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float =
     if folder is None or meeting.size == 1:
         return
     place = place_of(folder)
-    token = temporary(place, LATEST_FILE)  # what a crash leaves of this name is removed with its like
+    token = (
+        place / f".{LATEST_FILE}.{secrets.token_hex(6)}.partial"
+    )  # what a crash leaves of this name is removed with its like
     name, problem = "", ""
     if meeting.rank == 0:
         try:

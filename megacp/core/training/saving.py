@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megacp.core.checkpoint.agree import on_rank_0
+from megacp.core.checkpoint.commit import PendingCheckpoint
 from megacp.core.checkpoint.directory import DirectoryLock, remove_leftovers
-from megacp.core.checkpoint.pending import PendingCheckpoint
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.place import Place, place_of

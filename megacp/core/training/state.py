@@ -12,16 +12,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megacp.core.checkpoint.agree import on_rank_0
-from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
-from megacp.core.checkpoint.directory import traces_of_checkpoints
+from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
+from megacp.core.checkpoint.directory import holds_checkpoints
 from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
-from megacp.core.checkpoint.pending import Contents, PendingCheckpoint
 from megacp.core.checkpoint.weights import Weights, bare_name, fill
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.place import Place, place_of
+from megacp.core.storage.place import Place
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.sources import Sources
 from megacp.core.training.step import ParallelModel
@@ -100,7 +99,7 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
     if not checkpoint.auto_resume:
         return Start(checkpoint.load, checkpoint.finetune)
     assert checkpoint.save is not None
-    if on_rank_0(world, lambda: bool(traces_of_checkpoints(str(checkpoint.save))), ValueError):
+    if on_rank_0(world, lambda: holds_checkpoints(str(checkpoint.save)), ValueError):
         return Start(checkpoint.save)
     named = [f"{name} {value}" for name, value in (("--load", checkpoint.load), ("--load-hf", checkpoint.load_hf))]
     origin = next((text for text in named if not text.endswith("None")), "step 0, from scratch")
@@ -122,7 +121,7 @@ def begin_save(model: ParallelModel, state: RunState, config: RunConfig, backgro
     sizes = {name: getattr(grid.shape, name) for name in ("tp", "cp", "dp", "pp")}
     extra = asdict(state) | {"updates": model.optimizer.updates}
     return PendingCheckpoint(
-        place_of(config.checkpoint.save),
+        config.checkpoint.save,
         saved_boxes(model),
         Contents(state.step, extra, to_yaml(config), sizes),
         grid.world,

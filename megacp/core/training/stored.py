@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, peek
-from megacp.core.checkpoint.directory import CONFIG_FILE, traces_of_checkpoints
+from megacp.core.checkpoint.directory import CONFIG_FILE, holds_checkpoints
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
 from megacp.core.storage.place import Place
@@ -47,7 +47,7 @@ def _new_to(before: RunConfig) -> set[str]:
 def resumes(config: RunConfig) -> bool:
     """Whether --auto-resume finds in --save what it goes on from."""
     checkpoint = config.checkpoint
-    return checkpoint.auto_resume and checkpoint.save is not None and bool(traces_of_checkpoints(checkpoint.save))
+    return checkpoint.auto_resume and checkpoint.save is not None and holds_checkpoints(checkpoint.save)
 
 
 def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:

@@ -19,11 +19,16 @@ import torch
 
 import megacp
 from megacp.core.checkpoint.commit import LoadedCheckpoint
-from megacp.core.checkpoint.directory import CONFIG_FILE, point_and_prune
-from megacp.core.checkpoint.index import GlobalTensor, Index, StoredBox
-from megacp.core.checkpoint.manifest import MANIFEST_FILE, CheckpointManifest, FileRecord, to_json
+from megacp.core.checkpoint.directory import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    CheckpointManifest,
+    FileRecord,
+    point_and_prune,
+    to_json,
+)
 from megacp.core.checkpoint.names import MODEL
-from megacp.core.checkpoint.storage import INDEX_FILE, rank_file
+from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
 from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.geometry import TOKEN_TEXTS

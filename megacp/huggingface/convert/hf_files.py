@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from megacp.core.checkpoint import tensor_file
+from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
@@ -30,7 +30,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SUMS = "SHA256SUMS"
 CARD = "README.md"
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
-DTYPES = {name: dtype for name, dtype in tensor_file.DTYPES.items() if dtype.is_floating_point}
+DTYPES = {name: dtype for name, dtype in storage.DTYPES.items() if dtype.is_floating_point}
 MIB = 1 << 20
 SECONDS = 10.0
 """For which a file that another machine has just made is waited for."""
@@ -173,8 +173,8 @@ def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axi
 
 def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
     infos = source.infos
-    names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `tensor_file.header`
-    write_file(source, names, path, tensor_file.header((n, infos[n].dtype, infos[n].shape) for n in names))
+    names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `storage.header`
+    write_file(source, names, path, storage.header((n, infos[n].dtype, infos[n].shape) for n in names))
 
 
 def write_file(source: Source, names: Sequence[str], path: Path, header: bytes) -> None:
@@ -184,7 +184,7 @@ def write_file(source: Source, names: Sequence[str], path: Path, header: bytes) 
         for name in names:
             tensor = whole(source, name)
             assert Info(tuple(tensor.shape), tensor.dtype) == source.infos[name], "it is not as planned"
-            tensor_file.write_values(stream, tensor)
+            storage.write_values(stream, tensor)
 
 
 def require_seen(paths: Sequence[Path]) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
-from megacp.core.checkpoint.directory import is_step_name
-from megacp.core.checkpoint.manifest import MANIFEST_FILE
+from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
 from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values

@@ -1,0 +1,28 @@
+"""A checkpoint written and committed in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
+from megacp.core.checkpoint.names import TensorBox
+from megacp.core.distributed.grid import Axis
+from megacp.core.storage.files import StrPath
+from megacp.core.storage.place import Place
+from megacp.core.storage.url import Url
+
+
+def save_checkpoint(
+    root: StrPath | Url,
+    step: int,
+    boxes: Sequence[TensorBox],
+    *,
+    extra: Mapping[str, Any],
+    config_yaml: str,
+    world: Axis,
+    keep_last: int = 0,
+    grid: Mapping[str, int] | None = None,
+) -> Place:
+    """Collective over `world`; the step's directory."""
+    return PendingCheckpoint(root, boxes, Contents(step, extra, config_yaml, grid or {}), world).commit(keep_last)
