@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.checkpoint import commit
-from megacp.core.checkpoint.commit import PendingCheckpoint
 from megacp.core.checkpoint.storage import rank_file
 from megacp.core.training.step import ParallelModel
 from megacp.train import program
@@ -77,15 +76,14 @@ def _kill_before_rename(step: int) -> None:
 
 
 def _kill_before_latest(step: int) -> None:
-    real = PendingCheckpoint._commit
+    real = commit.point_and_prune
 
-    def commit(self: PendingCheckpoint, *results: Any) -> Path:
-        final = real(self, *results)
-        if self.step == step:
+    def prune(final: Path, keep_last: int) -> list[str]:
+        if final.name.startswith(f"step_{step:07d}"):
             _die(signal.SIGKILL)
-        return final
+        return real(final, keep_last)
 
-    PendingCheckpoint._commit = commit  # type: ignore[method-assign]
+    commit.point_and_prune = prune
 
 
 def _hang() -> None:

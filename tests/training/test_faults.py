@@ -48,8 +48,8 @@ def _finish_saves_before(step: int) -> None:
     real = PendingCheckpoint.writing.fget  # type: ignore[attr-defined]
 
     def writing(self: PendingCheckpoint) -> bool:
-        if self.step < step and self._thread is not None:
-            self._thread.join()
+        if self.step < step and self._background:
+            self._outcome.exception()
         return real(self)
 
     PendingCheckpoint.writing = property(writing)  # type: ignore[method-assign, assignment]

@@ -65,7 +65,7 @@ def refused(rank: int, world_size: int, request: Request, full: bool) -> str:
             def no_space(*_: Any) -> None:
                 raise OSError(28, "No space left on device", "weights")
 
-            patch.setattr("megacp.huggingface.convert.hf_files.tensor_file.write_values", no_space)
+            patch.setattr("megacp.huggingface.convert.hf_files.storage.write_values", no_space)
         with pytest.raises(ValueError) as error:
             convert(request, grid(dp=world_size).world)
     return str(error.value)
