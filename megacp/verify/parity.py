@@ -303,11 +303,11 @@ def train_rank(
         agreed = agree(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator)
         gradients = _boxes(model.parameters.gradient_slices())
-        report = model.optimizer.step(learning_rate(step, model.schedule))
+        norm = model.optimizer.step(learning_rate(step, config.training))
         after = _boxes(model.parameters.parameters_held())
         pairs = zip(before, after, strict=True)
         updates = tuple(Box(new.name, new.global_shape, new.offsets, new.values - old.values) for old, new in pairs)
-        traces.append(StepTrace(loss, report.grad_norm, gradients, after, updates))
+        traces.append(StepTrace(loss, norm, gradients, after, updates))
         before = after
     return traces
 

@@ -26,7 +26,7 @@ from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.models.language import LanguageModelChunk
-from megacp.core.optim.adamw import FlatAdamW, SliceRule
+from megacp.core.optim.sharded import FlatAdamW
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import engine, needs_engine
 
@@ -93,7 +93,7 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
         chunk = LanguageModelChunk(config.model, range(1), backend)
         batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])
         chunk.hidden(None, batch)
-        adam = FlatAdamW([torch.zeros(4)], [SliceRule(True)], TrainingConfig(), backend.adamw)
+        adam = FlatAdamW([torch.zeros(4)], [(True, 1.0)], TrainingConfig(), backend.adamw)
         adam.update([torch.ones(4)], 0.1)
         backend.recipe = backend_file.fp8_recipe(recipe, True)
         backend.precision()

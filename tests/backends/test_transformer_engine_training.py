@@ -24,7 +24,7 @@ from megacp.core.config.training import TrainingConfig
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models import build
-from megacp.core.optim.adamw import FlatAdamW, SliceRule
+from megacp.core.optim.sharded import FlatAdamW
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
@@ -259,7 +259,7 @@ def adam_difference(rank: int, world: int) -> float:
     generator = torch.Generator().manual_seed(3)
     start = [torch.randn(n, generator=generator) for n in (40, 7)]
     gradients = [[torch.randn(n, generator=generator) for n in (40, 7)] for _ in range(3)]
-    rules = [SliceRule(True), SliceRule(False, 0.5)]
+    rules = [(True, 1.0), (False, 0.5)]
 
     def updated(engine: Any) -> list[torch.Tensor]:
         adam = FlatAdamW([x.clone() for x in start], rules, TrainingConfig(), engine)

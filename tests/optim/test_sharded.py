@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,7 @@ from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.core.optim.adamw import Engine, FlatAdamW, SliceRule, fused_adamw
-from megacp.core.optim.sharded import ShardedAdamW
+from megacp.core.optim.sharded import Engine, FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
 
@@ -35,7 +35,7 @@ def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedAdamW, li
         buckets.start_backward(0, last=True)
         model.loss(values((step, buckets.axis.rank), dtype)).backward()
         buckets.finish()
-        norms.append(optimizer.step(LR).grad_norm)
+        norms.append(optimizer.step(LR))
     return model, optimizer, norms
 
 
@@ -68,7 +68,7 @@ def _differences(rank: int, world_size: int, shape: dict[str, int]) -> list[floa
 
 def test_a_slice_learns_at_its_own_rate_and_decays_by_it() -> None:
     slices = [torch.full((4,), 2.0, dtype=torch.float64) for _ in range(2)]
-    FlatAdamW(slices, [SliceRule(True), SliceRule(True, 0.25)], SETTINGS).update([torch.ones(4).double()] * 2, LR)
+    FlatAdamW(slices, [(True, 1.0), (True, 0.25)], SETTINGS).update([torch.ones(4).double()] * 2, LR)
     torch.testing.assert_close(2.0 - slices[1], 0.25 * (2.0 - slices[0]), rtol=1e-12, atol=0)
     assert abs(2.0 - slices[0][0].item() - LR * (1 + 0.1 * 2.0)) < 1e-9  # the first step of AdamW has size 1
 
@@ -93,9 +93,13 @@ def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]
     assert max(max(found) for found in results) < 1e-12
 
 
+def other_engine(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, betas=betas, eps=eps)
+
+
 @pytest.mark.parametrize(
     ("dtype", "engine", "passes"),
-    [(torch.float32, None, False), (torch.float64, None, True), (torch.float32, fused_adamw, True)],
+    [(torch.float32, None, False), (torch.float64, None, True), (torch.float32, other_engine, True)],
     ids=["in the kernel", "float64", "another engine"],
 )
 def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
@@ -104,7 +108,7 @@ def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
     start, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0), dtype=dtype)
     parameter = torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([parameter], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    mine = FlatAdamW([start.clone()], [SliceRule(True)], SETTINGS, engine)
+    mine = FlatAdamW([start.clone()], [(True, 1.0)], SETTINGS, engine)
     scaled = []
     monkeypatch.setattr(torch.Tensor, "mul_", lambda x, factor: scaled.append(factor) or x.copy_(x * factor))
     for scale in (0.3, 1.0, 0.7):
@@ -185,12 +189,12 @@ def _skips(rank: int, world_size: int, shape: dict[str, int]) -> list[object]:
         coefficients["layers.1.norm.weight"][2] = math.nan
     model.loss(coefficients).backward()
     buckets.finish()
-    report = optimizer.step(LR)
+    norm = optimizer.step(LR)
     same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     untouched = all(not part.values.any() for parts in optimizer.state_slices().values() for part in parts)
     model.loss(values((1, rank), torch.float32)).backward()
     buckets.finish()
-    return [report.skipped, same, untouched, optimizer.step(LR).skipped, optimizer.updates]
+    return [math.isnan(norm), same, untouched, math.isnan(optimizer.step(LR)), optimizer.updates]
 
 
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
@@ -220,3 +224,28 @@ def test_masters_follow_parameters_that_were_written_from_outside() -> None:
     buckets.finish()
     optimizer.step(0.0)
     assert weight.tolist() == [2.0] * 3
+
+
+def _norm(rank: int, world_size: int, values: list[list[tuple[list[float], bool]]]) -> float:
+    shards = [(torch.tensor(x), counted) for x, counted in values[rank]]
+    return global_norm(shards, grid(tp=world_size).world)
+
+
+def test_the_norm_counts_a_copy_once_and_sees_a_bad_value_in_any() -> None:
+    both = ([4.0], True), ([4.0], False)
+    assert run_ranks(_norm, 2, [[([3.0], True), both[0]], [([0.0], True), both[1]]]) == [5.0, 5.0]
+    for bad in (math.inf, math.nan):
+        norms = run_ranks(_norm, 2, [[([3.0], True)], [([1.0], True), ([bad], False)]])
+        assert not any(math.isfinite(norm) for norm in norms)
+    assert [clip_scale(norm, 1.0) for norm in (0.5, 4.0)] == pytest.approx([1.0, 0.25], rel=1e-6)
+    assert clip_scale(4.0, 0.0) == 1.0
+
+
+def test_partial_sums_are_added_in_float64() -> None:
+    assert sum_of_squares(torch.full((300_000,), 1e17)).item() == pytest.approx(3e39, rel=1e-5)
+    x = torch.randn(200_000, generator=torch.Generator().manual_seed(0))
+    bound = 4 * 4096**0.5 * 2.0**-24  # sums of 4,096 terms in float32 (Higham and Mary, 2019, theorem 2.8)
+    assert sum_of_squares(x).item() == pytest.approx(x.double().square().sum().item(), rel=bound)
+    found = [sum_of_squares(torch.full((n,), 3.0)).item() for n in (0, 1, 4096, 5000)]
+    assert found == pytest.approx([0, 9, 36_864, 45_000], rel=bound), "the end of a slice is no whole row"
+    assert not math.isfinite(sum_of_squares(torch.full((4096,), 1e30)).item()), "skipped, as a non-finite one is"

@@ -100,6 +100,6 @@ def train(
         denominator = sum(batch.weight_sum for batch in batches)
         loss = model.gradients(mine, number, denominator)
         gradients.append(gradient_pieces(model))
-        report = model.optimizer.step(config.training.lr)
-        reports.append((loss, report.grad_norm))
+        norm = model.optimizer.step(config.training.lr)
+        reports.append((loss, norm))
     return reports, gradients, parameter_pieces(model), model.evaluate(mine, denominator)

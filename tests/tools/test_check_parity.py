@@ -15,7 +15,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
 from megacp.core.models.costs import run_parameters
 from megacp.core.optim import sharded
-from megacp.core.optim.adamw import FlatAdamW, SliceRule
+from megacp.core.optim.sharded import FlatAdamW
 from megacp.verify import command as tool
 from megacp.verify import spawn
 from megacp.verify.parity import MAX_PARAMETERS, Box, StepTrace, compare, largest_difference, prepare, train_rank
@@ -179,10 +179,14 @@ def test_a_fault_of_the_update_is_found_whatever_the_schedule(tmp_path: Path) ->
     assert "--lr-warmup-iters 0 instead of 200" in setup.notes
     right = train_rank(0, 1, setup.reference, setup.rules, 1)
     assert not compare(right, [right])[0].beyond()
+
+    def ruled(change: Callable[[bool, float], tuple[bool, float]]) -> Callable[..., FlatAdamW]:
+        return lambda slices, rules, *rest: FlatAdamW(slices, [change(*rule) for rule in rules], *rest)
+
     for fault in (
         (FlatAdamW, "update", lambda *_: None),
-        (sharded, "SliceRule", lambda decayed, multiplier: SliceRule(not decayed, multiplier)),
-        (sharded, "SliceRule", lambda decayed, multiplier: SliceRule(decayed)),
+        (sharded, "FlatAdamW", ruled(lambda decayed, multiplier: (not decayed, multiplier))),
+        (sharded, "FlatAdamW", ruled(lambda decayed, multiplier: (decayed, 1.0))),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(*fault)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
@@ -18,7 +17,7 @@ from megacp.core.ops.pointwise import keep_mask
 from megacp.core.tensor_parallel.chunked_loss import weighted_loss
 from megacp.core.training.health import Decision, finite_only
 from megacp.core.training.loss import RankReport, agree
-from megacp.core.training.step import ParallelModel, lr_schedule
+from megacp.core.training.step import ParallelModel
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches
 
@@ -191,16 +190,3 @@ def test_a_step_is_judged_by_loss_and_norm_and_validation_drops_nothing() -> Non
         result = model.train(batches, 1, 7.0, check)
         assert seen[-1] == (result.loss, result.grad_norm) and result.grad_norm > 0
     assert losses[0] == losses[1] != result.loss
-
-
-def test_every_setting_of_the_learning_rate_reaches_the_schedule() -> None:
-    values = {
-        "lr": 0.5,
-        "min_lr": 0.1,
-        "lr_decay_style": "WSD",
-        "lr_warmup_iters": 3,
-        "lr_decay_iters": 70,
-        "lr_wsd_decay_iters": 20,
-    }
-    assert dataclasses.asdict(lr_schedule(with_values(RunConfig(), values))) == values
-    assert lr_schedule(with_values(RunConfig(), {"train_iters": 9})).lr_decay_iters == 9

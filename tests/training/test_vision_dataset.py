@@ -69,7 +69,7 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
     batches, reasons = without_bad_images(read, mine, rows.data_rank.index)
     agreed = agree(batches, mine, replica=rows.data_rank.index)
     loss = model.gradients(batches, 1, agreed.denominator)
-    norm = model.optimizer.step(1e-3).grad_norm
+    norm = model.optimizer.step(1e-3)
     decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
     return loss, norm, shard_strategies(batches), decoded, reasons
 

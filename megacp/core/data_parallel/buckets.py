@@ -25,101 +25,49 @@ from megacp.core.distributed.collectives import Pending, gather_into, start_redu
 from megacp.core.distributed.grid import Axis
 
 
-class FlatParameters:
-    """The flat buffer of one `BucketPlan`; parameters of the model are views of it."""
+class Bucket:
+    """The flat buffers of one `BucketPlan`; parameters of the model are views of the first."""
 
     def __init__(self, plan: BucketPlan, axis: Axis) -> None:
-        self.plan = plan
-        self.parameters = torch.zeros(plan.elements, dtype=plan.dtype, device=plan.device)
+        first = plan.slots[0].parameter
+        self.plan, self.trained = plan, first.requires_grad
+        self.parameters = torch.zeros(plan.elements, dtype=first.dtype, device=first.device)
         """`[elements]` in the model dtype, replicated over dp x cp."""
         self.shard_elements = plan.elements // axis.size
         self.shard_start = axis.rank * self.shard_elements
         for slot in plan.slots:
-            view = self.parameters[slot.start : slot.start + slot.parameter.numel()].view(slot.parameter.shape)
+            view = self._view(self.parameters, slot)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
+        self.shard = ParameterShard(
+            self.parameter_shard, first.dtype, plan.slots[0].spec, lambda x: slices_of(plan, self.shard_start, x)
+        )
+        self._gradients: torch.Tensor | None = None
+
+    @staticmethod
+    def _view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        return flat[slot.start : slot.start + slot.parameter.numel()].view(slot.parameter.shape)
 
     @property
     def parameter_shard(self) -> torch.Tensor:
         """This rank's slice `[elements / (dp x cp)]` of `parameters`, a view."""
         return self.parameters[self.shard_start : self.shard_start + self.shard_elements]
 
-
-class Bucket(FlatParameters):
-    """Flat parameters with their gradients."""
-
-    def __init__(self, plan: BucketPlan, axis: Axis) -> None:
-        super().__init__(plan, axis)
-        self.wide = torch.float64 if plan.dtype == torch.float64 else torch.float32
-        self._gradients: torch.Tensor | None = None
-
     @property
     def gradients(self) -> torch.Tensor:
-        """`[elements]` float32 (float64 for a float64 model), partial over dp x cp until reduced; zero when first asked
-        for.
-        """
+        """`[elements]`, wide, partial over dp x cp until reduced; zero when first asked for."""
         if self._gradients is None:
-            self._gradients = torch.zeros(self.plan.elements, dtype=self.wide, device=self.plan.device)
+            self._gradients = self.parameters.new_zeros(self.plan.elements, dtype=self.shard.wide)
         return self._gradients
 
     def gradient_of(self, slot: Slot) -> torch.Tensor:
         """The view of `gradients` that is shaped like a parameter."""
-        return self.gradients[slot.start : slot.start + slot.parameter.numel()].view(slot.parameter.shape)
+        return self._view(self.gradients, slot)
 
     def take_gradients(self) -> torch.Tensor:
         """`gradients`, which this bucket then no longer holds."""
         taken, self._gradients = self.gradients, None
         return taken
-
-    def shard(self) -> ParameterShard:
-        """What this rank updates of it."""
-        plan, start = self.plan, self.shard_start
-        return ParameterShard(
-            values=self.parameter_shard,
-            wide=self.wide,
-            narrow=plan.dtype,
-            weight_decay=plan.weight_decay,
-            counted=plan.counted,
-            lr_multiplier=plan.lr_multiplier,
-            partial_over=plan.partial_over,
-            slices_of=lambda values: slices_of(plan, start, values),
-        )
-
-
-class ParameterGather:
-    """The overlapped all-gather of updated parameters: a part of the model waits for its own buckets alone.
-
-    It waits right before its forward, so the first layers of the next step compute while later ones are on their way.
-    Whoever reads whole parameters in another way waits for all.
-    """
-
-    def __init__(self) -> None:
-        self._under_way: dict[int, Pending] = {}
-
-    def start(self, bucket: int, gather: Pending) -> None:
-        """The gather of a bucket has begun."""
-        self._under_way[bucket] = gather
-
-    def wait(self, buckets: Iterable[int]) -> None:
-        """Until these have arrived; those that have cost nothing."""
-        for bucket in buckets:
-            if (gather := self._under_way.pop(bucket, None)) is not None:
-                gather.wait()
-
-    def wait_for_all(self) -> None:
-        """Until all have arrived."""
-        self.wait(list(self._under_way))
-
-    def before_forward(self, parts: Sequence[nn.Module], holding: dict[nn.Parameter, int]) -> None:
-        """Let each part wait for its buckets before it runs. `holding` says which bucket has a parameter; one in
-        several parts is the first one's.
-        """
-        seen: set[nn.Parameter] = set()
-        for part in parts:
-            own = [parameter for parameter in part.parameters() if parameter not in seen]
-            seen.update(own)
-            buckets = sorted({holding[parameter] for parameter in own if parameter in holding})
-            part.register_forward_pre_hook(lambda module, inputs, buckets=buckets: self.wait(buckets))
 
 
 class FlatBuckets(ShardedParameters):
@@ -127,7 +75,8 @@ class FlatBuckets(ShardedParameters):
 
     `partial_axes` maps the names that appear in `ParameterSpec.partial_over` to their axes. Build it once the weights
     are on their device. With `each_microbatch` gradients are reduced after every backward and kept as slices. With
-    `parts`, modules that together run all of the chunks, updated parameters arrive while parts before them compute.
+    `parts`, modules that together run all of the chunks, a part waits for updated parameters of its own buckets alone,
+    right before its forward: the first layers compute while later ones are on their way.
     """
 
     def __init__(
@@ -142,20 +91,16 @@ class FlatBuckets(ShardedParameters):
         parts: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__(reduce_axis, partial_axes, instances)
-        plans = plan_buckets(chunks, self.axis.size, bucket_elements)
-        self.buckets = [Bucket(plan, self.axis) for plan in plans if plan.trained]
-        self.frozen = [FlatParameters(plan, self.axis) for plan in plans if not plan.trained]
-        """Parameters without gradients: only what reads and writes checkpoints meets them."""
-        self.shards = [bucket.shard() for bucket in self.buckets]
-        missing = {name for b in self.buckets for name in b.plan.partial_over} - set(partial_axes)
-        assert not missing, f"no axis was given for {sorted(missing)}"
-        self._each_microbatch = each_microbatch
-        self._gather, self._ahead = ParameterGather(), len(parts) > 0
-        self._gather.before_forward(parts, {s.parameter: i for i, b in enumerate(self.buckets) for s in b.plan.slots})
+        self._all = [Bucket(plan, self.axis) for plan in plan_buckets(chunks, self.axis.size, bucket_elements)]
+        self.buckets = [bucket for bucket in self._all if bucket.trained]
+        """Those with gradients; frozen ones are met by what reads and writes checkpoints alone."""
+        self.shards = [bucket.shard for bucket in self.buckets]
+        self._each_microbatch, self._ahead = each_microbatch, len(parts) > 0
+        self._under_way: dict[int, Pending] = {}  # gathers of updated parameters, by bucket
+        self._wait_before(parts)
         for index, bucket in enumerate(self.buckets):
             for number, slot in enumerate(bucket.plan.slots):
-                parameter = slot.parameter
-                hook = self._hook(index, number)
+                parameter, hook = slot.parameter, self._hook(index, number)
                 parameter.register_post_accumulate_grad_hook(hook)
                 if slot.spec.fused_gradient:  # Megatron's names: Transformer Engine's linears know the first two
                     assert not each_microbatch, "fused gradients need buckets that last"
@@ -171,8 +116,21 @@ class FlatBuckets(ShardedParameters):
         self._to_launch: deque[int] = deque(() if self._each_microbatch else range(len(self.buckets)))
         """Buckets not yet reduced, in the order that all ranks keep."""
         self._pending: deque[tuple[int, Pending]] = deque()
-        self._sums: list[torch.Tensor | None] = [None for _ in self.buckets]
-        self._shards: list[torch.Tensor] | None = None
+        self._added: dict[int, torch.Tensor] = {}  # this rank's slices of sums, by bucket
+
+    def _wait_before(self, parts: Sequence[nn.Module]) -> None:
+        """Let each part wait for its buckets before it runs; a parameter in several parts is the first one's."""
+        holding = {slot.parameter: i for i, bucket in enumerate(self.buckets) for slot in bucket.plan.slots}
+        for part in parts:
+            found = (holding.pop(parameter, None) for parameter in part.parameters())
+            own = sorted({index for index in found if index is not None})
+            part.register_forward_pre_hook(lambda module, inputs, own=own: self._arrive(own))
+
+    def _arrive(self, buckets: Iterable[int]) -> None:
+        """Wait for updated parameters; those that have come cost nothing."""
+        for index in buckets:
+            if (gather := self._under_way.pop(index, None)) is not None:
+                gather.wait()
 
     def _hook(self, index: int, number: int) -> Callable[[torch.Tensor], None]:
         """For the parameter in slot `number` of bucket `index`."""
@@ -188,10 +146,10 @@ class FlatBuckets(ShardedParameters):
                 f"a gradient of shape {tuple(parameter.shape)} arrived after bucket {index} had been reduced: "
                 "start_backward must come right before each backward of the chunk, zero before the next step"
             )
+            bucket = me.buckets[index]
             if fused:
                 parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # a `grad` is only a sign
             else:
-                bucket = me.buckets[index]
                 bucket.gradient_of(bucket.plan.slots[number]).add_(parameter.grad)  # type: ignore[arg-type]  # there is one
             parameter.grad = None
             if index in me._final:
@@ -212,26 +170,19 @@ class FlatBuckets(ShardedParameters):
         bucket = self.buckets[index]
         if self._each_microbatch:
             self._collect(1)  # this bucket's buffer and one more are all that exists
-            self._pending.append((index, start_reduce_scatter(bucket.take_gradients(), self.axis)))
-        else:
-            self._pending.append((index, start_reduce_scatter(bucket.gradients, self.axis)))
+        gradients = bucket.take_gradients() if self._each_microbatch else bucket.gradients
+        self._pending.append((index, start_reduce_scatter(gradients, self.axis)))
 
     def _collect(self, left: int) -> None:
         """Wait for reductions until only `left` are under way; their sums are added to this rank's slices."""
         while len(self._pending) > left:
             index, pending = self._pending.popleft()
-            total, found = self._sums[index], pending.take()
-            self._sums[index] = found if total is None else total.add_(found)
-
-    def unshard(self, chunk: int) -> None:
-        """Nothing: parameters are whole."""
-
-    def reshard(self, chunk: int) -> None:
-        """Nothing: parameters stay whole."""
+            total, found = self._added.get(index), pending.take()
+            self._added[index] = found if total is None else total.add_(found)
 
     def release(self) -> None:
         """Parameters stay whole; those under way arrive."""
-        self._gather.wait_for_all()
+        self._arrive(list(self._under_way))
 
     def start_backward(self, chunk: int, last: bool) -> None:
         """From now on gradients of this chunk are to be reduced: complete buckets at once."""
@@ -249,26 +200,17 @@ class FlatBuckets(ShardedParameters):
         while self._each_microbatch and self._to_launch:
             self._launch()
 
-    def finish(self) -> None:
-        """Reduce what is left and wait for everything; afterwards `grad_shard` holds this rank's summed slices."""
-        assert self._shards is None, "finish was called twice without zero"
-        self._gather.wait_for_all()  # of parts that no microbatch has used
+    def _summed(self) -> list[torch.Tensor]:
         while self._to_launch:
             self._launch()
         self._collect(0)
-        empty = (torch.zeros(b.shard_elements, dtype=b.wide, device=b.plan.device) for b in self.buckets)
-        sums = [zero if found is None else found for found, zero in zip(self._sums, empty, strict=True)]
-        self._sums = [None for _ in self.buckets]
-        self._shards = self._sum_copies_and_partial(sums)
-
-    def grad_shard(self, index: int) -> torch.Tensor:
-        assert self._shards is not None, "grad_shard is valid between finish and zero"
-        return self._shards[index]
+        added, self._added = self._added, {}
+        return [added[i] if i in added else torch.zeros_like(s.values, dtype=s.wide) for i, s in enumerate(self.shards)]
 
     def zero(self) -> None:
-        for bucket in self.buckets:
-            if not self._each_microbatch:
-                bucket.gradients.zero_()
+        super().zero()
+        for bucket in () if self._each_microbatch else self.buckets:
+            bucket.gradients.zero_()
         self._reset()
 
     def publish(self) -> None:
@@ -277,27 +219,19 @@ class FlatBuckets(ShardedParameters):
             return
         for index in reversed(range(len(self.buckets))):  # the order of the forward
             bucket = self.buckets[index]
-            self._gather.start(index, gather_into(bucket.parameters, bucket.parameter_shard, self.axis))
+            self._under_way[index] = gather_into(bucket.parameters, bucket.parameter_shard, self.axis)
         if not self._ahead:
-            self._gather.wait_for_all()
+            self.release()
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        everything = (*self.buckets, *self.frozen)
-        return [part for b in everything for part in slices_of(b.plan, b.shard_start, b.parameter_shard)]
+        return [part for bucket in self._all for part in bucket.shard.slices_of(bucket.parameter_shard)]
 
     def parameters_held(self) -> list[ParameterSlice]:
         """All local parameters, whole, frozen ones included."""
-        self._gather.wait_for_all()
-        everything = (*self.buckets, *self.frozen)
-        return [part for bucket in everything for part in slices_of(bucket.plan, 0, bucket.parameters)]
-
-    def parameters_to_load(self) -> list[ParameterSlice]:
-        return self.parameters_held()
-
-    def loaded(self, masters: bool) -> None:
-        """Nothing is left to do: the parameters themselves were filled."""
+        self.release()
+        return [part for bucket in self._all for part in slices_of(bucket.plan, 0, bucket.parameters)]
 
     def clear(self) -> None:
-        self._gather.wait_for_all()
-        for bucket in (*self.buckets, *self.frozen):
+        self.release()
+        for bucket in self._all:
             bucket.parameters.zero_()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,28 +23,16 @@ from megacp.core.data_parallel.shards import ParameterShard, ShardedParameters
 from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, spec_of
+from megacp.core.ops.kernel import accumulation_dtype
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A sharded parameter; this rank's part is elements `[start, start + n)` of the flattened local parameter."""
-
-    parameter: nn.Parameter
-    spec: ParameterSpec
-    shape: tuple[int, ...]
-    start: int
-
-    def slices(self, values: torch.Tensor) -> list[ParameterSlice]:
-        return [ParameterSlice(self.spec, self.shape, self.start, values)] if values.numel() else []
-
-    @property
-    def values(self) -> torch.Tensor:
-        """This rank's part, `[n]`, a view."""
-        return local_part(self.parameter)
+def _slices(spec: ParameterSpec, shape: tuple[int, ...], start: int, values: torch.Tensor) -> list[ParameterSlice]:
+    """What a rank holds of one parameter: elements `[start, start + n)` of the flattened local parameter."""
+    return [ParameterSlice(spec, shape, start, values)] if values.numel() else []
 
 
 class FullShards(ShardedParameters):
-    """Shards of the parts that `add` is given while the chunks are built, in order, each chunk last; `close` ends it.
+    """Shards of the parts that `add` is given while the chunks are built, in order, each chunk last.
 
     `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed by `unshard` and
     `reshard` alone, not around each of their parts.
@@ -61,14 +49,11 @@ class FullShards(ShardedParameters):
     ) -> None:
         super().__init__(reduce_axis, partial_axes, instances)
         self.narrow, self.by_schedule = narrow, by_schedule
-        self.wide = torch.float64 if narrow == torch.float64 else torch.float32
-        self.shards = []
-        self._trained: list[_Held] = []
-        self._frozen: list[_Held] = []
+        self._trained: list[nn.Parameter] = []  # of `shards`
+        self._frozen: list[ParameterShard] = []
         self._chunks: list[list[FSDPModule]] = []
         self._parts: list[FSDPModule] = []
-        self._reading: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._gradients: list[torch.Tensor] | None = None
+        self._reading: list[torch.Tensor] = []
 
     def add(self, module: nn.Module, role: str) -> None:
         """Shard the parameters of `module` that are in no part yet, as one part.
@@ -76,18 +61,20 @@ class FullShards(ShardedParameters):
         An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
         is freed between. A "chunk" holds the parts before it; its own parameters are there for all of its forward.
         """
-        before = own_parameters(module)
+        before, wide = own_parameters(module), accumulation_dtype(self.narrow)
         specs = {name: (spec_of(p), tuple(p.shape)) for name, p in before.items()}
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
-                parameter.data = parameter.data.to(self.wide)
-        part = shard_module(module, self.axis, self.narrow, self.wide)
+                parameter.data = parameter.data.to(wide)
+        part = shard_module(module, self.axis, self.narrow, wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             rows = -(-shape[0] // self.axis.size)  # of every rank but the last ones
             start = min(self.axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
-            held = _Held(parameter, spec, shape, start)
-            (self._trained if parameter.requires_grad else self._frozen).append(held)
+            shard = ParameterShard(local_part(parameter), self.narrow, spec, partial(_slices, spec, shape, start))
+            if parameter.requires_grad:
+                self._trained.append(parameter)
+            (self.shards if parameter.requires_grad else self._frozen).append(shard)
         if self.by_schedule or role in ("head", "chunk"):
             part.set_reshard_after_forward(False, recurse=False)
         if self.by_schedule:
@@ -101,22 +88,6 @@ class FullShards(ShardedParameters):
             self._chunks.append(self._parts)
             self._parts = []
 
-    def close(self) -> None:
-        """All chunks are built."""
-        self.shards = [
-            ParameterShard(
-                values=held.values,
-                wide=self.wide,
-                narrow=self.narrow,
-                weight_decay=held.spec.weight_decay,
-                counted=held.spec.counted,
-                lr_multiplier=held.spec.lr_multiplier,
-                partial_over=held.spec.partial_over,
-                slices_of=held.slices,
-            )
-            for held in self._trained
-        ]
-
     def unshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:
             part.unshard(async_op=True)
@@ -129,53 +100,36 @@ class FullShards(ShardedParameters):
         for chunk in range(len(self._chunks)):
             self.reshard(chunk)
 
-    def start_backward(self, chunk: int, last: bool) -> None:
-        """Nothing: every backward gathers and sums by itself."""
-
-    def end_backward(self, chunk: int) -> None:
-        """Nothing, likewise."""
-
-    def finish(self) -> None:
-        assert self._gradients is None, "finish was called twice without zero"
-        self.release()
-        found = []
-        for held in self._trained:
-            grad = held.parameter.grad
-            found.append(torch.zeros_like(held.values) if grad is None else local_part(grad))
-        self._gradients = self._sum_copies_and_partial(found)
-
-    def grad_shard(self, index: int) -> torch.Tensor:
-        assert self._gradients is not None, "grad_shard is valid between finish and zero"
-        return self._gradients[index]
+    def _summed(self) -> list[torch.Tensor]:
+        pairs = zip(self._trained, self.shards, strict=True)
+        return [torch.zeros_like(s.values) if p.grad is None else local_part(p.grad) for p, s in pairs]
 
     def zero(self) -> None:
-        for held in self._trained:
-            held.parameter.grad = None
-        self._gradients = None
+        super().zero()
+        for parameter in self._trained:
+            parameter.grad = None
 
-    def publish(self) -> None:
-        """Nothing: the next forward gathers the shards that were updated."""
+    def _slices_of(self, trained: list[torch.Tensor]) -> list[ParameterSlice]:
+        frozen = [part for shard in self._frozen for part in shard.slices_of(shard.values)]
+        return self.shard_slices(trained) + frozen
 
     def parameter_slices(self) -> list[ParameterSlice]:
-        found = [part for held in self._trained for part in held.slices(held.values.to(self.narrow))]
-        return found + [part for held in self._frozen for part in held.slices(held.values)]
+        return self._slices_of([shard.values.to(self.narrow) for shard in self.shards])
 
     def parameters_held(self) -> list[ParameterSlice]:
         return self.parameter_slices()
 
     def parameters_to_load(self) -> list[ParameterSlice]:
         """This rank's part of every parameter; copies stand in for those whose shards are wider than the model."""
-        self._reading = [(held.values, held.values.to(self.narrow)) for held in self._trained]
-        parts = zip(self._trained, self._reading, strict=True)
-        found = [part for held, (_, narrow) in parts for part in held.slices(narrow)]
-        return found + [part for held in self._frozen for part in held.slices(held.values)]
+        self._reading = [shard.values.to(self.narrow) for shard in self.shards]
+        return self._slices_of(self._reading)
 
     def loaded(self, masters: bool) -> None:
-        for values, narrow in self._reading:
-            if not masters and values.dtype != narrow.dtype:
-                values.copy_(narrow)
+        for shard, narrow in zip(self.shards, self._reading, strict=True):
+            if not masters and shard.wide != narrow.dtype:
+                shard.values.copy_(narrow)
         self._reading = []
 
     def clear(self) -> None:
-        for held in (*self._trained, *self._frozen):
-            held.values.zero_()
+        for shard in (*self.shards, *self._frozen):
+            shard.values.zero_()

@@ -37,14 +37,6 @@ class BucketPlan:
     slots: tuple[Slot, ...]
     elements: int
     """Length of the flat buffers: a multiple of the reduce axis's size times `ALIGNMENT`."""
-    dtype: torch.dtype
-    device: torch.device
-    partial_over: tuple[str, ...]
-    weight_decay: bool
-    counted: bool
-    lr_multiplier: float
-    trained: bool
-    """False for frozen parameters: they are saved and loaded, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +88,7 @@ def _plan(chunk: int, parameters: list[nn.Parameter], reduce_size: int) -> Bucke
     for parameter in parameters:
         slots.append(Slot(parameter, spec_of(parameter), start))
         start += _aligned(parameter.numel())
-    first = slots[0]
-    return BucketPlan(
-        chunk=chunk,
-        slots=tuple(slots),
-        elements=_aligned(start, ALIGNMENT * reduce_size),
-        dtype=first.parameter.dtype,
-        device=first.parameter.device,
-        partial_over=first.spec.partial_over,
-        weight_decay=first.spec.weight_decay,
-        counted=first.spec.counted,
-        lr_multiplier=first.spec.lr_multiplier,
-        trained=first.parameter.requires_grad,
-    )
+    return BucketPlan(chunk, tuple(slots), _aligned(start, ALIGNMENT * reduce_size))
 
 
 def slices_of(plan: BucketPlan, begin: int, values: torch.Tensor) -> list[ParameterSlice]:

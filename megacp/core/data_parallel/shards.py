@@ -15,6 +15,8 @@ import torch
 from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis, single_axis, split_axis
+from megacp.core.distributed.parameter import ParameterSpec
+from megacp.core.ops.kernel import accumulation_dtype
 
 JOINED_ELEMENTS = 1 << 26
 """Gradients that one all-reduce takes: as many bytes stand beside them meanwhile."""
@@ -26,18 +28,17 @@ class ParameterShard:
 
     values: torch.Tensor
     """`[n]` parameters, a view: in the model's dtype, or in `wide` where they are the master weights themselves."""
-    wide: torch.dtype
-    """Dtype of gradients, moments and master weights: float32, or float64 in a float64 model."""
     narrow: torch.dtype
     """Dtype in which the model computes."""
-    weight_decay: bool
-    counted: bool
-    """Whether the gradient norm counts it here: of copies one is counted."""
-    lr_multiplier: float
-    partial_over: tuple[str, ...]
-    """Axes beyond dp x cp over which its gradient is partial."""
+    spec: ParameterSpec
+    """Of one of them: how all are decayed, counted, reduced and stepped."""
     slices_of: Callable[[torch.Tensor], list[ParameterSlice]]
     """What values shaped like `values` hold, parameter by parameter."""
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Dtype of gradients, moments and master weights: float32, or float64 in a float64 model."""
+        return accumulation_dtype(self.narrow)
 
 
 class ShardedParameters(ABC):
@@ -45,10 +46,10 @@ class ShardedParameters(ABC):
 
     `axis` spans dp x cp. With several instances each is a group of neighbouring ranks that shards among itself, and the
     instances hold copies. A step is: backwards between `start_backward` and `end_backward`, `finish`, the optimizer,
-    which reads `grad_shard`, writes `ParameterShard.values` and calls `publish`, then `zero`.
+    which reads `grad_shard`, writes `ParameterShard.values` and calls `publish`, then `zero`. What a strategy has no
+    use for does nothing here.
     """
 
-    shards: list[ParameterShard]
     by_schedule = False
     """Whether the actions of the pipeline gather and free the parameters of a chunk."""
 
@@ -57,6 +58,8 @@ class ShardedParameters(ABC):
         self.axis, self.copies = (axis, single_axis("copies")) if whole else split_axis(axis, axis.size // instances)
         """The ranks among which parameters are sharded, and those that hold the same shard."""
         self.partial_axes = dict(partial_axes)
+        self.shards: list[ParameterShard] = []
+        self._sums: list[torch.Tensor] | None = None  # [n] of each shard, between `finish` and `zero`
 
     @property
     def saves(self) -> bool:
@@ -65,13 +68,11 @@ class ShardedParameters(ABC):
 
     def counted(self, index: int) -> bool:
         """Whether the gradient norm counts a shard on this rank."""
-        return self.shards[index].counted and self.saves
+        return self.shards[index].spec.counted and self.saves
 
-    @abstractmethod
     def unshard(self, chunk: int) -> None:
         """Start to gather the parameters of a chunk, where they are sharded."""
 
-    @abstractmethod
     def reshard(self, chunk: int) -> None:
         """Free what `unshard` gathered."""
 
@@ -79,27 +80,31 @@ class ShardedParameters(ABC):
     def release(self) -> None:
         """Free all gathered parameters: after a forward without backward."""
 
-    @abstractmethod
     def start_backward(self, chunk: int, last: bool) -> None:
         """A backward of the chunk is about to begin; `last`: its last one of the step."""
 
-    @abstractmethod
     def end_backward(self, chunk: int) -> None:
         """It is through."""
 
-    @abstractmethod
     def finish(self) -> None:
         """Sum what is left and wait; afterwards `grad_shard` holds this rank's sums."""
+        assert self._sums is None, "finish was called twice without zero"
+        self.release()
+        self._sums = self._sum_copies_and_partial(self._summed())
 
     @abstractmethod
+    def _summed(self) -> list[torch.Tensor]:
+        """Gradients of all shards, summed over `axis`."""
+
     def grad_shard(self, index: int) -> torch.Tensor:
         """Summed gradients of a shard, `[n]`, wide; they may be changed in place between `finish` and `zero`."""
+        assert self._sums is not None, "grad_shard is valid between finish and zero"
+        return self._sums[index]
 
-    @abstractmethod
     def zero(self) -> None:
         """Forget the gradients and begin a new step."""
+        self._sums = None
 
-    @abstractmethod
     def publish(self) -> None:
         """Let all ranks have the updated values."""
 
@@ -113,11 +118,10 @@ class ShardedParameters(ABC):
     def parameters_held(self) -> list[ParameterSlice]:
         """All values of parameters that this rank holds for good, copies of other ranks included."""
 
-    @abstractmethod
     def parameters_to_load(self) -> list[ParameterSlice]:
         """What this rank reads of a checkpoint's weights, in the model's dtype; `loaded` ends it."""
+        return self.parameters_held()
 
-    @abstractmethod
     def loaded(self, masters: bool) -> None:
         """The slices of `parameters_to_load` are filled, and with `masters` the optimizer's master weights too."""
 
@@ -141,7 +145,7 @@ class ShardedParameters(ABC):
         found = list(gradients)
         axes = [(self.copies, list(range(len(found))))] if self.copies.size > 1 else []
         for name in sorted(self.partial_axes):
-            members = [i for i, shard in enumerate(self.shards) if name in shard.partial_over]
+            members = [i for i, shard in enumerate(self.shards) if name in shard.spec.partial_over]
             axes.append((self.partial_axes[name], members))
         for axis, members in axes:
             for group in _joined(members, found):
@@ -152,12 +156,11 @@ class ShardedParameters(ABC):
 
 
 def _joined(members: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Neighbours of one dtype, together at most `JOINED_ELEMENTS` (a larger tensor is alone)."""
+    """Neighbours, together at most `JOINED_ELEMENTS` (a larger tensor is alone)."""
     groups: list[list[int]] = []
     filled = 0
-    for i in sorted(members, key=lambda i: str(tensors[i].dtype)):
-        alike = groups and tensors[groups[-1][0]].dtype == tensors[i].dtype
-        if not alike or filled + tensors[i].numel() > JOINED_ELEMENTS:
+    for i in members:
+        if not groups or filled + tensors[i].numel() > JOINED_ELEMENTS:
             groups.append([])
             filled = 0
         groups[-1].append(i)

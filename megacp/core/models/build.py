@@ -83,7 +83,6 @@ def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageMo
             axis, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
         )
         chunks = build_chunks(config, grid, full)
-        full.close()
         return chunks, full
     chunks = build_chunks(config, grid)
     buckets = FlatBuckets(

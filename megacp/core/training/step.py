@@ -22,7 +22,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.models.build import build_sharded
 from megacp.core.monitor.timers import Phase, unmeasured
-from megacp.core.optim.lr_schedule import LrSchedule, learning_rate
+from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import ShardedAdamW
 from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
 from megacp.core.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
@@ -49,19 +49,6 @@ class StepResult:
     """The packs of a step with findings."""
 
 
-def lr_schedule(config: RunConfig) -> LrSchedule:
-    """The learning-rate schedule of a config."""
-    training = config.training
-    return LrSchedule(
-        lr=training.lr,
-        min_lr=training.min_lr,
-        lr_decay_style=training.lr_decay_style,
-        lr_warmup_iters=training.lr_warmup_iters,
-        lr_decay_iters=training.lr_decay_iters or training.train_iters,
-        lr_wsd_decay_iters=training.lr_wsd_decay_iters or 0,
-    )
-
-
 class ParallelModel:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
@@ -73,7 +60,6 @@ class ParallelModel:
         self.chunks, self.parameters = build_sharded(config, grid)
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedAdamW(self.parameters, training, grid.world, grid.device, self.backend.adamw)
-        self.schedule = lr_schedule(config)
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
@@ -130,7 +116,7 @@ class ParallelModel:
         with self.phase("gradient exchange"):
             self.parameters.finish()
         loss, norm = self._total(losses), self.optimizer.grad_norm(self.phase)
-        lr, decision = learning_rate(step, self.schedule), check(loss, norm)
+        lr, decision = learning_rate(step, self.config.training), check(loss, norm)
         if decision.update:
             self.optimizer.update(lr, norm, self.phase)
         self.parameters.zero()

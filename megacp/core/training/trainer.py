@@ -156,7 +156,7 @@ class Trainer:
             if agreed.weight:
                 result = self.model.train(rows, step, agreed.denominator, check)
             else:  # no token counts: nothing is computed, nothing changes
-                lr = learning_rate(step, self.model.schedule)
+                lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
         self.state = dataclasses.replace(self.state, step=step, consumed_samples=loader.consumed_samples)
         self._report(result, agreed)
