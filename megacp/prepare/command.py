@@ -197,7 +197,7 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def _image_rules(args: argparse.Namespace) -> ImageRules | None:
-    """The rules of the command line, unchecked; None when nothing says that there are images."""
+    """The rules of the command line; None when nothing says that there are images."""
     given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
     others = (args.image_root, args.image_rules, args.max_crops_per_pack, args.image_urls or None)
     if not given and all(value is None for value in others):
@@ -211,7 +211,7 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
         values = read_yaml_file(args.image_rules, f"--image-rules {args.image_rules}")
         if not isinstance(values, dict):
             raise ValueError(f"--image-rules {args.image_rules}: expected keys and values, as in `patch_size: 14`")
-    return ImageRules.unchecked({**values, **given})
+    return ImageRules.from_dict({**values, **given})
 
 
 def _settings(args: argparse.Namespace) -> BuildSettings:

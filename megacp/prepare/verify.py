@@ -11,7 +11,7 @@ import numpy as np
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.images import row_units, vision_inputs
 from megacp.core.data.manifest import DatasetManifest, FileEntry
-from megacp.core.data.reader import DataCache, Shard, image_patch_of
+from megacp.core.data.reader import DataCache, Shard
 from megacp.core.data.tables import StoredFile
 from megacp.core.storage import files
 from megacp.core.storage.place import Place, place_of, sha256_of
@@ -28,7 +28,6 @@ def verify(directory: files.StrPath | Url) -> list[str]:
     open_file: Callable[[Any, FileEntry], StoredFile] = StoredFile
     try:
         manifest = DatasetManifest.read(directory)
-        image_patch = image_patch_of(directory, manifest)
         if isinstance(directory, Url):
             open_file = DataCache().opener(directory, manifest)
     except ValueError as error:
@@ -42,7 +41,7 @@ def verify(directory: files.StrPath | Url) -> list[str]:
             try:
                 shard = Shard(folder, entry, manifest, open_file)
                 for i in range(entry.num_packs):
-                    found = _pack_reasons(shard, i, manifest.num_token_ids, image_patch)
+                    found = _pack_reasons(shard, i, manifest.num_token_ids, manifest.image_patch)
                     reasons += [f"pack {first + i}: {reason}" for reason in found]
             except (ValueError, OSError) as error:
                 reasons.append(str(error))
@@ -68,7 +67,7 @@ def _damaged(path: Place, file: FileEntry) -> str | None:
 def _pack_reasons(shard: Shard, number: int, num_ids: int, image_patch: int | None) -> Iterator[str]:
     """What is wrong with one pack of a shard with sound files."""
     try:
-        tokens, weights = shard.token_ids(number, "it"), shard.loss_weights(number, "its weights")
+        tokens, weights = shard.token_ids(number), shard.loss_weights(number)
     except (ValueError, OSError) as error:
         yield str(error)
         return

@@ -20,7 +20,7 @@ import numpy as np
 
 from megacp.core.data.manifest import DatasetManifest, other_ends
 from megacp.core.data.order import samples
-from megacp.core.data.reader import Pack, PackedDataset, PackImages, image_patch_of
+from megacp.core.data.reader import Pack, PackedDataset, PackImages
 from megacp.core.data.tables import UNIT_DTYPE
 
 FINEST = 1_000_000
@@ -113,7 +113,7 @@ class PackBlend:
         self.names = _names([str(one.directory) for one in datasets])
         self._order = BlendOrder(self.parts)
         self._first = np.concatenate(([0], np.cumsum([len(one) for one in datasets])))  # [datasets + 1]
-        patches = [image_patch_of(one.directory, one.manifest) for one in datasets]
+        patches = [one.manifest.image_patch for one in datasets]
         self._image_patch = next((patch for patch in patches if patch is not None), None)
 
     def __len__(self) -> int:

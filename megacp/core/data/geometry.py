@@ -29,7 +29,6 @@ TOKEN_TEXTS = {
     "image_low_res": "<im_low>",
 }
 """The special tokens by the names used here, and their texts in Molmo2's tokenizer."""
-TIME_MODES = ("per-frame", "off")
 _LARGEST_ID = (1 << 31) - 2
 """Tokens are stored in at most 4 bytes, and there is one id more than the largest."""
 _UNREACHABLE = np.float32(10e9)
@@ -72,6 +71,33 @@ class ImageRules:
     token_ids: dict[str, int] = field(default_factory=dict, hash=False)
     """Id of each special token (TOKEN_TEXTS); those not named are found by `with_token_ids`."""
 
+    def __post_init__(self) -> None:
+        """ValueError lists all that cannot be, each with its flag."""
+        least = {"image_size": 1, "patch_size": 1, "max_crops": 1, "max_frames": 1, "max_pixels": 1}
+        least |= {"image_pooling": 1, "video_pooling": 1, "overlap_margins": 0}
+        found = [
+            f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {low}"
+            for name, low in least.items()
+            if np.min(getattr(self, name)) < low
+        ]
+        if not found and self.image_size % self.patch_size:
+            found.append(f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}")
+        elif not found and sum(self.overlap_margins) >= self.patches_per_side:
+            found.append(f"--overlap-margins {self.overlap_margins} leave nothing of {self.patches_per_side} patches")
+        if not 0 < self.video_fps < float("inf"):
+            found.append(f"--video-fps is {self.video_fps}, it must be a number above 0")
+        if self.time_mode not in ("per-frame", "off"):
+            found.append(f"--time-mode is {self.time_mode!r}, allowed are per-frame, off")
+        if not np.isfinite([*self.image_mean, *self.image_std]).all() or min(self.image_std) <= 0:
+            found.append(f"--image-mean, --image-std are {self.image_mean}, {self.image_std}, they must be finite")
+        if unknown := sorted(set(self.token_ids) - set(TOKEN_TEXTS)):
+            found.append(f"--image-token-ids names {', '.join(unknown)}, known are {', '.join(TOKEN_TEXTS)}")
+        ids = list(self.token_ids.values())
+        if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _LARGEST_ID:
+            found.append(f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {_LARGEST_ID}")
+        if found:
+            raise ValueError("image rules: " + "; ".join(found))
+
     @property
     def patches_per_side(self) -> int:
         """Patches along a side of a crop."""
@@ -86,31 +112,6 @@ class ImageRules:
     def patch_dim(self) -> int:
         """Numbers of a patch: 3 * patch_size ** 2."""
         return 3 * self.patch_size**2
-
-    def reasons(self) -> list[str]:
-        """Everything that is wrong with the numbers, each with its flag."""
-        least = {"--image-size": self.image_size, "--patch-size": self.patch_size, "--max-crops": self.max_crops}
-        least |= {"--max-frames": self.max_frames, "--max-pixels": self.max_pixels}
-        least |= {"--image-pooling": min(self.image_pooling), "--video-pooling": min(self.video_pooling)}
-        found = [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
-        if not 0 < self.video_fps < float("inf"):
-            found.append(f"--video-fps is {self.video_fps}, it must be a number above 0")
-        if min(self.overlap_margins) < 0:
-            found.append(f"--overlap-margins is {list(self.overlap_margins)}, it must be two numbers of at least 0")
-        elif not found and self.image_size % self.patch_size:
-            found.append(f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}")
-        elif not found and sum(self.overlap_margins) >= self.patches_per_side:
-            found.append(f"--overlap-margins {self.overlap_margins} leave nothing of {self.patches_per_side} patches")
-        if self.time_mode not in TIME_MODES:
-            found.append(f"--time-mode is {self.time_mode!r}, allowed are {', '.join(TIME_MODES)}")
-        if not np.isfinite([*self.image_mean, *self.image_std]).all() or min(self.image_std) <= 0:
-            found.append(f"--image-mean, --image-std are {self.image_mean}, {self.image_std}, they must be finite")
-        if unknown := sorted({str(name) for name in self.token_ids} - set(TOKEN_TEXTS)):
-            found.append(f"--image-token-ids names {', '.join(unknown)}, known are {', '.join(TOKEN_TEXTS)}")
-        ids = list(self.token_ids.values())
-        if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _LARGEST_ID:
-            found.append(f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {_LARGEST_ID}")
-        return found
 
     def with_token_ids(self, tokenizer: Any) -> ImageRules:
         """These rules with an id for every special token: as given, else the tokenizer's for its text, else a free one.
@@ -132,38 +133,26 @@ class ImageRules:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> ImageRules:
-        """The inverse; absent keys have their defaults. ValueError as `unchecked`, or lists all `reasons`."""
-        rules = ImageRules.unchecked(values)
-        if reasons := rules.reasons():
-            raise ValueError("image rules: " + "; ".join(reasons))
-        return rules
-
-    @staticmethod
-    def unchecked(values: Mapping[str, Any]) -> ImageRules:
-        """As `from_dict`, whatever the numbers are. ValueError lists unknown keys, or values of a wrong type."""
-        fields = {f.name: f for f in dataclasses.fields(ImageRules)}
-        if unknown := sorted({str(key) for key in values} - set(fields)):
-            raise ValueError(f"image rules: unknown keys {', '.join(unknown)}; known are {', '.join(fields)}")
-        defaults = ImageRules()
-        wrong = [
-            f"`{key}` is {value!r}" for key, value in values.items() if not _alike(value, getattr(defaults, key), key)
-        ]
-        if wrong:
+        """The inverse; absent keys have their defaults. ValueError: unknown keys, wrong types, or wrong numbers."""
+        defaults = dataclasses.asdict(ImageRules())
+        if unknown := sorted({str(key) for key in values} - set(defaults)):
+            raise ValueError(f"image rules: unknown keys {', '.join(unknown)}; known are {', '.join(defaults)}")
+        given: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
+        }
+        if wrong := [f"`{key}` is {value!r}" for key, value in given.items() if not _alike(value, defaults[key])]:
             raise ValueError(f"image rules of the wrong type: {'; '.join(wrong)}")
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        return ImageRules(**arguments)
+        return ImageRules(**given)
 
 
-def _alike(value: Any, default: Any, key: str) -> bool:
-    """Whether a value from a file has the type of the field `key`, given the field's default."""
+def _alike(value: Any, default: Any) -> bool:
+    """Whether a value from a file has the type of the field with this default."""
     if isinstance(default, tuple):
-        lengths_agree = isinstance(value, list | tuple) and len(value) == len(default)
-        return lengths_agree and all(_alike(item, default[0], key) for item in value)
-    if key == "token_ids":
-        return isinstance(value, dict) and all(type(item) is int for item in value.values())
-    if default is None:
-        return value is None or type(value) is bool
-    return type(value) is type(default) or (type(default) is float and type(value) is int)
+        return isinstance(value, tuple) and len(value) == len(default) and all(_alike(v, default[0]) for v in value)
+    if isinstance(default, dict):
+        return isinstance(value, dict) and all(isinstance(k, str) and type(v) is int for k, v in value.items())
+    others = {float: (int,), type(None): (bool,)}
+    return type(value) in (type(default), *others.get(type(default), ()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,33 +163,29 @@ class ImageLayout:
     tokens: np.ndarray
     """int64 [n]: ids, `image_patch` where a pooled feature goes."""
     pooling: np.ndarray
-    """int64 [pooled, window]: indices into [num_crops * patches_per_crop], -1 = outside."""
+    """int64 [pooled, window]: indices into [num_crops * patches_per_crop], -1 = outside; as the tokens stand."""
 
     @property
     def num_pooled(self) -> int:
-        """Pooled tokens, in the order of the `image_patch` tokens."""
+        """Pooled tokens."""
         return len(self.pooling)
 
 
-def _tiling(height: float, width: float, window: int, max_crops: int) -> tuple[int, int]:
-    """Rows and columns of windows whose canvas shrinks the image least, else enlarges it least.
+def _tiling(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
+    """Rows and columns of high-resolution crops, whose canvas shrinks the image least, else enlarges it least.
 
     In float32 and with ties to the first, as the reference: sizes may be below 0 (less than the margins).
     """
-    tilings = [(h, w) for h in range(1, max_crops + 1) for w in range(1, max_crops // h + 1)]
+    margin = sum(rules.overlap_margins) * rules.patch_size
+    most = rules.max_crops
+    tilings = [(h, w) for h in range(1, most + 1) for w in range(1, most // h + 1)]
     tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
     with np.errstate(divide="ignore"):
-        scales = (np.array(tilings) * window).astype(np.float32) / np.array([height, width], np.float32)
-    scale = scales.min(axis=1)
+        canvas = (np.array(tilings) * (rules.image_size - margin)).astype(np.float32)
+        scale = (canvas / np.array([height - margin, width - margin], np.float32)).min(axis=1)
     if (scale < 1).all():
         return tilings[int(scale.argmax())]
     return tilings[int(np.where(scale < 1, _UNREACHABLE, scale).argmin())]
-
-
-def _canvas(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
-    """Rows and columns of high-resolution crops."""
-    margin = sum(rules.overlap_margins) * rules.patch_size
-    return _tiling(height - margin, width - margin, rules.image_size - margin, rules.max_crops)
 
 
 def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
@@ -237,24 +222,14 @@ def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
     return grid + rules.patches_per_crop
 
 
-def grid_tokens(grid: tuple[int, int], ids: tuple[int, int], patch: int, column: int | None) -> np.ndarray:
-    """int64: a start token, rows of `patch`, each ended by `column` unless None, an end token; ids = (start, end)."""
-    row = [patch] * grid[1] + ([] if column is None else [column])
-    return np.array([ids[0], *row * grid[0], ids[1]], np.int64)
-
-
-@functools.lru_cache(maxsize=256)
-def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
-    """What an image of this size (upright) becomes; `rules` must have all token ids."""
+def _layout(
+    grid: np.ndarray, pool: tuple[int, int], rules: ImageRules, kind: str, start: str, in_columns: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of patches [h, w] and their pooling: a start token, rows of `image_patch`, an end token."""
+    pooling, (rows, columns) = pooling_windows(grid, pool)
     ids = rules.token_ids
-    low, low_grid = pooling_windows(_square(rules), rules.image_pooling)
-    rows, columns = _canvas(width, height, rules)
-    high, high_grid = pooling_windows(_high_res_grid(rows, columns, rules), rules.image_pooling)
-    in_low = rules.use_column_tokens if rules.low_res_column_tokens is None else rules.low_res_column_tokens
-    patch, column, end = ids["image_patch"], ids["image_col"], ids["image_end"]
-    first = grid_tokens(low_grid, (ids["low_res_image_start"], end), patch, column if in_low else None)
-    second = grid_tokens(high_grid, (ids["image_start"], end), patch, column if rules.use_column_tokens else None)
-    return ImageLayout(rows * columns + 1, np.concatenate((first, second)), np.concatenate((low, high)))
+    row = [ids["image_patch"]] * columns + ([ids["image_col"]] if in_columns else [])
+    return np.array([ids[start], *row * rows, ids[f"{kind}_end"]], np.int64), pooling
 
 
 def _square(rules: ImageRules) -> np.ndarray:
@@ -262,14 +237,22 @@ def _square(rules: ImageRules) -> np.ndarray:
     return np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
 
 
+@functools.lru_cache(maxsize=256)
+def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
+    """What an image of this size (upright) becomes; `rules` must have all token ids."""
+    rows, columns = _tiling(width, height, rules)
+    in_high, in_low = rules.use_column_tokens, rules.low_res_column_tokens
+    pool = rules.image_pooling
+    low = _layout(_square(rules), pool, rules, "image", "low_res_image_start", in_high if in_low is None else in_low)
+    high = _layout(_high_res_grid(rows, columns, rules), pool, rules, "image", "image_start", in_high)
+    return ImageLayout(rows * columns + 1, np.concatenate((low[0], high[0])), np.concatenate((low[1], high[1])))
+
+
 @functools.lru_cache(maxsize=16)
 def frame_layout(rules: ImageRules) -> ImageLayout:
     """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
-    ids = rules.token_ids
-    pooling, grid = pooling_windows(_square(rules), rules.video_pooling)
-    column = ids["image_col"] if rules.video_column_tokens else None
-    tokens = grid_tokens(grid, (ids["frame_start"], ids["frame_end"]), ids["image_patch"], column)
-    return ImageLayout(1, tokens, pooling)
+    pool, in_columns = rules.video_pooling, rules.video_column_tokens
+    return ImageLayout(1, *_layout(_square(rules), pool, rules, "frame", "frame_start", in_columns))
 
 
 def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -303,12 +286,11 @@ def _patches(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
 
 def _origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Height and width of the canvas, and row and column of the first pixel of each high-resolution crop."""
-    rows, columns = _canvas(width, height, rules)
+    rows, columns = _tiling(width, height, rules)
     margin = sum(rules.overlap_margins) * rules.patch_size
     step = rules.image_size - margin  # neighbours share `margin` pixels
-    return (rows * step + margin, columns * step + margin), [
-        (row * step, column * step) for row in range(rows) for column in range(columns)
-    ]
+    origins = [(row * step, column * step) for row in range(rows) for column in range(columns)]
+    return (rows * step + margin, columns * step + margin), origins
 
 
 def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:

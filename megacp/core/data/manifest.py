@@ -111,6 +111,12 @@ class DatasetManifest:
         special = (self.image_rules or {}).get("token_ids", {}).values()
         return max([self.tokenizer.vocab_size, *(i + 1 for i in special)])
 
+    @property
+    def image_patch(self) -> int | None:
+        """Token id that stands where an image feature is added; None for text."""
+        patch: int | None = (self.image_rules or {}).get("token_ids", {}).get("image_patch")
+        return patch
+
     num_packs = property(lambda self: sum(shard.num_packs for shard in self.shards))
     num_segments = property(lambda self: sum(shard.num_segments for shard in self.shards))
     num_tokens = property(lambda self: sum(shard.num_tokens for shard in self.shards))

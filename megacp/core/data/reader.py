@@ -12,10 +12,9 @@ would be read for one pack of it.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,9 +26,8 @@ import numpy as np
 
 from megacp.core.data import tables
 from megacp.core.data.decoding import ImageError
-from megacp.core.data.geometry import ImageRules
 from megacp.core.data.image_shards import BOUNDARY_DTYPE
-from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest, FileEntry, ShardEntry
+from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32
 from megacp.core.storage import files
 from megacp.core.storage.place import CACHE, Place, place_of, read_content
@@ -38,10 +36,6 @@ from megacp.core.storage.wording import listed
 
 OPEN_SHARDS = 64
 BLOCK_BYTES = 16 << 20
-_TOLD = 20
-"""Shards whose faults one message tells."""
-_REQUESTS = 16
-"""Shards of a store that are looked at side by side."""
 _SAMPLE = 4096
 """Bytes at the beginning of each bin that the dataset's fingerprint covers."""
 _TABLES = {
@@ -98,13 +92,12 @@ class Pack:
 
 
 class Shard:
-    """One open shard: its readers and tables; tables that it does not have are empty."""
+    """One open shard: its readers and tables; tables that it does not have are empty. Packs count within it."""
 
     def __init__(
         self, directory: Place, entry: ShardEntry, manifest: DatasetManifest, open_file: OpenFile = StoredFile
     ) -> None:
         """ValueError lists the files that are missing or not as stated."""
-        self.directory, self.entry = directory, entry
         opened, reasons = dict[str, StoredFile](), []
         for file in entry.files:
             try:
@@ -119,45 +112,44 @@ class Shard:
                 IndexedReader(opened[f"{name}.idx"], opened[f"{name}.bin"]) if f"{name}.bin" in opened else None
                 for name in ("weights", "images")
             )
-            self.packs, self.segments, self.branches, self.units, self.checksums, self.image_checksums = (
-                tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
-                for name, dtype in _TABLES.items()
-            )
-            self.boundaries = {
-                degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
-                for degree in (manifest.cp_degrees if len(self.units) else ())
-            }
         except KeyError as error:
             raise ValueError(f"{directory}: the manifest does not list {error}") from error
+        self.packs, self.segments, self.branches, self.units, self.checksums, self.image_checksums = (
+            tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
+            for name, dtype in _TABLES.items()
+        )
+        self.boundaries = {
+            degree: tables.table_of(opened[f"shards_cp{degree}.npy"], BOUNDARY_DTYPE, degree)
+            for degree in manifest.cp_degrees
+            if f"shards_cp{degree}.npy" in opened
+        }
         if not len(self.packs) == len(self.checksums) == entry.num_packs:
             raise ValueError(f"{directory}: {len(self.packs)} packs, the manifest says {entry.num_packs}")
 
-    def token_ids(self, number: int, name: str) -> np.ndarray:
-        """All token ids of pack `number`, which is called `name` in errors. ValueError: not those that were built."""
-        return self._values(self.tokens, "tokens", number, name)
+    def token_ids(self, number: int) -> np.ndarray:
+        """All token ids of a pack. ValueError: not those that were built."""
+        return self._values(self.tokens, "tokens", number)
 
-    def loss_weights(self, number: int, name: str) -> np.ndarray | None:
+    def loss_weights(self, number: int) -> np.ndarray | None:
         """float32, one for each token; None where all are 1. ValueError as `token_ids`."""
-        return None if self.weights is None else self._values(self.weights, "weights", number, name)
+        return None if self.weights is None else self._values(self.weights, "weights", number)
 
-    def _values(self, reader: IndexedReader, column: str, number: int, name: str) -> np.ndarray:
-        start = int(self.packs["first_segment"][number])
-        data = reader.stored(start, start + int(self.packs["num_segments"][number]))
-        _refuse_changed(data, int(self.checksums[column][number]), reader, name)
+    def _values(self, reader: IndexedReader, column: str, number: int) -> np.ndarray:
+        start, count = int(self.packs["first_segment"][number]), int(self.packs["num_segments"][number])
+        data = _sound(reader, start, start + count, int(self.checksums[column][number]), f"its pack {number}")
         return np.frombuffer(data, reader.dtype)
 
     def item(self, number: int) -> bytes:
         """Encoded bytes of an image or a video. ImageError when damaged, so that `--on-bad-image` decides."""
         assert self.images is not None
-        data = self.images.stored(number, number + 1)
         try:
-            _refuse_changed(data, int(self.image_checksums["data"][number]), self.images, f"item {number}")
+            built = int(self.image_checksums["data"][number])
+            return _sound(self.images, number, number + 1, built, f"item {number}")
         except ValueError as error:
             raise ImageError(str(error)) from error
-        return data
 
     def images_of(self, number: int, image_patch: int) -> PackImages:
-        """The images of pack `number` of this shard."""
+        """The images of a pack."""
         row = self.packs[number]
         first = int(row["first_unit"])
         units = self.units[first : first + int(row["num_units"])].copy()
@@ -165,18 +157,16 @@ class Shard:
         boundaries = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
         return PackImages(units, boundaries, self.item, image_patch)
 
-    def sample(self) -> list[int]:
-        """crc32 of the beginning of each bin: differs where another file of the same size stands."""
-        readers = [reader for reader in (self.tokens, self.weights, self.images) if reader is not None]
-        return [crc32(reader.bin.read(0, min(_SAMPLE, reader.bin.size))) for reader in readers]
 
-
-def _refuse_changed(data: bytes, built: int, reader: IndexedReader, name: str) -> None:
+def _sound(reader: IndexedReader, start: int, stop: int, built: int, name: str) -> bytes:
+    """The bytes of sequences `start..stop`; ValueError where their checksum is not the one they were built with."""
+    data = reader.stored(start, stop)
     if (found := crc32(data)) != built:
         raise ValueError(
             f"{reader.bin.path}: {name} has the checksum {found:08x}, it was built with {built:08x}: the file was "
             "damaged or replaced since; `verify` lists all that is wrong, a sound copy of the file repairs it"
         )
+    return data
 
 
 class PackedDataset:
@@ -192,29 +182,30 @@ class PackedDataset:
 
         `cache` holds what is read of a URL; without one, small values of its own.
         """
-        self.directory = place_of(directory)
-        self.manifest = DatasetManifest.read(directory)
-        self._stops = list(accumulate(entry.num_packs for entry in self.manifest.shards))
-        self._image_patch = image_patch_of(self.directory, self.manifest)
-        self._open: OrderedDict[int, Shard] = OrderedDict()
-        self._most_open = open_shards
-        self._changes = threading.Lock()
-        self._open_file: OpenFile = StoredFile
-        if isinstance(self.directory, Url):
-            self._open_file = (cache or DataCache()).opener(self.directory, self.manifest)
-        with ThreadPoolExecutor(_REQUESTS if isinstance(self.directory, Url) else 1) as pool:
-            looks = list(pool.map(self._look, range(len(self.manifest.shards))))
+        self.directory = root = place_of(directory)
+        self.manifest = manifest = DatasetManifest.read(directory)
+        open_file = (cache or DataCache()).opener(root, manifest) if isinstance(root, Url) else StoredFile
+        self._stops = list(accumulate(entry.num_packs for entry in manifest.shards))
+
+        def opened(number: int) -> Shard:
+            entry = manifest.shards[number]
+            return Shard(root / entry.name, entry, manifest, open_file)
+
+        self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
+        """An open shard by its number; the one that was not used for longest is let go when there are too many."""
+        with ThreadPoolExecutor(16) as pool:
+            looks = list(pool.map(self._look, range(len(manifest.shards))))
         if reasons := [look for look in looks if isinstance(look, str)]:
-            rest = " shards; `verify` lists all" if len(reasons) > _TOLD else ""
-            raise ValueError(listed(reasons, _TOLD, "; ") + rest)
-        found = json.dumps([self.manifest.fingerprint, looks])
-        self.fingerprint = hashlib.sha256(found.encode()).hexdigest()
+            raise ValueError(listed(reasons, 20, "; "))
+        self.fingerprint = hashlib.sha256(json.dumps([manifest.fingerprint, looks]).encode()).hexdigest()
         """Of the files as this machine sees them: sizes of all, content of all but the bins, beginnings of the bins."""
 
     def _look(self, number: int) -> list[int] | str:
-        """The sample of a shard that nobody has looked at, or what is wrong with it."""
+        """What is wrong with a shard, else crc32 of the beginning of each bin: another file may have the same size."""
         try:
-            return self.shard(number).sample()
+            shard = self.shard(number)
+            bins = [reader.bin for reader in (shard.tokens, shard.weights, shard.images) if reader is not None]
+            return [crc32(file.read(0, min(_SAMPLE, file.size))) for file in bins]
         except ValueError as error:
             return str(error)
 
@@ -231,7 +222,7 @@ class PackedDataset:
             raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
         number = bisect.bisect_right(self._stops, i)
         shard = self.shard(number)
-        within = i - self._stops[number] + shard.entry.num_packs
+        within = i - self._stops[number] + len(shard.packs)
         row = shard.packs[within]
         start = int(row["first_segment"])
         segments = shard.segments[start : start + int(row["num_segments"])]
@@ -239,41 +230,17 @@ class PackedDataset:
         if count.any():
             first = int(segments["first_branch"][count > 0][0])
             branches = shard.branches[first : first + int(count.sum())]
-        images = None if self._image_patch is None else shard.images_of(within, self._image_patch)
-        name = f"pack {i}"
-        tokens, weights = shard.token_ids(within, name), shard.loss_weights(within, name)
+        image_patch = self.manifest.image_patch
+        images = None if image_patch is None else shard.images_of(within, image_patch)
+        tokens, weights = shard.token_ids(within), shard.loss_weights(within)
         return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
-
-    def shard(self, number: int) -> Shard:
-        """An open shard; the one that was not used for longest is let go when there are too many."""
-        with self._changes:
-            if number in self._open:
-                self._open.move_to_end(number)
-                return self._open[number]
-        entry = self.manifest.shards[number]
-        shard = Shard(self.directory / entry.name, entry, self.manifest, self._open_file)
-        with self._changes:
-            self._open[number] = shard
-            if len(self._open) > self._most_open:
-                self._open.popitem(last=False)
-        return shard
-
-
-def image_patch_of(directory: Place, manifest: DatasetManifest) -> int | None:
-    """Token id that stands where an image feature is added; None for text. ValueError: the image rules are wrong."""
-    if manifest.image_rules is None:
-        return None
-    try:
-        return ImageRules.from_dict(manifest.image_rules).token_ids.get("image_patch")
-    except ValueError as error:
-        raise ValueError(f"{directory / MANIFEST_NAME}: {error}") from error
 
 
 class StoredObject(StoredFile):
     """One bin of a packed dataset at a URL, read by offset."""
 
     def __init__(self, url: Url, stated: FileEntry, in_blocks: bool) -> None:
-        self.path, self.size, self._sha256 = str(url), stated.size, stated.sha256
+        self.path, self.size = str(url), stated.size
         self._read = url.read
         if in_blocks:
             from fsspec.caching import BlockCache
@@ -316,18 +283,14 @@ class DataCache:
                 raise ValueError(f"{url}: {found}, the manifest says {stated.size} bytes")
             if url.name.endswith(".bin"):
                 return StoredObject(url, stated, in_blocks)
-            return StoredFile(self._local(url, stated), stated, name=str(url))
+            path = self._folder / stated.sha256[:2] / stated.sha256
+            try:
+                whole = files.sha256_of(path, stated.size)[1] == stated.sha256
+            except (OSError, ValueError):  # not there, or cut
+                whole = False
+            if not whole:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.write_atomically(path, read_content(url, stated.size))
+            return StoredFile(path, stated, name=str(url))
 
         return open_file
-
-    def _local(self, url: Url, stated: FileEntry) -> Path:
-        """The copy of a table, made where there is none that is whole."""
-        path = self._folder / stated.sha256[:2] / stated.sha256
-        try:
-            if files.sha256_of(path, stated.size)[1] == stated.sha256:
-                return path
-        except (OSError, ValueError):  # not there, or cut
-            pass
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_atomically(path, read_content(url, stated.size))
-        return path

@@ -160,8 +160,6 @@ def _checked(settings: BuildSettings, stream: TextIO, overwrite: bool) -> tuple[
     template = settings.load_template(tokenizer)
     if settings.image_rules is not None:
         rules = settings.image_rules.with_token_ids(tokenizer)
-        if reasons := rules.reasons():
-            raise ValueError("; ".join(reasons))
         settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
     directory = Path(settings.output)
     with storage_faults(directory):

@@ -196,7 +196,7 @@ def _image_problems(settings: BuildSettings) -> list[str]:
     if rules is None:
         given = {"--image-root": root, "--max-crops-per-pack": most, "--image-urls": ",".join(settings.image_urls)}
         return [f"{flag} {value} needs image rules" for flag, value in given.items() if value]
-    found = rules.reasons()
+    found = []
     for prefix in settings.image_urls:
         if problem := prefix_problem(prefix):
             found.append(f"--image-urls {prefix} {problem}")

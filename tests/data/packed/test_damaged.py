@@ -169,7 +169,7 @@ def test_other_documents_of_the_same_lengths_have_another_fingerprint(tmp_path: 
     assert one.manifest.fingerprint == two.manifest.fingerprint and one.fingerprint != two.fingerprint
     (tmp_path / "a").rename(tmp_path / "moved")
     assert PackedDataset(tmp_path / "moved").fingerprint == one.fingerprint
-    with pytest.raises(ValueError, match=r"b/shard_00000/tokens\.bin: pack 3 has the checksum"):
+    with pytest.raises(ValueError, match=r"b/shard_00000/tokens\.bin: its pack 3 has the checksum"):
         two.pack(3)
 
 

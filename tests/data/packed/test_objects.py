@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_told_when_its_pack_is_read(local: Path, caches: dict[s
     bin_file.write(bytes([data[0] ^ 1]) + data[1:])
     dataset = PackedDataset(url, caches["blocks"])
     dataset.pack(1)
-    with pytest.raises(ValueError, match=rf"{bin_file}: pack 0 has the checksum"):
+    with pytest.raises(ValueError, match=rf"{bin_file}: its pack 0 has the checksum"):
         dataset.pack(0)
 
 

@@ -206,7 +206,7 @@ def test_bad_records_are_skipped_with_their_reasons_and_nothing_else_is_lost(cor
     image = {"type": "image"}
     bad: dict[str, dict[str, Any]] = {
         "half.jpg': the JPEG is cut short": {"content": [{**image, "path": "half.jpg"}]},
-        "page.jpg': the file is an HTML page": {"content": [{**image, "path": "page.jpg"}]},
+        "none of Jpeg": {"content": [{**image, "path": "page.jpg"}]},
         "climbs with": {"content": [{**image, "path": "../c.jsonl"}]},
         "image crops, more than --max-crops-per-pack 40": {"content": [{**image, "path": "1.png"}] * 41},
         "tokens with all branches, more than --seq-length 512": {

@@ -116,7 +116,7 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         "--image-size is 0",
         "--max-crops is 0",
         "--video-fps is 0.0",
-        "--image-pooling is 0",
+        "--image-pooling is (0, 2)",
         "--time-mode is 'x', allowed are per-frame, off",
         "--image-std are",
         "--image-token-ids names cat",
@@ -129,7 +129,7 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
         ImageRules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
     with pytest.raises(ValueError, match="unknown keys 14, foo; known are"):
         ImageRules.from_dict({14: 2, "foo": 3})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="--image-token-ids names 5, known are"):
+    with pytest.raises(ValueError, match="`token_ids` is {5: 7}"):
         ImageRules.from_dict({"token_ids": {5: 7}})
     with pytest.raises(ValueError, match="--image-size 378 is not a multiple of --patch-size 16"):
         ImageRules.from_dict({"patch_size": 16})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import zlib
@@ -10,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megacp.core.data.decoding import ImageError, is_still, read_pixels
-from tests.prepare.media.pictures import encoded, noise
+from megacp.core.data.decoding import ImageError, is_still, load_pixels
+from tests.prepare.media.pictures import TINY, encoded, noise
 
-MOST = 10_000
+RULES = dataclasses.replace(TINY, max_pixels=10_000)
 
 
 def exif(orientation: int) -> bytes:
@@ -31,7 +32,7 @@ def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
     data = encoded(noise(13, 7), kind, **options)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
     assert expected.shape == ((13, 7, 3) if orientation >= 5 else (7, 13, 3))
-    assert np.array_equal(read_pixels(data, MOST), expected)
+    assert np.array_equal(load_pixels(data, RULES), expected)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "RGBA", "LA"])
@@ -42,7 +43,7 @@ def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
     if "A" in mode:
         source.putalpha(100)
     kind = "TIFF" if mode in ("CMYK", "YCbCr") else "PNG"
-    pixels = read_pixels(encoded(source, kind), MOST)
+    pixels = load_pixels(encoded(source, kind), RULES)
     if "A" in mode:  # over white: what is 100 / 255 there
         colour = np.asarray(source.convert("RGB")).astype(float)
         assert np.abs(pixels - (colour * 100 + 255 * 155) / 255).max() <= 1
@@ -70,15 +71,15 @@ def test_a_transparent_colour_counts_in_the_depth_of_the_file() -> None:
         (16, b"\x12\x34\x80\x00", 0x1234, 0x80),
         (16, b"\x12\x34\x12\x35", 0x1234, 0x12),
     ]:
-        assert read_pixels(png(bits, 0, row, key), MOST)[0, :, 0].tolist() == [255, other], bits
-    assert read_pixels(png(8, 2, bytes([1, 2, 3, 1, 2, 4]), 1, 2, 3), MOST).tolist() == [[[255] * 3, [1, 2, 4]]]
+        assert load_pixels(png(bits, 0, row, key), RULES)[0, :, 0].tolist() == [255, other], bits
+    assert load_pixels(png(8, 2, bytes([1, 2, 3, 1, 2, 4]), 1, 2, 3), RULES).tolist() == [[[255] * 3, [1, 2, 4]]]
     with pytest.raises(ImageError, match="16 bits a channel and one transparent colour"):
-        read_pixels(png(16, 2, bytes(12), 0, 0, 0), MOST)
+        load_pixels(png(16, 2, bytes(12), 0, 0, 0), RULES)
 
 
 def test_16_bit_grey_keeps_its_high_byte() -> None:
     grey = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
-    pixels = read_pixels(encoded(Image.fromarray(grey)), MOST)
+    pixels = load_pixels(encoded(Image.fromarray(grey)), RULES)
     assert pixels[..., 0].tolist() == [[0, 0, 1], [128, 254, 255]] and (pixels[..., :1] == pixels).all()
 
 
@@ -117,19 +118,17 @@ def webp_of_one_frame() -> bytes:
 
 @pytest.mark.parametrize("data", [encoded(noise(8, 8), "GIF"), png_of_one_frame(), webp_of_one_frame()], ids=len)
 def test_an_animation_of_one_frame_stands_still(data: bytes) -> None:
-    assert read_pixels(data, MOST).shape == (8, 8, 3) and is_still(data)
+    assert load_pixels(data, RULES).shape == (8, 8, 3) and is_still(data)
 
 
 JPEG = encoded(noise(64, 64), "JPEG")
 PNG = encoded(noise(64, 64))
 BAD = {
-    "empty": (b"", "the file is empty, 0 bytes"),
-    "html": (b"\n <!DOCTYPE html><html>404</html>", "is an HTML page"),
-    "svg": (b'<?xml version="1.0"?><svg/>', "XML or SVG"),
-    "text": (b"no image", "none of JPEG, PNG.*begins with b'no image'"),
+    "empty": (b"", "0 bytes are none of Jpeg, Png"),
+    "html": (b"<!DOCTYPE html><html>404</html>", "none of Jpeg, Png.*begins with b'<!DOCTYPE'"),
     "half a jpeg": (JPEG[: len(JPEG) // 2], "the JPEG is cut short or damaged"),
     "half a png": (PNG[: len(PNG) // 2], "the PNG is cut short or damaged"),
-    "header only": (JPEG[:20], "the JPEG is cut short or damaged in its header"),
+    "header only": (JPEG[:20], "the JPEG is cut short or damaged"),
     "damaged png": (PNG[:60] + b"\0" * 60 + PNG[120:], "the PNG is cut short or damaged"),
     "animated gif": (animated("GIF"), "the GIF has 3 frames"),
     "animated png": (animated("PNG"), "the PNG has 3 frames"),
@@ -137,8 +136,8 @@ BAD = {
     "pages": (animated("TIFF"), "the TIFF has 3 frames or pages"),
     "float": (encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "pixels of kind F, allowed are 1, L"),
     "32 bits": (encoded(Image.fromarray(np.ones((4, 4), np.int32)), "TIFF"), "pixels of kind I, allowed are 1, L"),
-    "zero size": (without_pixels(), "the PNG (has no pixels|is cut short)"),
-    "too large": (encoded(noise(101, 100)), "101 x 100 = 10100 pixels, more than --max-pixels 10000 of the rules"),
+    "zero size": (without_pixels(), "the PNG is cut short"),
+    "too large": (encoded(noise(101, 100)), "101 x 100 = 10100 pixels, more than --max-pixels 10000"),
 }
 
 
@@ -146,11 +145,11 @@ BAD = {
 def test_a_bad_image_is_refused_with_its_own_message(name: str) -> None:
     data, message = BAD[name]
     with pytest.raises(ImageError, match=message):
-        read_pixels(data, MOST)
+        load_pixels(data, RULES)
 
 
 def test_a_giant_header_is_refused_before_anything_is_decoded() -> None:
     # Pillow only warns up to twice its limit, and a warning stops nothing
     data = encoded(Image.new("1", (10_000, 10_000)))
     with pytest.raises(ImageError, match="10000 x 10000 = 100000000 pixels, more than --max-pixels 89478485"):
-        read_pixels(data, 89_478_485)
+        load_pixels(data, TINY)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from megacp.core.data.decoding import (
     ImageError,
-    decode_video,
-    read_pixels,
+    RulesDecoder,
+    load_pixels,
     sample_frames,
     time_text,
     video_info,
@@ -24,6 +25,12 @@ from tests.reference import molmo2_processor as reference
 av = pytest.importorskip("av")
 EVERY = dataclasses.replace(TINY, max_frames=64, video_fps=10.0)
 """Takes all frames of short videos."""
+
+
+def decoded(data: bytes, frames: Sequence[int] = range(99)) -> np.ndarray:
+    return RulesDecoder(TINY).video(data, frames)[0]
+
+
 CONTAINERS = [
     ("mp4", "mpeg4"),
     ("mp4", "libx264"),
@@ -55,24 +62,24 @@ def test_times_are_written_as_the_library_does() -> None:
 def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec: str) -> None:
     data = video(43, container, codec)
     info = video_info(data, TINY)
-    assert (info.num_frames, info.fps, info.width, info.height) == (43, 10.0, 48, 32)
+    assert info == (43, 10.0)
     taken = sample_frames(43, 10.0, TINY)
     with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[taken]
     assert len(taken) == 12 and np.array_equal(np.stack(list(video_pixels(data, TINY))), frames)
-    whole = decode_video(data, TINY)
+    whole = decoded(data)
     assert np.abs(whole - reference.process_video(frames, TINY)[0]).max() <= 2 / 255 * 1.001
     for part in (range(5), [5], [11], [], [1, 4, 5, 9], range(0, 12, 2)):
-        assert np.array_equal(decode_video(data, TINY, part), whole[list(part)])
+        assert np.array_equal(decoded(data, part), whole[list(part)])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
 def test_a_still_image_is_a_video_of_one_frame(kind: str) -> None:
     data = encoded(noise(30, 20), kind)
     assert video_info(data, TINY).num_frames == 1
-    expected = reference.process_video(read_pixels(data, TINY.max_pixels)[None], TINY)[0]
-    assert np.abs(decode_video(data, TINY, [0]) - expected).max() <= 2 / 255 * 1.001
-    assert decode_video(data, TINY, [1, 2]).shape == (0, 16, 48)
+    expected = reference.process_video(load_pixels(data, TINY)[None], TINY)[0]
+    assert np.abs(decoded(data, [0]) - expected).max() <= 2 / 255 * 1.001
+    assert decoded(data, [1, 2]).shape == (0, 16, 48)
 
 
 @pytest.mark.parametrize(
@@ -165,25 +172,24 @@ def sound_only() -> bytes:
 def test_a_bad_video_is_refused_with_its_own_message() -> None:
     half = video(43)
     bad = {
-        b"": "the file is empty, 0 bytes",
-        b"<html>404</html>": "is an HTML page",
-        b"#EXTM3U\nfile:///etc/passwd\n": "no video that is read here .mov.*begins with b'#EXTM3U",
+        b"": "0 bytes are none of mov",
+        b"#EXTM3U\nfile:///etc/passwd\n": "none of mov.*begins with b'#EXTM3U",
         half[: len(half) // 2]: "the mov video is cut short or damaged",
-        video(0, "matroska"): "the video has no frames",
+        video(0, "matroska"): "the matroska video is cut short or damaged",
         sound_only(): "no video stream",
         encoded(noise(5, 5), "JPEG")[:100]: "the JPEG is cut short or damaged",
     }
     for data, message in bad.items():
         with pytest.raises(ImageError, match=message):
-            decode_video(data, TINY)
-    with pytest.raises(ImageError, match="frames of 48 x 32 = 1536 pixels, more than --max-pixels 1000"):
+            decoded(data)
+    with pytest.raises(ImageError, match="48 x 32 = 1536 pixels, more than --max-pixels 1000"):
         video_info(video(3), dataclasses.replace(TINY, max_pixels=1000))
 
 
 def test_frames_that_grow_within_a_video_are_held_to_the_limit_too() -> None:
     """Would catch a limit that the header alone is held to."""
     data = growing((32, 16), (320, 160))
-    assert (video_info(data, EVERY).width, video_info(data, EVERY).num_frames) == (32, 8)
+    assert video_info(data, EVERY).num_frames == 8
     assert [pixels.shape[0] for pixels in video_pixels(data, EVERY)] == [16] * 4 + [160] * 4
-    with pytest.raises(ImageError, match="frames of 320 x 160 = 51200 pixels, more than --max-pixels 1000 of"):
+    with pytest.raises(ImageError, match="320 x 160 = 51200 pixels, more than --max-pixels 1000"):
         list(video_pixels(data, dataclasses.replace(EVERY, max_pixels=1000)))

@@ -67,7 +67,7 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         record(path="out.png"): "a symbolic link leads out of --image-root",
         record(path="file:///etc/passwd"): "it is a URL",
         record(path="none.png"): "no such file under --image-root",
-        inline(video(0, "matroska"), "video"): "the video has no frames",
+        inline(video(0, "matroska"), "video"): "video is cut short or damaged",
         inline(whole[: len(whole) // 2], "video"): "the mov video is cut short or damaged",
         record(type="video", frames=[]): "a video with no frames",
     }
