@@ -150,26 +150,24 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/tensor_parallel/weight_gradients.py", f"{TP} {PP}"): [
         ("add_(grad.t() @ x)", "copy_(grad.t() @ x)", "a fused gradient overwrites that of the microbatch before"),
-        ("if last and not uses", "if not uses", "buckets hear of gradients that are not final"),
+        ("last and not uses", "not uses", "buckets hear of gradients that are not final"),
     ],
-    ("core/tensor_parallel/chunked_loss.py", TP): [
-        ("logits[:, options.true_rows :] = 0.0", "pass", "padded rows get a gradient"),
+    ("core/tensor_parallel/vocabulary.py", TP): [
+        ("logits[:, table.true_rows :] = 0.0", "pass", "padded rows get a gradient"),
         ("(-scale).masked_fill(elsewhere, 0.0)", "(-scale)", "every rank subtracts the label"),
         ("shared[:, 1].sum(0)", "shared[:, 1].amax(0)", "the target logit is the highest of the ranks"),
         (").sum() / denominator", ").mean() / denominator", "the loss is a mean of a rank"),
-        ("None if dx is None else dx.mul_(grad)", "None if dx is None else dx", "the loss is not scaled in backward"),
+        ("None if dx is None else dx.mul_(grad)", "dx", "the loss is not scaled in backward"),
         ("shape, weight, wide if tokens > step else None", "shape, weight, None", "chunks are summed in bfloat16"),
-    ],
-    ("core/tensor_parallel/embedding.py", TP): [
         ("x = x.masked_fill(elsewhere[:, None], 0.0)", "x = x", "row 0 stands in for tokens of other ranks"),
         ("(local >= self.true_rows)", "(local > self.true_rows)", "one row too many is looked up"),
     ],
     ("core/tensor_parallel/lora.py", TP): [
-        ("partial = options.sequence_parallel and tp.size > 1  #", "partial = False  #", "A is not summed over tp"),
+        ("(self.partial, self.tp.rank == 0) if whole", "((), self.tp.rank == 0) if whole", "A is not summed over tp"),
         ("x, True, self.first), self.down)", "x, True), self.down)", "tp ranks share dropout columns"),
         ("(tp.rank * local, 0), (local, rank)", "(0, 0), (local, rank)", "B is cut at its first rows on every rank"),
-        ("else copy_to(u, self.options.tp)", "else u", "A's gradient is of this rank's heads"),
-        ("add(y, F.linear(u, self.up), alpha=self.scale)", "add(y, F.linear(u, self.up))", "alpha / rank is left out"),
+        ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),
+        ("F.linear(u, self.up), alpha=self.lora.scale)", "F.linear(u, self.up))", "alpha / rank is left out"),
     ],
     ("core/models/attention.py", MODEL): [
         ("self.scale = config.head_dim*", "self.scale = config.hidden_size*", "scores are scaled by the hidden size"),

@@ -11,7 +11,7 @@ import torch
 from megacp.core.backends.select import backend_problems, select_backend
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.tensor_parallel.linear import gather_linear
+from megacp.core.tensor_parallel.linear import product
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightProduct
 from megacp.core.training.step import ParallelModel
 from megacp.verify.parity import MODELS
@@ -104,7 +104,7 @@ def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[in
     weight = torch.nn.Parameter(torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(9)))
     inputs = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2)]
     for x in inputs:
-        gather_linear(x, weight, tp).square().sum().backward()
+        product(x, weight, None, tp, "gather").square().sum().backward()
     expected = weight.grad
     assert expected is not None
     weight.grad, told = None, []
@@ -112,7 +112,7 @@ def products(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, list[in
     weight.gradient_added = lambda weight: told.append(len(told))  # type: ignore[attr-defined]
     later = DeferredWeightGradients()
     for number, x in enumerate(inputs):
-        gather_linear(x, weight, tp, later).square().sum().backward()
+        product(x, weight, later, tp, "gather").square().sum().backward()
         assert weight.grad is None
         later.keep((number, 0))
     assert not weight.main_grad.any()  # type: ignore[attr-defined]

@@ -167,7 +167,7 @@ def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tupl
         return slice_of(x, tp) if parallel else x
 
     for linear in (column, row):
-        linear.pairs.names = DropoutNames(7, own(torch.arange(TOKENS)), torch.arange(TOKENS))
+        linear.names = DropoutNames(7, own(torch.arange(TOKENS)), torch.arange(TOKENS))
     x, wide = own(randn(TOKENS, WIDTH, seed=40)).clone(), randn(TOKENS, 8, seed=41).chunk(world_size, 1)[rank].clone()
     upstream = [x.chunk(world_size, 1)[rank] for x in randn(TOKENS, 28, seed=42).split([n for _, n in OUTPUTS], 1)]
     trained = [p for p in module.parameters() if p.requires_grad]

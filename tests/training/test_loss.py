@@ -14,7 +14,7 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.ops.pointwise import keep_mask
-from megacp.core.tensor_parallel.chunked_loss import weighted_loss
+from megacp.core.tensor_parallel.vocabulary import weighted_loss
 from megacp.core.training.health import Decision, finite_only
 from megacp.core.training.loss import RankReport, agree
 from megacp.core.training.step import ParallelModel

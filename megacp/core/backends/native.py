@@ -24,8 +24,6 @@ from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import rms_norm
-from megacp.core.tensor_parallel.chunked_loss import cross_entropy
-from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,
@@ -35,6 +33,7 @@ from megacp.core.tensor_parallel.linear import (
     replicated_spec,
 )
 from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
+from megacp.core.tensor_parallel.vocabulary import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -83,7 +82,7 @@ AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim
 
 
 class NativeBackend:
-    """Factories of layers, core attention and the vocabulary loss for one rank of one grid; `tp` cuts global sizes.
+    """Factories of layers, core attention and the vocabulary for one rank of one grid; `tp` cuts global sizes.
 
     A model is written once against it. Parameter names and specs are the same for every backend, so a checkpoint moves
     between them unchanged. A norm and the linear behind it are asked for together, so a backend may fuse them.
@@ -197,14 +196,6 @@ class NativeBackend:
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
         self.transport.prepare(plan, self._heads)
-
-    def cross_entropy(
-        self, logits: torch.Tensor, labels: torch.Tensor, first: int, scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Loss per token `[t]` of vocabulary-parallel logits whose first column is global index `first`: a
-        `LossKernel`, which overwrites the logits.
-        """
-        return cross_entropy(logits, labels, first, self.tp, scale)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""

@@ -22,8 +22,7 @@ from megacp.core.distributed.differentiable import slice_of
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
-from megacp.core.tensor_parallel.chunked_loss import LossKernel, Target
-from megacp.core.tensor_parallel.embedding import TableSpec, VocabularyTable
+from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
@@ -35,14 +34,13 @@ parameters that are in no other part.
 class OutputHead(nn.Module):
     """`table` may be the embedding's; the loss has logits for `chunk_tokens` tokens at a time (0: all)."""
 
-    def __init__(self, norm: nn.Module, table: VocabularyTable, kernel: LossKernel, chunk_tokens: int) -> None:
+    def __init__(self, norm: nn.Module, table: VocabularyTable, chunk_tokens: int) -> None:
         super().__init__()
-        self.norm, self.table = norm, table
-        self.kernel, self.chunk_tokens = kernel, chunk_tokens
+        self.norm, self.table, self.chunk_tokens = norm, table, chunk_tokens
 
     def forward(self, hidden: torch.Tensor, target: Target) -> torch.Tensor:
         """This rank's share of the loss of `hidden[t/tp, h]`, a scalar in fp32 or wider, replicated over tp."""
-        return self.table.loss(self.norm(hidden), target, self.kernel, self.chunk_tokens)
+        return self.table.loss(self.norm(hidden), target, self.chunk_tokens)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`hidden[t/tp, h]` -> `[t, true vocabulary rows of this rank]`."""
@@ -95,7 +93,7 @@ class LanguageModelChunk(nn.Module):
             else:
                 name = "embedding.weight" if tied else "head.weight"
                 table = backend.vocabulary(TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied))
-            self.head = OutputHead(norm, table, backend.cross_entropy, loss_chunk_tokens)
+            self.head = OutputHead(norm, table, loss_chunk_tokens)
             if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")

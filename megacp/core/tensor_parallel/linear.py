@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from megacp.core.distributed import collectives
 from megacp.core.distributed.differentiable import copy_to, reduce_from
-from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.large_blocks import product as large_product
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
+
+Way = Literal["", "gather", "scatter"]
+_ALONE = single_axis("alone")
 
 
 @dataclass(frozen=True)
@@ -82,98 +85,54 @@ def _take_gradient(product: WeightProduct, sink: WeightGradients | None) -> torc
     return None
 
 
-class _Product(torch.autograd.Function):
-    """`x[..., h], W[f, h] -> y[..., f]`, in memory that is used again; `sink` as in `product`."""
+class _Linear(torch.autograd.Function):
+    """`x[..., h], W[f, h] -> y[..., f]`, in memory that is used again; `sink` as in `product`.
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, sink: WeightGradients | None) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
-        ctx.weight, ctx.sink = weight, sink
-        return large_product(x, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dx = large_product(grad, weight) if ctx.needs_input_grad[0] else None
-        d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x), ctx.sink) if ctx.needs_input_grad[1] else None
-        return dx, d_weight, None
-
-
-class _GatherLinear(torch.autograd.Function):
-    """`x[t/tp, h]` sharded, `W[f, h]` -> `y[t, f]`; communication overlaps the products of backward."""
+    "gather": `x[t/tp, h]` sharded -> `y[t, f]`; "scatter": `x[t, f/tp], W[h, f/tp] -> y[t/tp, h]`, the sum over tp.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, way: Way, sink: WeightGradients | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight asks for no input
-        ctx.axis, ctx.sink, ctx.weight = axis, sink, weight
-        return large_product(collectives.all_gather(x, axis), weight.t())  # [t, h] x [h, f] -> [t, f]
+        ctx.weight, ctx.axis, ctx.way, ctx.sink = weight, axis, way, sink
+        y = large_product(collectives.all_gather(x, axis) if way == "gather" else x, weight.t())  # [t, h] x [h, f]
+        return collectives.reduce_scatter(y, axis) if way == "scatter" else y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        trained, sink = ctx.needs_input_grad[1], ctx.sink
+        trained, sink, gathers = ctx.needs_input_grad[1], ctx.sink, ctx.way == "gather"
+        if ctx.way == "scatter":
+            grad = collectives.all_gather(grad, ctx.axis)  # [t/tp, h] -> [t, h]
         waits = sink is not None and sink.deferred and _in_bucket(ctx.weight)
         # under the next product
-        gathering = collectives.start_all_gather(x, ctx.axis) if trained and not waits else None
-        # [t, f] x [f, h] -> [t, h] partial over tp; its sum is under way under the product of the weight gradient
-        scattering = collectives.start_reduce_scatter(large_product(grad, weight), ctx.axis)
+        arriving = collectives.start_all_gather(x, ctx.axis) if gathers and trained and not waits else None
+        dx = large_product(grad, weight) if ctx.needs_input_grad[0] else None  # [t, f] x [f, h] -> [t, h]
+        # of a gathered x it is partial over tp; the sum is under way under the product of the weight gradient
+        leaving = collectives.start_reduce_scatter(dx, ctx.axis) if gathers and dx is not None else None
         d_weight = None
-        if gathering is not None:
-            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, gathering.wait()), sink)
-        elif trained:
-            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x, ctx.axis), sink)
-        return scattering.wait(), d_weight, None, None
+        if trained:
+            x = x if arriving is None else arriving.wait()
+            axis = ctx.axis if gathers and waits else None
+            d_weight = _take_gradient(WeightProduct(ctx.weight, grad, x, axis), sink)
+        return dx if leaving is None else leaving.wait(), d_weight, None, None, None
 
 
-class _ScatterLinear(torch.autograd.Function):
-    """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: nn.Parameter, axis: Axis, sink: WeightGradients | None
-    ) -> torch.Tensor:
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.axis, ctx.sink, ctx.weight = axis, sink, weight
-        return collectives.start_reduce_scatter(large_product(x, weight.t()), axis).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        whole = collectives.all_gather(grad, ctx.axis)  # [t/tp, h] -> [t, h]
-        d_weight = None
-        if ctx.needs_input_grad[1]:
-            d_weight = _take_gradient(WeightProduct(ctx.weight, whole, x), ctx.sink)
-        dx = large_product(whole, weight) if ctx.needs_input_grad[0] else None  # [t, h] x [h, f/tp]
-        return dx, d_weight, None, None
-
-
-def product(x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None) -> torch.Tensor:
-    """`x[..., h] W^T [..., f]` on this rank; `sink` takes the weight gradient once the weight is in a bucket."""
-    return _Product.apply(x, weight, sink)
-
-
-def gather_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    axis: Axis,
-    sink: WeightGradients | None = None,
+def product(
+    x: torch.Tensor, weight: torch.Tensor, sink: WeightGradients | None = None, axis: Axis = _ALONE, way: Way = ""
 ) -> torch.Tensor:
-    """`x[t/tp, h] sharded`, `W[f, h]` -> `x_gathered W^T [t, f]`."""
-    return product(x, weight, sink) if axis.size == 1 else _GatherLinear.apply(x, weight, axis, sink)
-
-
-def scatter_linear(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
-    """`x[t, f/tp]`, `W[h, f/tp]` -> `y[t/tp, h]`, the sum over tp of `x W^T`."""
-    tp, sink = options.tp, options.weight_gradients
-    return product(x, weight, sink) if tp.size == 1 else _ScatterLinear.apply(x, weight, tp, sink)
+    """`x W^T` of this rank, or with `way` over an axis; `sink` takes the weight gradient once the weight is in a
+    bucket.
+    """
+    return _Linear.apply(x, weight, axis, way if axis.size > 1 else "", sink)
 
 
 def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions) -> torch.Tensor:
     """`y[t, f/tp]` from `x[t/tp, h]` (sequence parallel) or `x[t, h]` (replicated)."""
     if options.sequence_parallel:
-        return gather_linear(x, weight, options.tp, options.weight_gradients)
+        return product(x, weight, options.weight_gradients, options.tp, "gather")
     return product(copy_to(x, options.tp), weight, options.weight_gradients)
 
 
@@ -236,7 +195,7 @@ class RowParallelLinear(nn.Module):
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
         options = self.options
         if options.sequence_parallel:
-            y = scatter_linear(x, self.weight, options)
+            y = product(x, self.weight, options.weight_gradients, options.tp, "scatter")
         else:
             y = reduce_from(product(x, self.weight, options.weight_gradients), options.tp)  # [t, h]
         return y if self.bias is None else y + self.bias

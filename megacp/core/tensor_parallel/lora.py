@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,108 +55,93 @@ def is_of_a_pair(name: str) -> bool:
     return name.endswith((f".{A}", f".{B}"))
 
 
-def _down_spec(pieces: Sequence[TensorSlice], inputs: int, partial: bool, counted: bool) -> ParameterSpec:
-    """Of A: uniform within 1 / sqrt(inputs), what peft's Kaiming draw with a = sqrt(5) comes to."""
-    over = ("tp",) if partial else ()
-    return ParameterSpec(tuple(pieces), "uniform", 1 / math.sqrt(3 * inputs), partial_over=over, counted=counted)
-
-
 class LowRank(nn.Module):
-    """Pairs of one linear. Their block says the names of a microbatch's dropout bits before it calls the linear."""
+    """A frozen linear and the pairs beside it. Its block says the names of a microbatch's dropout bits before."""
 
     names: DropoutNames | None = None
 
-    def __init__(self, linear: LinearSpec, lora: LoraSpec) -> None:
+    def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__()
-        self.dropout = lora.dropout
+        self.linear, self.lora, self.tp = linear, lora, options.tp
+        self.sequence_parallel = options.sequence_parallel
         # the odd constant spreads keys of names over all 64 bits (SplitMix64)
-        self.site = zlib.crc32(f"{linear.prefix}.{linear.outputs[0][0]}".encode()) * 0x9E3779B97F4A7C15
+        self.site = zlib.crc32(f"{spec.prefix}.{spec.outputs[0][0]}".encode()) * 0x9E3779B97F4A7C15
+        # the pairs are trained; autograd takes the gradients of views of a stacked matrix
+        self.options = dataclasses.replace(options, trained=True, weight_gradients=None)
+        self.partial = ("tp",) if options.sequence_parallel and options.tp.size > 1 else ()
+        """Axes over which a whole matrix has a partial gradient: each tp rank sees other tokens."""
+
+    def down_parameter(self, pieces: list[TensorSlice], inputs: int, whole: bool) -> nn.Parameter:
+        """A: uniform within 1 / sqrt(inputs), what peft's Kaiming draw with a = sqrt(5) comes to."""
+        over, counted = (self.partial, self.tp.rank == 0) if whole else ((), True)
+        spec = ParameterSpec(tuple(pieces), "uniform", 1 / math.sqrt(3 * inputs), partial_over=over, counted=counted)
+        return self.options.parameter(spec)
 
     def dropped(self, x: torch.Tensor, whole: bool, first: int = 0) -> torch.Tensor:
         """`x` in training, with zeros; `whole`: of all tokens, and its columns from `first` on."""
-        if self.dropout == 0.0 or not self.training:
+        if self.lora.dropout == 0.0 or not self.training:
             return x
         assert self.names is not None, "a block names the tokens of a microbatch"
         tokens = self.names.whole if whole else self.names.own
-        return dropout(x, self.names.key + self.site, tokens, self.dropout, first)
+        return dropout(x, self.names.key + self.site, tokens, self.lora.dropout, first)
 
 
 class ColumnPairs(LowRank):
-    """Pairs of a column-parallel linear: adds to the columns of `y[t, f/tp]` that have one."""
+    """A column-parallel linear, with pairs that add to those columns of `y[t, f/tp]` that have one."""
 
-    def __init__(self, linear: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
-        super().__init__(linear, lora)
-        self.options, self.scale, tp, rank = options, lora.scale, options.tp, lora.rank
-        self.widths = [rows // tp.size for _, rows in linear.outputs]
-        self.adapted = [name in lora.linears for name, _ in linear.outputs]
-        chosen = [output for output, adapted in zip(linear.outputs, self.adapted, strict=True) if adapted]
-        downs, ups, start = [], [], 0
-        for number, (name, rows) in enumerate(chosen):
-            name, whole, local = f"{linear.prefix}.{name}", (rank, linear.in_features), rows // tp.size
-            downs.append(TensorSlice(f"{name}.{A}", whole, (0, 0), whole, number * rank))
+    def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
+        super().__init__(linear, spec, lora, options)
+        tp, rank = options.tp, lora.rank
+        self.widths = [rows // tp.size for _, rows in spec.outputs]
+        self.adapted = [name in lora.linears for name, _ in spec.outputs]
+        downs: list[TensorSlice] = []
+        ups, start = [], 0
+        for name, rows in (output for output in spec.outputs if output[0] in lora.linears):
+            name, whole, local = f"{spec.prefix}.{name}", (rank, spec.in_features), rows // tp.size
+            downs.append(TensorSlice(f"{name}.{A}", whole, (0, 0), whole, len(downs) * rank))
             ups.append(TensorSlice(f"{name}.{B}", (rows, rank), (tp.rank * local, 0), (local, rank), start))
             start += local
-        partial = options.sequence_parallel and tp.size > 1  # each tp rank sees other tokens
-        self.down = options.parameter(_down_spec(downs, linear.in_features, partial, counted=tp.rank == 0))
-        self.up = options.parameter(ParameterSpec(tuple(ups), "zeros"))
-        self.ranks, self.rows = [rank] * len(chosen), [piece.shape[0] for piece in ups]
+        self.down = self.down_parameter(downs, spec.in_features, whole=True)
+        self.up = self.options.parameter(ParameterSpec(tuple(ups), "zeros"))
+        self.rows = [piece.shape[0] for piece in ups]
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
+        y = self.linear(x)
         u = F.linear(self.dropped(x, whole=False), self.down)  # all pairs at once: [.., h] -> [.., pairs r]
-        u = gather_from(u, self.options.tp) if self.options.sequence_parallel else copy_to(u, self.options.tp)
-        pairs = zip(u.split(self.ranks, -1), self.up.split(self.rows), strict=True)
+        u = gather_from(u, self.tp) if self.sequence_parallel else copy_to(u, self.tp)
+        pairs = zip(u.split(self.lora.rank, -1), self.up.split(self.rows), strict=True)
         parts = [
-            torch.add(part, F.linear(*next(pairs)), alpha=self.scale) if adapted else part
+            torch.add(part, F.linear(*next(pairs)), alpha=self.lora.scale) if adapted else part
             for part, adapted in zip(y.split(self.widths, -1), self.adapted, strict=True)
         ]
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 class RowPair(LowRank):
-    """The pair of a row-parallel linear, which adds to `y[t/tp, h]` (without sequence parallelism `y[t, h]`)."""
+    """A row-parallel linear and its pair, which adds to `y[t/tp, h]` (without sequence parallelism `y[t, h]`)."""
 
-    def __init__(self, linear: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
-        super().__init__(linear, lora)
-        self.options, self.scale, tp, rank = options, lora.scale, options.tp, lora.rank
-        ((last, rows),) = linear.outputs
-        name, local = f"{linear.prefix}.{last}", linear.in_features // tp.size
+    def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
+        super().__init__(linear, spec, lora, options)
+        tp, rank, ((last, rows),) = options.tp, lora.rank, spec.outputs
+        name, local = f"{spec.prefix}.{last}", spec.in_features // tp.size
         self.first = tp.rank * local
-        piece = TensorSlice(f"{name}.{A}", (rank, linear.in_features), (0, tp.rank * local), (rank, local))
+        piece = TensorSlice(f"{name}.{A}", (rank, spec.in_features), (0, self.first), (rank, local))
         whole = TensorSlice(f"{name}.{B}", (rows, rank), (0, 0), (rows, rank))
-        over = ("tp",) if options.sequence_parallel and tp.size > 1 else ()
-        self.down = options.parameter(_down_spec([piece], linear.in_features, partial=False, counted=True))
-        self.up = options.parameter(ParameterSpec((whole,), "zeros", partial_over=over, counted=tp.rank == 0))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """`x[t, f/tp]` is what the linear has multiplied."""
-        u = F.linear(self.dropped(x, True, self.first), self.down)  # [t, f/tp] -> [t, r], partial over tp
-        u = reduce_scatter_to(u, self.options.tp) if self.options.sequence_parallel else reduce_from(u, self.options.tp)
-        return torch.add(y, F.linear(u, self.up), alpha=self.scale)
-
-
-class AdaptedLinear(nn.Module):
-    """A frozen linear and the pairs beside it."""
-
-    def __init__(self, linear: nn.Module, pairs: nn.Module) -> None:
-        super().__init__()
-        self.linear, self.pairs = linear, pairs
+        self.down = self.down_parameter([piece], spec.in_features, whole=False)
+        up = ParameterSpec((whole,), "zeros", partial_over=self.partial, counted=tp.rank == 0)
+        self.up = self.options.parameter(up)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What the linear gives for its input, and what the pairs add to it."""
-        return self.pairs(x, self.linear(x))
+        """`x[t, f/tp]` is what the linear multiplies."""
+        u = F.linear(self.dropped(x, True, self.first), self.down)  # [t, f/tp] -> [t, r], partial over tp
+        u = reduce_scatter_to(u, self.tp) if self.sequence_parallel else reduce_from(u, self.tp)
+        return torch.add(self.linear(x), F.linear(u, self.up), alpha=self.lora.scale)
 
 
 def adapted(
-    linear: nn.Module,
-    spec: LinearSpec,
-    kind: type[ColumnPairs | RowPair],
-    lora: LoraSpec | None,
-    options: LinearOptions,
+    linear: nn.Module, spec: LinearSpec, kind: type[LowRank], lora: LoraSpec | None, options: LinearOptions
 ) -> nn.Module:
     """The linear with pairs of this kind where `lora` names one of its tensors, else the linear itself."""
-    if lora is None or not any(name in lora.linears for name, _ in spec.outputs):
-        return linear
-    # the pairs are trained; autograd takes the gradients of views of a stacked matrix
-    own = dataclasses.replace(options, trained=True, weight_gradients=None)
-    return AdaptedLinear(linear, kind(spec, lora, own))
+    named = lora is not None and any(name in lora.linears for name, _ in spec.outputs)
+    return kind(linear, spec, lora, options) if named and lora is not None else linear

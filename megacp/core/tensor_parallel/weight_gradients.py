@@ -11,7 +11,6 @@ that tensor-parallel ranks share is kept as this rank's part, and gathered under
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,13 +61,15 @@ class WeightGradients:
 
     def take(self, product: WeightProduct) -> None:
         """Deal with the gradient of a weight that has a `main_grad`; `x` is whole unless they wait."""
-        self.compute(product.weight, product.grad, product.x)
-        _tell(product.weight)
+        self.compute(product, product.x, last=True)
 
-    def compute(self, weight: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Add `dy^T x` of `grad[..., f]` and `x[..., h]`."""
-        total: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # ours, on a parameter of torch
-        self._add(total, grad.flatten(0, -2), x.flatten(0, -2))
+    def compute(self, product: WeightProduct, x: torch.Tensor, last: bool) -> None:
+        """Add `dy^T x` of the whole `x[..., h]`; `last`: the bucket hears that the gradient is final."""
+        weight: torch.Tensor = product.weight
+        self._add(weight.main_grad, product.grad.flatten(0, -2), x.flatten(0, -2))  # type: ignore[attr-defined]  # ours
+        if last:
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # likewise
+            weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise
 
 
 class DeferredWeightGradients(WeightGradients):
@@ -98,24 +99,17 @@ class DeferredWeightGradients(WeightGradients):
         """Compute what waits under a name. `last`: buckets hear that the gradients of these weights are final."""
         products = deque(self._waiting.pop(key))
         uses = Counter(product.weight for product in products)
-        inputs = deque(self._start(product) for product in itertools.islice(products, 1))
+        arriving = _start(products[0]) if products else None
         while products:
-            if len(products) > 1:
-                inputs.append(self._start(products[1]))  # on its way under this product
-            product = products.popleft()
-            self.compute(product.weight, product.grad, inputs.popleft()())
+            x, product = arriving, products.popleft()
+            arriving = _start(products[0]) if products else None  # on its way under this product
+            assert x is not None
             uses[product.weight] -= 1
-            if last and not uses[product.weight]:
-                _tell(product.weight)
-
-    @staticmethod
-    def _start(product: WeightProduct) -> Callable[[], torch.Tensor]:
-        """Start to gather the input of a product; the result waits for it and is asked once."""
-        if product.axis is None:
-            return lambda: product.x
-        return collectives.start_all_gather(product.x, product.axis).take
+            self.compute(product, x(), last and not uses[product.weight])
 
 
-def _tell(weight: nn.Parameter) -> None:
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]  # ours, on a parameter of torch
-    weight.gradient_added(weight)  # type: ignore[attr-defined]  # likewise
+def _start(product: WeightProduct) -> Callable[[], torch.Tensor]:
+    """Start to gather the input of a product; the result waits for it and is asked once."""
+    if product.axis is None:
+        return lambda: product.x
+    return collectives.start_all_gather(product.x, product.axis).take

@@ -1,32 +1,31 @@
-"""The head's product and its loss over chunks of tokens, so that logits of all tokens never exist.
+"""The vocabulary-parallel table: an embedding, and a head whose product and loss go over chunks of tokens.
+
+The global vocabulary keeps its true size, so a checkpoint does not depend on tp. Each rank pads its rows for fast
+kernels: those rows are in no checkpoint, never looked up, and masked out of the softmax.
 
 The loss of a microbatch is `sum(weights * losses) / denominator`, with both known before the forward. So the forward of
 a chunk makes its logits, losses and their gradient at once, and from that the gradients of input and weight: three
-products, none of them twice. Backward scales what is there. A whole row is one chunk.
-
-The weight gradient of several chunks is summed in fp32 (float64 for float64 models) and narrowed where it stands, so
-there is no second copy. It goes to autograd, because a tied table is used twice.
+products, none of them twice, and logits of all tokens never exist. Backward scales what is there. A whole row is one
+chunk. The weight gradient of several chunks is summed in fp32 (float64 for float64 models) and narrowed where it
+stands, so there is no second copy. It goes to autograd, because a tied table is used twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from megacp.core.distributed import collectives
+from megacp.core.distributed.differentiable import reduce_from, reduce_scatter_to
 from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
 from megacp.core.large_blocks import empty, product, zeros
 from megacp.core.ops.kernel import accumulation_dtype
-
-LossKernel = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor | None], torch.Tensor]
-"""`(logits[c, v], labels[c], first column, scale[c] or None) -> losses[c]` in fp32 or wider, replicated over tp.
-
-With a scale, as wide as the losses, the logits become the gradient of `sum(scale * losses)`. They may be overwritten
-without one too.
-"""
+from megacp.core.tensor_parallel.linear import LinearOptions, column_product
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,17 @@ class Target:
 
 
 @dataclass(frozen=True)
-class LossOptions:
-    """The rows of a table on this rank, and how the loss over them is computed."""
+class TableSpec:
+    """A global table `[vocab_size, hidden_size]`."""
 
-    tp: Axis
-    sequence_parallel: bool
-    first: int
-    true_rows: int
-    kernel: LossKernel
-    chunk_tokens: int
-    """Tokens of a chunk; 0 takes all at once."""
+    name: str
+    vocab_size: int
+    hidden_size: int
+    std: float
+    partial_over: tuple[str, ...] = ()
+    """Axes over which its gradient is partial: `embedding` where two stages hold a tied table."""
+    counted: bool = True
+    """Whether the gradient norm counts it: one of two tied copies is counted."""
 
 
 def cross_entropy(
@@ -88,38 +88,75 @@ def weighted_loss(losses: torch.Tensor, weights: torch.Tensor, denominator: floa
     return (losses * weights.to(losses.dtype)).sum() / denominator
 
 
+class VocabularyTable(nn.Module):
+    """This rank's rows of a table: an embedding, an output head, or both when tied.
+
+    Each rank's rows are padded to a multiple of `rows_multiple`.
+    """
+
+    def __init__(self, table: TableSpec, rows_multiple: int, options: LinearOptions) -> None:
+        super().__init__()
+        self.options = options
+        vocab, hidden = table.vocab_size, table.hidden_size
+        rows = -(-vocab // (options.tp.size * rows_multiple)) * rows_multiple
+        self.first = min(options.tp.rank * rows, vocab)
+        self.true_rows = min(rows, vocab - self.first)
+        piece = TensorSlice(table.name, (vocab, hidden), (self.first, 0), (self.true_rows, hidden))
+        spec = ParameterSpec((piece,), "normal", table.std, partial_over=table.partial_over, counted=table.counted)
+        self.weight = options.parameter(spec, rows)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 `tokens[t]` -> `x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
+        local, tp = tokens - self.first, self.options.tp
+        elsewhere = (local < 0) | (local >= self.true_rows)  # [t]: the row is on another tp rank
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)  # row 0 stands in, [t] -> [t, h]
+        if tp.size == 1:
+            return x
+        x = x.masked_fill(elsewhere[:, None], 0.0)  # partial over tp: one rank has the row, the others 0
+        return reduce_scatter_to(x, tp) if self.options.sequence_parallel else reduce_from(x, tp)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """`x[t/tp, h]` or `x[t, h]` -> `[t, true rows of this rank]`."""
+        return column_product(x, self.weight, self.options)[:, : self.true_rows]
+
+    def loss(self, x: torch.Tensor, target: Target, chunk_tokens: int) -> torch.Tensor:
+        """The scalar loss of `x` as in `logits`, replicated over tp, partial over dp and cp.
+
+        Logits exist for `chunk_tokens` tokens at a time (0: all). Gradients are made where autograd records, and only
+        those that are asked for: none for a frozen table, none in evaluation.
+        """
+        return _ChunkedLoss.apply(x, self.weight, target, self, chunk_tokens, torch.is_grad_enabled())
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """`x[t/tp, h]` sharded or `x[t, h]` replicated, `W[rows, h]` -> the scalar loss, replicated over tp."""
 
     @staticmethod
-    def forward(ctx, x, weight, target, options, with_gradients):  # type: ignore[no-untyped-def]
-        sharded = options.sequence_parallel and options.tp.size > 1
-        x_all = collectives.all_gather(x, options.tp) if sharded else x  # [t, h]
+    def forward(ctx, x, weight, target, table, chunk_tokens, with_gradients):  # type: ignore[no-untyped-def]
+        tp, sharded = table.options.tp, table.options.sequence_parallel and table.options.tp.size > 1
+        x_all = collectives.all_gather(x, tp) if sharded else x  # [t, h]
         for_x, for_weight = (wanted and with_gradients for wanted in ctx.needs_input_grad[:2])
         tokens, wide = x_all.shape[0], accumulation_dtype(x.dtype)
-        step = options.chunk_tokens or max(tokens, 1)
+        step = chunk_tokens or max(tokens, 1)
         dx = empty(x_all.shape, x_all) if for_x else None
         d_weight = zeros(weight.shape, weight, wide if tokens > step else None) if for_weight else None
         weights = target.weights.to(wide)
-        scale = weights / target.denominator if for_x or for_weight else None
+        scale = weights / target.denominator
         losses = torch.empty(tokens, dtype=wide, device=x.device)
         for start in range(0, tokens, step):
             part = slice(start, start + step)
             logits = product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
-            losses[part] = options.kernel(
-                logits[:, : options.true_rows],
-                target.labels[part],
-                options.first,
-                None if scale is None else scale[part],
-            )
-            logits[:, options.true_rows :] = 0.0  # padded rows have no gradient
+            true = logits[:, : table.true_rows]
+            scaled = scale[part] if for_x or for_weight else None
+            losses[part] = cross_entropy(true, target.labels[part], table.first, tp, scaled)
+            logits[:, table.true_rows :] = 0.0  # padded rows have no gradient
             if dx is not None:
                 torch.mm(logits, weight, out=dx[part])  # [c, rows] x [rows, h] -> [c, h], partial over tp
             if d_weight is not None:
                 _add_product(d_weight, logits, x_all[part])
-            del logits  # before those of the next chunk
+            del logits, true  # before those of the next chunk
         if dx is not None:
-            dx = (collectives.reduce_scatter if sharded else collectives.all_reduce)(dx, options.tp)
+            dx = (collectives.reduce_scatter if sharded else collectives.all_reduce)(dx, tp)
         ctx.save_for_backward(dx, d_weight)
         ctx.dtype = weight.dtype
         return weighted_loss(losses, weights, target.denominator)
@@ -128,13 +165,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         dx, d_weight = ctx.saved_tensors  # changed in place: torch refuses a second backward
-        return (
-            None if dx is None else dx.mul_(grad),
-            None if d_weight is None else _narrowed(d_weight.mul_(grad), ctx.dtype),
-            None,
-            None,
-            None,
-        )
+        d_weight = None if d_weight is None else _narrowed(d_weight.mul_(grad), ctx.dtype)
+        return None if dx is None else dx.mul_(grad), d_weight, None, None, None, None
 
 
 def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
@@ -160,12 +192,3 @@ def _narrowed(total: torch.Tensor, dtype: torch.dtype, block: int = 1 << 22) -> 
     for start in range(0, flat.numel(), block):
         narrow[start : start + block] = flat[start : start + block].to(dtype)
     return narrow.view(total.shape)
-
-
-def chunked_loss(x: torch.Tensor, weight: torch.Tensor, target: Target, options: LossOptions) -> torch.Tensor:
-    """The scalar loss of this rank's tokens, replicated over tp, partial over dp and cp.
-
-    `x[t/tp, h]` under sequence parallelism, else `x[t, h]`; `weight` this rank's rows. Gradients are made where
-    autograd records and only those that are asked for: none for a frozen table, none in evaluation.
-    """
-    return _ChunkedLoss.apply(x, weight, target, options, torch.is_grad_enabled())
