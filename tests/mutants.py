@@ -294,7 +294,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/data/images.py", IMAGES): [
         ("(np.cumsum(totals) - totals)", "0 * (np.cumsum(totals) - totals)", "bounds of the second pack begin at 0"),
-        ("num_tokens, number + 1, strict=", "num_tokens, number, strict=", "the first image sees nobody ahead"),
+        ("number + 1, strict=", "number, strict=", "the first image sees nobody ahead"),
         ("windows - crop * patches.shape[1]", "windows", "a frame pools the patches of the first"),
         ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
@@ -342,7 +342,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/data/loader.py", "tests/data/test_loader.py"): [
         ("[:, data_rank.index]", "[:, data_rank.index - 1]", "ranks read the packs of others"),
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
-        ("self._consumed += self._options", "self._consumed += 0 * self._options", "the loader's state stays"),
+        (
+            "self.consumed_samples += self._options",
+            "self.consumed_samples += 0 * self._options",
+            "the loader's state stays",
+        ),
         ("self._requested = consumed_samples", "self._requested = 0", "a resumed loader reads from the start"),
     ],
     ("core/models/multimodal.py", "tests/models/test_multimodal.py"): [

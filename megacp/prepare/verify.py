@@ -89,7 +89,7 @@ def _image_reasons(shard: Shard, number: int, tokens: np.ndarray, image_patch: i
     units = row_units([images], [len(lengths)], np.cumsum(lengths) - lengths)
     try:
         vision_inputs(units, tokens, image_patch)
-        for item in np.unique(units.item).tolist():
+        for item in np.unique(units.table["item"]).tolist():
             images.read(item)
     except (ValueError, OSError) as error:
         yield str(error)

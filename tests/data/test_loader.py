@@ -110,22 +110,20 @@ def test_an_error_while_reading_ahead_surfaces_in_its_own_step() -> None:
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_what_is_prepared_belongs_to_its_batches_and_its_errors_to_their_step(threads: int) -> None:
     """Would catch plans of another step, an error that comes steps too early, and a look-ahead without an end."""
-    wrong, prepared = int(samples(4, 1, 10, seed=0)[0]), []
+    order, prepared = samples(0, 6, 10, seed=0).tolist(), []
 
     def prepare(batch: PackedBatch) -> tuple[int, ...]:
         prepared.append(batch)
-        if wrong in batch.pack_ids:
-            raise ValueError(f"pack {wrong} has no plan")
+        if order[4] in batch.pack_ids:
+            raise ValueError(f"pack {order[4]} has no plan")
         return batch.pack_ids
 
     with PackedLoader(Packs(10), LoaderOptions(1, 2, num_threads=threads), prepare=prepare) as loader:
         for step in range(2):
-            batches = loader.next_step()
-            assert loader.prepared() == [batch.pack_ids for batch in batches]
+            assert loader.next_step() == [(order[2 * step],), (order[2 * step + 1],)]
             assert len(prepared) <= 2 * (step + 1 + max(2, threads))
-        loader.next_step()
-        with pytest.raises(ValueError, match=f"pack {wrong} has no plan"):
-            loader.prepared()
+        with pytest.raises(ValueError, match=f"pack {order[4]} has no plan"):
+            loader.next_step()
 
 
 def test_close_ends_the_threads_and_can_be_repeated() -> None:

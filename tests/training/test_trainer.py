@@ -221,18 +221,18 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
 @pytest.mark.slow
 def test_the_data_wait_of_a_step_counts_waiting_for_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first plans come 0.3 s after the step has asked for them, the others as soon as they can."""
-    real_plan, real_prepared, goes_on = ParallelModel.plan, PackedLoader.prepared, threading.Event()
+    real_plan, real_next, goes_on = ParallelModel.plan, PackedLoader.next_step, threading.Event()
 
     def plan(self: ParallelModel, batch: PackedBatch) -> object:
         assert goes_on.wait(20)
         return real_plan(self, batch)
 
-    def prepared(self: PackedLoader[object]) -> list[object]:
+    def next_step(self: PackedLoader) -> list[object]:
         threading.Timer(0.3, goes_on.set).start()
-        return real_prepared(self)
+        return real_next(self)
 
     monkeypatch.setattr(ParallelModel, "plan", plan)
-    monkeypatch.setattr(PackedLoader, "prepared", prepared)
+    monkeypatch.setattr(PackedLoader, "next_step", next_step)
     run(1, [*TINY, "--save", str(tmp_path)])
     rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     first, *later = (row["data_wait"] for row in rows if row["kind"] == "train")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megacp.core.data.batch import VisionInputs
-from megacp.core.data.image_shards import REPLICATE, image_shards
+from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
 from megacp.core.distributed.differentiable import copy_to, exchange
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import pinned, to_device
@@ -173,7 +173,7 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     boundaries, units = vision.boundaries, vision.unit_order
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
-        boundaries, units = image_shards(bounds, axis.size).boundaries, None
+        boundaries, units = compute_image_shard_boundaries(*bounds, axis.size), None
     order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
     routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order)
     return LocalVision(patches, pooling, routes, axis)

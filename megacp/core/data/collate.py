@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megacp.core.data.batch import PADDING, PackedBatch
-from megacp.core.data.images import ImageLoading, row_units, with_images
+from megacp.core.data.images import ImageLoading, with_images
 from megacp.core.data.reader import Pack
 
 
@@ -70,11 +70,7 @@ def collate(
         )
         last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
     batch = _fill(packs, runs, last, _padding_positions(true, padded))
-    images = [pack.images for pack in packs if pack.images is not None]
-    if not images:
-        return batch
-    units = row_units(images, [len(pack.segments) for pack in packs], begin)
-    return with_images(batch, packs, units, image_attention, loading)
+    return with_images(batch, packs, begin, image_attention, loading)
 
 
 def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _ShiftedRuns:

@@ -4,7 +4,8 @@ Of all partitions into ascending ranges, the largest cost of a rank is the least
 are fewer units than ranks. It is a pure function of integers, so ranks agree without a message.
 
 A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops. Pooling
-windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
+windows cross crops, never images or frames. "image" in the columns of a boundary table means crop. Arguments `bounds`
+are cumulative crops and cumulative pooled tokens of the units of a row, int [u] each.
 """
 
 from __future__ import annotations
@@ -21,15 +22,6 @@ BOUNDARY_DTYPE = np.dtype(
 )
 REPLICATE = "replicate"
 """Every rank encodes everything: the table is that of one rank."""
-
-
-@dataclass(frozen=True)
-class VisionCost:
-    """FLOPs of the vision tower as plain numbers of a model."""
-
-    patches_per_crop: int
-    encoder_flops_per_patch: int
-    connector_flops_per_token: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,44 +49,47 @@ class ImageShards:
         return 0 if self.strategy == REPLICATE else int(self.boundaries["start_image_idx"][rank])
 
 
-def unit_costs(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cost: VisionCost) -> np.ndarray:
-    """int64 [u]: FLOPs of each unit = its patches in the encoder and its pooled tokens in the connector."""
-    crops = np.diff(cum_crop_bounds, prepend=0).astype(np.int64)
-    tokens = np.diff(cum_token_pooling_bounds, prepend=0).astype(np.int64)
-    return crops * (cost.patches_per_crop * cost.encoder_flops_per_patch) + tokens * cost.connector_flops_per_token
+def image_shards(
+    bounds: tuple[np.ndarray, np.ndarray],
+    cp_size: int,
+    strategy: str = "computed",
+    stored: np.ndarray | None = None,
+    cost: tuple[int, int] = (1, 0),
+) -> ImageShards:
+    """The ranges of a row by one of the strategies; `cost` as `longest_first`.
+
+    `stored`: a table for just this degree and these units, or None, where the function computes the same.
+    """
+    if strategy == REPLICATE:
+        return ImageShards(compute_image_shard_boundaries(*bounds, 1), REPLICATE)
+    if strategy == "longest_first":
+        return longest_first(*bounds, cp_size, cost)
+    if strategy == "stored" and stored is not None:
+        return ImageShards(stored, "stored")
+    return ImageShards(compute_image_shard_boundaries(*bounds, cp_size), "computed")
 
 
 def compute_image_shard_boundaries(
-    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
+    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int
 ) -> np.ndarray:
     """BOUNDARY_DTYPE [cp_size]: the crops and pooled tokens that each rank encodes, half open, in ascending order.
 
-    `cum_*_bounds` int [u]: crops and pooled tokens of units 0..u; `cost` int [u] of each unit (default: its crops; see
-    `unit_costs`). O(u + cp log(u) log(largest cost)). With fewer units than ranks the last ranks are empty.
+    A unit costs its crops. O(u + cp log(u) log(largest cost)). With fewer units than ranks the last ranks are empty.
     """
-    costs = np.diff(cum_crop_bounds, prepend=0) if cost is None else cost
-    return _table(cum_crop_bounds, cum_token_pooling_bounds, _stops(costs, cp_size))
-
-
-def image_shards(bounds: tuple[np.ndarray, np.ndarray], cp_size: int, stored: np.ndarray | None = None) -> ImageShards:
-    """The ranges of a row: a stored table for just this degree and these units, or the function on `bounds`.
-
-    `bounds`: cumulative crops and pooled tokens of units. Both give the same ranges.
-    """
-    if stored is None:
-        return ImageShards(compute_image_shard_boundaries(*bounds, cp_size), "computed")
-    return ImageShards(stored, "stored")
+    return _table(cum_crop_bounds, cum_token_pooling_bounds, _stops(np.diff(cum_crop_bounds, prepend=0), cp_size))
 
 
 def longest_first(
-    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: np.ndarray | None = None
+    cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray, cp_size: int, cost: tuple[int, int] = (1, 0)
 ) -> ImageShards:
     """Units to ranks one by one, the costliest first, each to the rank with the least so far: ranges of a permutation.
 
-    Graham's rule: at most 4/3 of the optimum over all assignments, and often less than the best contiguous one. A rank
-    has its units in the order of the row. Arguments and errors as `compute_image_shard_boundaries`; O(u log u).
+    `cost`: of a crop and of a pooled token. Graham's rule: at most 4/3 of the optimum over all assignments, and often
+    less than the best contiguous one. A rank has its units in the order of the row. O(u log u).
     """
-    costs = np.diff(cum_crop_bounds, prepend=0) if cost is None else cost
+    crops = np.diff(cum_crop_bounds, prepend=0).astype(np.int64)
+    pooled = np.diff(cum_token_pooling_bounds, prepend=0).astype(np.int64)
+    costs = crops * cost[0] + pooled * cost[1]
     loads = [(0, 0, rank) for rank in range(cp_size)]  # cost, units, rank: ties go to the rank with fewer units
     rank_of = np.zeros(len(costs), np.int64)
     for unit in np.argsort(-costs, kind="stable").tolist():
@@ -103,13 +98,7 @@ def longest_first(
         rank_of[unit] = rank
     order = np.argsort(rank_of, kind="stable")
     stops = np.cumsum(np.bincount(rank_of, minlength=cp_size)).tolist()
-    permuted = [np.cumsum(np.diff(bounds, prepend=0)[order]) for bounds in (cum_crop_bounds, cum_token_pooling_bounds)]
-    return ImageShards(_table(permuted[0], permuted[1], stops), "longest_first", order)
-
-
-def replicated(cum_crop_bounds: np.ndarray, cum_token_pooling_bounds: np.ndarray) -> ImageShards:
-    """All units on every rank, in the order of the row. Arguments as `compute_image_shard_boundaries`."""
-    return ImageShards(compute_image_shard_boundaries(cum_crop_bounds, cum_token_pooling_bounds, 1), REPLICATE)
+    return ImageShards(_table(np.cumsum(crops[order]), np.cumsum(pooled[order]), stops), "longest_first", order)
 
 
 def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
@@ -134,12 +123,10 @@ def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
 
 def _fits(running: Sequence[int], cp_size: int, limit: int) -> bool:
     """Whether ranks of at most `limit` hold all units, where no unit is above it."""
-    start, last = 0, len(running) - 1
+    start = 0
     for _ in range(cp_size):
         start = bisect.bisect_right(running, running[start] + limit, start) - 1
-        if start == last:
-            return True
-    return False
+    return start == len(running) - 1
 
 
 def _table(crops: np.ndarray, tokens: np.ndarray, stops: Sequence[int]) -> np.ndarray:

@@ -19,15 +19,7 @@ import numpy as np
 
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.decoding import ImageError
-from megacp.core.data.image_shards import (
-    REPLICATE,
-    ImageShards,
-    VisionCost,
-    image_shards,
-    longest_first,
-    replicated,
-    unit_costs,
-)
+from megacp.core.data.image_shards import image_shards
 from megacp.core.data.reader import Pack, PackImages
 
 Pixels = tuple[np.ndarray, np.ndarray]
@@ -35,20 +27,16 @@ Pixels = tuple[np.ndarray, np.ndarray]
 
 
 class Decoder(Protocol):
-    """Encoded bytes to pixels, by the image rules of a dataset. Called from several threads at once."""
+    """Encoded bytes to pixels; called from several threads at once. ImageError says what is wrong with the bytes.
+
+    `patch_shape`: patches of a crop, numbers of a patch. `image`: all crops of an image. `video`: some of the sampled
+    frames (their numbers rise), one crop each.
+    """
 
     @property
-    def patch_shape(self) -> tuple[int, int]:
-        """Patches of a crop, numbers of a patch."""
-        ...
-
-    def image(self, data: bytes) -> Pixels:
-        """All crops of an image. ImageError says what is wrong with it."""
-        ...
-
-    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
-        """Some of the sampled frames of a video (their numbers rise), one crop each. ImageError likewise."""
-        ...
+    def patch_shape(self) -> tuple[int, int]: ...
+    def image(self, data: bytes) -> Pixels: ...
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels: ...
 
 
 @dataclass(frozen=True)
@@ -64,83 +52,62 @@ class ImageLoading:
     """fail: the run ends; skip: the document is dropped."""
     strategy: str = "stored"
     """stored (computed where there is no such table), computed, longest_first or replicate."""
-    cost: VisionCost | None = None
-    """What longest_first weighs units by; None weighs crops, as the stored tables do."""
+    cost: tuple[int, int] = (1, 0)
+    """What longest_first weighs a crop and a pooled token by."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowUnits:
-    """The units of all packs of a row, in order; int64 [u] each but for `begin`."""
+    """The units of all packs of a row, in order."""
 
+    table: np.ndarray
+    """tables.UNIT_DTYPE [u], with `segment` counted over all packs."""
+    pack: np.ndarray
+    """Index into the packs of the row, int64 [u]."""
     begin: np.ndarray
     """Place in the row at which each segment begins, int64 [segments]."""
-    pack: np.ndarray
-    """Index into the packs of the row."""
-    segment: np.ndarray
-    """Index into the segments of all packs."""
     first: np.ndarray
-    """Place of the unit's first token in the row."""
-    num_tokens: np.ndarray
-    item: np.ndarray
-    frame: np.ndarray
-    """Frame of a video; -1 for an image."""
+    """Place of the unit's first token in the row, int64 [u]."""
     cum_crops: np.ndarray
+    """int64 [u], as are pooled tokens."""
     cum_pooled: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.pack)
-
-
-class ImageCountError(ValueError):
-    """Image features and image-patch tokens differ in number; `segment` of the row is where."""
-
-    def __init__(self, features: int, tokens: int, image_patch: int, segment: int) -> None:
-        self.segment = segment
-        super().__init__(f"{features} image features and {tokens} image-patch tokens (id {image_patch})")
 
 
 def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray) -> RowUnits:
     """Units of packs with `num_segments` segments each, where segment s of the row begins at place `begin[s]`."""
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
-    units = np.concatenate([one.units for one in images])
-    segment = units["segment"] + (np.cumsum(num_segments) - num_segments)[pack]
+    table = np.concatenate([one.units for one in images])
+    table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]
     cumulative = []
     for name in ("image_stop", "pooled_stop"):
         totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
-        cumulative.append(units[name].astype(np.int64) + (np.cumsum(totals) - totals)[pack])
-    return RowUnits(
-        begin=begin,
-        pack=pack,
-        segment=segment,
-        first=begin[segment] + units["start"],
-        num_tokens=units["num_tokens"].astype(np.int64),
-        item=units["item"].astype(np.int64),
-        frame=units["frame"].astype(np.int64),
-        cum_crops=cumulative[0],
-        cum_pooled=cumulative[1],
-    )
+        cumulative.append(table[name].astype(np.int64) + (np.cumsum(totals) - totals)[pack])
+    return RowUnits(table, pack, begin, begin[table["segment"]] + table["start"], *cumulative)
 
 
-def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int) -> VisionInputs:
+def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int, packs: Sequence[Pack] = ()) -> VisionInputs:
     """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table yet.
 
-    ImageCountError: a unit has not as many image-patch tokens as image features, or some lie outside all units.
+    ValueError names the record (by its number without `packs`): a unit has not as many image-patch tokens as image
+    features, or some lie outside all units.
     """
     in_row = np.flatnonzero(tokens == image_patch)
     # units stand in the order of the row and do not overlap: the unit that begins last before a place
     unit = np.searchsorted(units.first, in_row, side="right") - 1
-    within = in_row < (units.first + units.num_tokens)[unit] if len(units) else np.zeros(len(in_row), bool)
-    within &= unit >= 0
+    stops = np.append(units.first + units.table["num_tokens"], -1)  # of no unit (-1): the last
+    within = in_row < stops[unit]
     features = np.diff(units.cum_pooled, prepend=0)
-    found = np.bincount(unit[within], minlength=len(units))
-    if (found != features).any():
-        wrong = int(np.flatnonzero(found != features)[0])
-        raise ImageCountError(int(features[wrong]), int(found[wrong]), image_patch, int(units.segment[wrong]))
-    if not within.all():
-        segments = np.searchsorted(units.begin, in_row, side="right") - 1
-        segment = int(segments[~within][0])
-        expected, held = int(features[units.segment == segment].sum()), int(np.count_nonzero(segments == segment))
-        raise ImageCountError(expected, held, image_patch, segment)
+    found = np.bincount(unit[within], minlength=len(features))
+    wrong = np.flatnonzero(found != features)
+    if len(wrong) or not within.all():
+        if len(wrong):
+            segment, counts = int(units.table["segment"][wrong[0]]), (features[wrong[0]], found[wrong[0]])
+        else:
+            counts = 0, int(np.count_nonzero(~within))
+            segment = int(np.searchsorted(units.begin, in_row[~within][0], side="right")) - 1
+        where = f"{_record(packs, segment)}, " if packs else ""
+        told = f"{counts[0]} image features and {counts[1]} image-patch tokens (id {image_patch})"
+        raise ValueError(f"{where}document {segment} of its row: {told}")
     return VisionInputs(
         cum_crop_bounds=units.cum_crops,
         cum_token_pooling_bounds=units.cum_pooled,
@@ -159,25 +126,25 @@ def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
-        number = {"example": units.segment, "image": np.arange(len(units))}[image_attention]
-        for first, count, value in zip(units.first, units.num_tokens, number + 1, strict=True):
+        number = {"example": units.table["segment"], "image": np.arange(len(units.first))}[image_attention]
+        for first, count, value in zip(units.first, units.table["num_tokens"], number + 1, strict=True):
             span[first : first + count] = value
     return span
 
 
 def with_images(
-    batch: PackedBatch, packs: Sequence[Pack], units: RowUnits, image_attention: str, loading: ImageLoading | None
+    batch: PackedBatch, packs: Sequence[Pack], begin: np.ndarray, image_attention: str, loading: ImageLoading | None
 ) -> PackedBatch:
-    """The row of `packs` with the spans and bounds of its images `units`, and the pixels that `loading` asks for.
+    """The row of `packs` with the spans and bounds of its images, and the pixels that `loading` asks for.
 
-    ValueError names the record whose image-patch tokens are not as many as its features, and that of a bad image when
-    the policy is `fail`.
+    Segment s begins at place `begin[s]`; without images it is the row itself. ValueError names the record whose
+    image-patch tokens are not as many as its features, and that of a bad image when the policy is `fail`.
     """
-    assert packs[0].images is not None
-    try:
-        vision = vision_inputs(units, batch.tokens, packs[0].images.image_patch)
-    except ImageCountError as error:
-        raise ValueError(f"{_record(packs, error.segment)}, document {error.segment} of its row: {error}") from error
+    images = [pack.images for pack in packs if pack.images is not None]
+    if not images:
+        return batch
+    units = row_units(images, [len(pack.segments) for pack in packs], begin)
+    vision = vision_inputs(units, batch.tokens, images[0].image_patch, packs)
     if loading is not None:
         vision = _with_pixels(vision, batch.document, packs, units, loading)
     return dataclasses.replace(batch, span=spans(units, len(batch), image_attention), vision=vision)
@@ -193,22 +160,27 @@ def _with_pixels(
 ) -> VisionInputs:
     """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
-    shards, shape = _shards(images, units, loading), loading.decoder.patch_shape
+    shape, table = loading.decoder.patch_shape, units.table
+    # a row of several packs has other bounds than each of them
+    stored = images[0].boundaries.get(loading.cp_size) if len(images) == 1 else None
+    bounds = units.cum_crops, units.cum_pooled
+    shards = image_shards(bounds, loading.cp_size, loading.strategy, stored, loading.cost)
     mine = shards.units(units.cum_crops, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
-    sizes = np.diff(np.stack([units.cum_crops, units.cum_pooled], 1), axis=0, prepend=0)  # [u, (crops, pooled)]
+    sizes = np.diff(np.stack(bounds, 1), axis=0, prepend=0)  # [u, (crops, pooled)]
     found: dict[int, Pixels] = {}
     bad: dict[int, str] = {}
     for item in _items(units, mine):
-        first, is_video = item[0], units.frame[item[0]] >= 0
+        first, frames = item[0], table["frame"][item].tolist()
         try:
-            data = images[int(units.pack[first])].read(int(units.item[first]))
-            frames = units.frame[item].tolist()
-            pixels = loading.decoder.video(data, frames) if is_video else loading.decoder.image(data)
-            _refuse_other_sizes(pixels, sizes[item].sum(0), shape)
+            data = images[int(units.pack[first])].read(int(table["item"][first]))
+            pixels = loading.decoder.video(data, frames) if frames[0] >= 0 else loading.decoder.image(data)
+            expected = (int(sizes[item, 0].sum()), *shape), int(sizes[item, 1].sum())
+            if (sized := (pixels[0].shape, len(pixels[1]))) != expected:
+                raise ImageError(f"it decodes to patches and pooled tokens {sized}, the dataset has {expected}")
             found.update(zip(item, _split(pixels, sizes[item].tolist()), strict=True))
         except ImageError as error:
-            what = "video" if is_video else "image"
-            reason = f"{_record(packs, int(units.segment[first]))}: {what} {units.item[first]}: {error}"
+            what = "video" if frames[0] >= 0 else "image"
+            reason = f"{_record(packs, int(table['segment'][first]))}: {what} {table['item'][first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
             bad.setdefault(int(document[units.first[first]]), reason)
@@ -228,25 +200,12 @@ def _with_pixels(
     )
 
 
-def _shards(images: Sequence[PackImages], units: RowUnits, loading: ImageLoading) -> ImageShards:
-    """Who encodes what, by the strategy of `loading`."""
-    bounds = units.cum_crops, units.cum_pooled
-    if loading.strategy == REPLICATE:
-        return replicated(*bounds)
-    if loading.strategy == "longest_first":
-        costs = None if loading.cost is None else unit_costs(*bounds, loading.cost)
-        return longest_first(*bounds, loading.cp_size, costs)
-    # a row of several packs has other bounds than each of them
-    usable = len(images) == 1 and loading.strategy == "stored"
-    return image_shards(bounds, loading.cp_size, images[0].boundaries.get(loading.cp_size) if usable else None)
-
-
 def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
     """The units that a rank decodes, those of one video together with rising frames, so each file is read once."""
     items: dict[tuple[int, ...], list[int]] = {}
     for unit in sorted(mine.tolist()):
-        frame = () if units.frame[unit] >= 0 else (unit,)  # an image that is named twice stays two
-        items.setdefault((int(units.pack[unit]), int(units.item[unit]), *frame), []).append(unit)
+        frame = () if units.table["frame"][unit] >= 0 else (unit,)  # an image that is named twice stays two
+        items.setdefault((int(units.pack[unit]), int(units.table["item"][unit]), *frame), []).append(unit)
     return list(items.values())
 
 
@@ -257,15 +216,6 @@ def _split(pixels: Pixels, sizes: Sequence[tuple[int, int]]) -> Iterator[Pixels]
         windows = pooling[row : row + pooled]
         yield patches[crop : crop + crops], np.where(windows >= 0, windows - crop * patches.shape[1], -1)
         crop, row = crop + crops, row + pooled
-
-
-def _refuse_other_sizes(pixels: Pixels, sizes: np.ndarray, patch_shape: tuple[int, int]) -> None:
-    patches, pooling = pixels
-    if patches.shape != (sizes[0], *patch_shape) or len(pooling) != sizes[1]:
-        raise ImageError(
-            f"it decodes to patches {patches.shape} and {len(pooling)} pooled tokens, the dataset was built for "
-            f"{(int(sizes[0]), *patch_shape)} and {sizes[1]}"
-        )
 
 
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:

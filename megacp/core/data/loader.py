@@ -11,12 +11,13 @@ compare `PackedBatch.fingerprint()`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,18 +28,15 @@ from megacp.core.data.images import ImageLoading
 from megacp.core.data.order import samples
 from megacp.core.data.reader import Pack
 
-Prepared = TypeVar("Prepared")
-"""What the caller makes of a batch ahead of its step."""
-
 
 class PackSource(Protocol):
-    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered packs."""
+    """What the loader reads from: a PackedDataset, a PackBlend, or anything else with numbered packs.
+
+    `pack`: pack `i`, 0 <= i < len; called from the loader's threads.
+    """
 
     def __len__(self) -> int: ...
-
-    def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len; called from the loader's threads."""
-        ...
+    def pack(self, i: int) -> Pack: ...
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class LoaderOptions:
     attention_mask: str = "packed"
     """packed: documents do not see each other; causal: a pack is one document."""
     image_attention: str = "example"
-    """Which image tokens see each other in both directions: see `row_images.spans`."""
+    """Which image tokens see each other in both directions: see `images.spans`."""
     num_threads: int = 1
     """Threads that make steps ahead, at least two steps; 0 makes each step when it is asked for."""
 
@@ -67,28 +65,8 @@ class DataRank:
     size: int = 1
 
 
-def _check(source: PackSource, options: LoaderOptions, data_rank: DataRank) -> None:
-    reasons = []
-    if not len(source):
-        reasons.append("the dataset has no pack")
-    if not 0 <= data_rank.index < data_rank.size:
-        reasons.append(f"data-parallel rank {data_rank.index} of {data_rank.size} does not exist")
-    per_round = options.micro_batch_size * data_rank.size
-    if options.global_batch_size % per_round:
-        reasons.append(
-            f"--global-batch-size {options.global_batch_size} is not a multiple of --micro-batch-size "
-            f"{options.micro_batch_size} x data-parallel size {data_rank.size} = {per_round}"
-        )
-    if reasons:
-        raise ValueError("; ".join(reasons))
-
-
 def _batches(
-    source: PackSource,
-    chosen: np.ndarray,
-    options: LoaderOptions,
-    data_rank: DataRank,
-    images: ImageLoading | None,
+    source: PackSource, chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank, images: ImageLoading | None
 ) -> list[PackedBatch]:
     """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0 with all loss weights 0."""
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
@@ -110,23 +88,14 @@ def step_batches(
 
     Without `images` no pixels are decoded.
     """
-    size, seed = options.global_batch_size, options.seed
     if isinstance(source, PackBlend):
-        chosen = source.samples(consumed, size, seed)
+        chosen = source.samples(consumed, options.global_batch_size, options.seed)
     else:
-        chosen = samples(consumed, size, len(source), seed)
+        chosen = samples(consumed, options.global_batch_size, len(source), options.seed)
     return _batches(source, chosen, options, data_rank, images)
 
 
-class _Step(Generic[Prepared]):
-    """A step on its way: its batches once they are read, then what is made of them."""
-
-    def __init__(self) -> None:
-        self.batches: Future[list[PackedBatch]] = Future()
-        self.prepared: Future[list[Prepared]] = Future()
-
-
-class PackedLoader(Generic[Prepared]):
+class PackedLoader:
     """Endless optimizer steps from a pack source, made ahead in threads. Close it, or use it as a context manager."""
 
     def __init__(
@@ -136,70 +105,51 @@ class PackedLoader(Generic[Prepared]):
         data_rank: DataRank | None = None,
         consumed_samples: int = 0,
         images: ImageLoading | None = None,
-        prepare: Callable[[PackedBatch], Prepared] | None = None,
+        prepare: Callable[[PackedBatch], Any] = lambda batch: batch,
     ) -> None:
         """`consumed_samples`, any number >= 0, is the state to resume from; it need not be a multiple of the batch.
 
         `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads once for each batch.
-
-        ValueError: an empty dataset, or a global batch that does not divide by micro batch x dp size.
         """
-        self._source, self._options, self._data_rank, self._images = source, options, data_rank or DataRank(), images
-        self._prepare, self._closed = prepare, threading.Event()
-        _check(source, options, self._data_rank)
-        self._consumed = self._requested = consumed_samples
-        self._pending: deque[_Step[Prepared]] = deque()
-        self._last: _Step[Prepared] | None = None
+        if not len(source):
+            raise ValueError("the dataset has no pack")
+        self._options, self._closed, self._prepare = options, threading.Event(), prepare
+        self._read = functools.partial(step_batches, source, options, data_rank or DataRank(), images=images)
+        self._requested = consumed_samples
+        self.consumed_samples = consumed_samples
+        """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
+        self._pending: deque[Future[list[Any]]] = deque()
         self._pool = ThreadPoolExecutor(options.num_threads, "pack-loader") if options.num_threads else None
         self._request_ahead()
 
-    @property
-    def consumed_samples(self) -> int:
-        """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
-        return self._consumed
-
     def _request_ahead(self) -> None:
         while self._pool is not None and len(self._pending) < max(2, self._options.num_threads):
-            self._pending.append(_Step())
-            self._pool.submit(self._make, self._requested, self._pending[-1])
+            self._pending.append(self._pool.submit(self._make, self._requested))
             self._requested += self._options.global_batch_size
 
-    def _make(self, consumed: int, step: _Step[Prepared]) -> None:
-        """Read and prepare the step after `consumed` samples; an error is raised where the result is asked for."""
-        result: Future[Any] = step.batches
-        try:
-            batches = step_batches(self._source, self._options, self._data_rank, consumed, self._images)
-            result.set_result(batches)
-            result = step.prepared
-            made: list[Prepared] = []
-            for batch in batches:
-                if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
-                    raise RuntimeError("the loader is closed")
-                made += [self._prepare(batch)] if self._prepare is not None else []
-            result.set_result(made)
-        except BaseException as error:
-            result.set_exception(error)
+    def _make(self, consumed: int) -> list[Any]:
+        made = []
+        for batch in self._read(consumed):
+            if self._closed.is_set():  # a run that ends waits for one plan, not for those of all steps ahead
+                raise RuntimeError("the loader is closed")
+            made.append(self._prepare(batch))
+        return made
 
-    def next_step(self) -> list[PackedBatch]:
-        """This rank's microbatches of the next step, global_batch_size / (micro_batch_size x dp size) of them.
+    def next_step(self) -> list[Any]:
+        """What `prepare` made of this rank's microbatches of the next step; without it, the microbatches themselves.
 
         An error met while reading ahead is raised here, in the step it belongs to, and again at every further call.
         """
         if self._closed.is_set():
             raise RuntimeError("the loader is closed")
         if self._pool is None:
-            self._pending.append(_Step())
-            self._make(self._consumed, self._pending[0])
-        batches = self._pending[0].batches.result()
-        self._last = self._pending.popleft()
-        self._request_ahead()
-        self._consumed += self._options.global_batch_size
-        return batches
-
-    def prepared(self) -> list[Prepared]:
-        """What `prepare` made of each batch of the last `next_step`. Its errors are raised here."""
-        assert self._last is not None, "a call follows next_step"
-        return self._last.prepared.result()
+            made = self._make(self.consumed_samples)
+        else:
+            made = self._pending[0].result()
+            self._pending.popleft()
+            self._request_ahead()
+        self.consumed_samples += self._options.global_batch_size
+        return made
 
     def close(self) -> None:
         """Stop reading ahead and wait for the threads; may be called twice."""
@@ -223,7 +173,6 @@ def validation_steps(
     Ends early when the dataset does, or the first one of a blend. Its last step may be short of packs. Every rank still
     gets the same number of microbatches, since ranks run in lockstep.
     """
-    _check(source, options, data_rank)
     size = options.global_batch_size
     for start in range(0, num_steps * size, size):
         if isinstance(source, PackBlend):

@@ -15,7 +15,6 @@ import torch
 
 from megacp.core.config.run import RunConfig
 from megacp.core.data.batch import PackedBatch
-from megacp.core.data.image_shards import VisionCost
 from megacp.core.data.images import Decoder, ImageLoading
 from megacp.core.data.mock import MockImages
 from megacp.core.distributed.collectives import all_reduce, gather_objects
@@ -53,11 +52,9 @@ def image_loading(
     )
 
 
-def vision_cost(config: RunConfig) -> VisionCost:
-    """Training FLOPs of the vision tower by patch and of the connector by pooled token."""
-    patches = config.vision.patches_per_crop
-    tower, connector = crop_flops(config).training / patches, pooled_flops(config).training
-    return VisionCost(patches, round(tower), round(connector))
+def vision_cost(config: RunConfig) -> tuple[int, int]:
+    """Training FLOPs of the vision tower by crop and of the connector by pooled token."""
+    return round(crop_flops(config).training), round(pooled_flops(config).training)
 
 
 def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:

@@ -130,7 +130,7 @@ class Trainer:
         self.saver.finish(self.log.say)
         return 0
 
-    def train_step(self, loader: PackedLoader[PlannedRow]) -> int:
+    def train_step(self, loader: PackedLoader) -> int:
         """One step, from packs to the log, and 0; a number of REASONS, with nothing done, when some rank is to stop."""
         step, interval = self.state.step + 1, self.config.log.timing_log_interval
         self.timers.detailed = interval > 0 and step % interval == 0
@@ -138,10 +138,11 @@ class Trainer:
             self.trace.before(step)
         with self.timers.measure("step"):
             with self.timers.measure("data"):
-                read = loader.next_step()
+                planned: list[PlannedRow] = loader.next_step()
+                read = [row.batch for row in planned]
                 batches, left_out = self._sound(read, step)
             with self.timers.measure("plan"):  # a batch that lost a document has another mask than the one planned
-                pairs = zip(loader.prepared(), batches, strict=True)
+                pairs = zip(planned, batches, strict=True)
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
                 agreed = agree(batches, self.grid, self._rank_report(read, rows), replica=self.rows.data_rank.index)
