@@ -94,17 +94,17 @@ def draw_pipeline() -> Figure:
     """1F1B, interleaved 1F1B and zero bubble one below the other, with the same work a stage."""
     figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
     schedules = {
-        "1f1b": (1, "1F1B, one chunk a stage: idle {idle:.1%} of the work"),
-        "interleaved": (CHUNKS, f"interleaved 1F1B, {CHUNKS} chunks a stage: idle {{idle:.1%}}"),
-        "zero_bubble": (1, "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}"),
+        "1F1B, one chunk a stage: idle {idle:.1%} of the work": ("1f1b", 1),
+        f"interleaved 1F1B, {CHUNKS} chunks a stage: idle {{idle:.1%}}": ("1f1b", CHUNKS),
+        "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}": ("zero_bubble", 1),
     }
     charts = {
-        name: walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
-        for name, (chunks, _) in schedules.items()
+        title: walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
+        for title, (name, chunks) in schedules.items()
     }
     longest = max(stage[-1].stop for spans in charts.values() for stage in spans)
-    for axes, (name, spans) in zip(places, charts.items(), strict=True):
-        _draw_chart(axes, spans, longest, schedules[name][1].format(idle=bubble(spans)))
+    for axes, (title, spans) in zip(places, charts.items(), strict=True):
+        _draw_chart(axes, spans, longest, title.format(idle=bubble(spans)))
     style.title(figure, f"{MICROBATCHES} microbatches through {STAGES} stages", 0.97)
     figure.subplots_adjust(left=0.065, right=0.985, top=0.9, bottom=0.08, hspace=0.3)
     names = [f"{kind.value}, chunk {chunk}" for kind, chunk in _COLORS if kind is not Kind.WEIGHTS]

@@ -6,7 +6,6 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,24 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.distributed.grid import Axis, GridShape, ProcessGrid
 from megacp.core.pipeline_parallel import runtime
-from megacp.core.pipeline_parallel.runtime import (
-    HiddenStates,
-    PipelineLinks,
-    links_of,
-    open_channels,
-    posting_plan,
-    run,
-)
+from megacp.core.pipeline_parallel.runtime import HiddenStates, open_channels, posting_plan, run
 from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
     RECEIVES,
     Action,
     Kind,
-    channel_of,
     schedule,
-    training_schedule_name,
     virtual_stage,
     with_messages,
     with_parameters,
@@ -43,6 +33,7 @@ from tests.reference.schedule_simulator import in_flight_bound, simulate
 
 WIDTH = 5
 LENGTHS = (7, 3, 9, 1, 4, 8, 2, 6)  # packs of different lengths in one step
+HIDDEN = HiddenStates(lambda batch: tuple(batch["input"].shape), torch.float64)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -50,21 +41,19 @@ def assert_close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def hidden_states(dtype: torch.dtype = torch.float64) -> HiddenStates:
-    return HiddenStates(lambda batch: tuple(batch["input"].shape), dtype, torch.device("cpu"))
-
-
 def my_parts(rank: int, num_stages: int, num_chunks: int, denominator: float) -> list[Part]:
     places = [virtual_stage(rank, num_stages, chunk) for chunk in range(num_chunks)]
     return [Part(place, num_stages * num_chunks, WIDTH, denominator) for place in places]
+
+
+def gradients_of(parts: list[Part]) -> list[dict[str, Any]]:
+    return [{n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None} for part in parts]
 
 
 def train_one_step(
     rank: int, world_size: int, lengths: Sequence[int], num_chunks: int, slow_stage: int | None, lookahead: int
 ) -> tuple[list[float], list[dict[str, Any]], list[float]]:
     """Losses, gradients of each chunk, and the losses of the forward-only schedule. The slow stage also recomputes."""
-    window = 2 if slow_stage is None else 1
-    links = replace(links_of(grid(pp=world_size)), lookahead=lookahead, send_window=window)
     parts = my_parts(rank, world_size, num_chunks, float(sum(lengths)))
 
     def slowed(part: Part) -> Any:
@@ -76,15 +65,16 @@ def train_one_step(
 
         return chunk
 
-    chunks, batches = [slowed(part) for part in parts], make_batches(lengths, WIDTH)
-    name = training_schedule_name(num_chunks)
-    losses = run(schedule(name, rank, world_size, len(lengths), num_chunks), chunks, batches, links, hidden_states())
-    gradients = [{n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None} for part in parts]
-    with torch.no_grad():
-        actions = schedule("forward_only", rank, world_size, len(lengths), num_chunks)
-        evaluated = run(actions, chunks, batches, links, hidden_states())
+    shared = ([slowed(part) for part in parts], make_batches(lengths, WIDTH), grid(pp=world_size), HIDDEN)
+    sizes = (rank, world_size, len(lengths), num_chunks)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "LOOKAHEAD", lookahead)
+        patch.setattr(runtime, "SEND_WINDOW", 2 if slow_stage is None else 1)
+        losses = run(schedule("1f1b", *sizes), *shared)
+        with torch.no_grad():
+            evaluated = run(schedule("forward_only", *sizes), *shared)
     assert not any(loss.requires_grad for loss in losses + evaluated)
-    return [loss.item() for loss in losses], gradients, [loss.item() for loss in evaluated]
+    return [loss.item() for loss in losses], gradients_of(parts), [loss.item() for loss in evaluated]
 
 
 def train_many(rank: int, world_size: int, cases: list[tuple[Any, ...]]) -> list[Any]:
@@ -134,8 +124,8 @@ def crossing_lists() -> list[list[Action]]:
 def train_crossing(rank: int, world_size: int) -> list[dict[str, Any]]:
     parts = my_parts(rank, world_size, 2, float(sum(LENGTHS[:2])))
     batches = make_batches(LENGTHS[:2], WIDTH)
-    run(crossing_lists()[rank], parts, batches, links_of(grid(pp=world_size)), hidden_states())
-    return [{n: p.grad.numpy() for n, p in part.named_parameters() if p.grad is not None} for part in parts]
+    run(crossing_lists()[rank], parts, batches, grid(pp=world_size), HIDDEN)
+    return gradients_of(parts)
 
 
 def test_outputs_and_gradients_that_cross_between_two_ranks_stay_apart() -> None:
@@ -149,16 +139,11 @@ def test_outputs_and_gradients_that_cross_between_two_ranks_stay_apart() -> None
 
 def test_one_stage_needs_no_process_group() -> None:
     """Gradients also accumulate over two steps, as over microbatches."""
-
-    def no_channel(direction: str, source: int) -> Any:
-        raise AssertionError("one stage has no messages")
-
-    links = PipelineLinks(single_axis("pp"), no_channel)
-    open_channels(links, 1, torch.device("cpu"))
+    open_channels(grid(), 1)
     part = Part(0, 1, WIDTH, float(sum(LENGTHS)))
     losses, gradients = train_in_one_process(LENGTHS, WIDTH, 1)
     for step in (1, 2):
-        found = run(schedule("1f1b", 0, 1, len(LENGTHS)), [part], make_batches(LENGTHS, WIDTH), links, hidden_states())
+        found = run(schedule("1f1b", 0, 1, len(LENGTHS)), [part], make_batches(LENGTHS, WIDTH), grid(), HIDDEN)
         assert_close([loss.item() for loss in found], losses)
         assert part.weight.grad is not None
         assert_close(part.weight.grad.numpy(), step * gradients[0]["weight"].numpy())
@@ -184,27 +169,20 @@ class Heard:
 
 
 def record_backwards(rank: int, world_size: int, num_chunks: int) -> list[tuple[str, int]]:
-    links = links_of(grid(pp=world_size))
-    parts = my_parts(rank, world_size, num_chunks, 1.0)
-    heard = Heard()
+    parts, heard = my_parts(rank, world_size, num_chunks, 1.0), Heard()
     for chunk, part in enumerate(parts):
         part.weight.register_hook(lambda _, chunk=chunk: heard.events.append(("backward", chunk)))
-    actions = with_parameters(schedule(training_schedule_name(num_chunks), rank, world_size, 5, num_chunks))
-    run(actions, parts, make_batches(LENGTHS[:5], WIDTH), links, hidden_states(), heard)
+    actions = with_parameters(schedule("1f1b", rank, world_size, 5, num_chunks))
+    run(actions, parts, make_batches(LENGTHS[:5], WIDTH), grid(pp=world_size), HIDDEN, heard)
     return heard.events
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])
-def test_every_backward_is_announced_and_the_last_one_of_each_chunk_as_such(num_chunks: int) -> None:
+def test_every_backward_is_announced_and_has_the_parameters_it_needs(num_chunks: int) -> None:
     for events in run_ranks(record_backwards, 2, num_chunks):
         for chunk in range(num_chunks):
             own = [name for name, of in events if of == chunk and name in ("start", "last", "backward", "end")]
             assert own == ["start", "backward", "end"] * 4 + ["last", "backward", "end"]
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_parameters_are_there_for_every_backward_and_gone_at_the_end(num_chunks: int) -> None:
-    for events in run_ranks(record_backwards, 2, num_chunks):
         held: set[int] = set()
         for name, chunk in events:
             if name == "unshard":
@@ -219,7 +197,6 @@ def test_parameters_are_there_for_every_backward_and_gone_at_the_end(num_chunks:
 
 def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool) -> tuple[int, int]:
     """Most inputs and most outputs alive at once."""
-    links = links_of(grid(pp=world_size))
     inputs: list[weakref.ref[Any]] = []
     outputs: list[weakref.ref[Any]] = []
     peaks = [0, 0]
@@ -241,15 +218,10 @@ def count_live_tensors(rank: int, world_size: int, num_chunks: int, trains: bool
 
     gc.disable()
     try:
-        name = training_schedule_name(num_chunks) if trains else "forward_only"
+        actions = schedule("1f1b" if trains else "forward_only", rank, world_size, len(LENGTHS), num_chunks)
+        chunks = [counted(part) for part in my_parts(rank, world_size, num_chunks, 1.0)]
         with torch.set_grad_enabled(trains):
-            run(
-                schedule(name, rank, world_size, len(LENGTHS), num_chunks),
-                [counted(part) for part in my_parts(rank, world_size, num_chunks, 1.0)],
-                make_batches(LENGTHS, WIDTH),
-                links,
-                hidden_states(),
-            )
+            run(actions, chunks, make_batches(LENGTHS, WIDTH), grid(pp=world_size), HIDDEN)
     finally:
         gc.enable()
     return peaks[0], peaks[1]
@@ -269,7 +241,6 @@ def test_activations_are_freed_right_after_their_backward(num_chunks: int) -> No
 
 def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
     """The message of the assertion on stage 0, whose output is not what stage 1 expects."""
-    links = links_of(grid(pp=world_size))
     part = my_parts(rank, world_size, 1, 1.0)[0]
 
     def chunk(hidden: Tensor | None, batch: Any) -> Tensor:
@@ -278,20 +249,20 @@ def send_a_wrong_output(rank: int, world_size: int, fault: str) -> str:
 
     if rank == 1:
         return ""
+    actions, batches = schedule("forward_only", 0, 2, 1), make_batches(LENGTHS[:1], WIDTH)
     with torch.no_grad(), pytest.raises(AssertionError) as caught:
-        run(schedule("forward_only", 0, 2, 1), [chunk], make_batches(LENGTHS[:1], WIDTH), links, hidden_states())
+        run(actions, [chunk], batches, grid(pp=world_size), HIDDEN)
     return str(caught.value)
 
 
-def test_an_output_the_peer_does_not_expect_is_never_sent() -> None:
-    text = run_ranks(send_a_wrong_output, 2, "shape")[0]
-    assert "send-forward of microbatch 0, chunk 0: (6, 5)" in text and "the peer expects (7, 5)" in text
-    text = run_ranks(send_a_wrong_output, 2, "dtype")[0]
-    assert "torch.float32 computed" in text and "the peer expects (7, 5) torch.float64" in text
+@pytest.mark.parametrize(("fault", "sent"), [("shape", "(6, 5) torch.float64"), ("dtype", "(7, 5) torch.float32")])
+def test_an_output_the_peer_does_not_expect_is_never_sent(fault: str, sent: str) -> None:
+    text = run_ranks(send_a_wrong_output, 2, fault)[0]
+    assert sent in text and "(7, 5) torch.float64" in text
 
 
 def open_all(rank: int, world_size: int, num_chunks: int) -> bool:
-    open_channels(links_of(grid(pp=world_size)), num_chunks, torch.device("cpu"))
+    open_channels(grid(pp=world_size), num_chunks)
     return True
 
 
@@ -306,17 +277,13 @@ def test_every_channel_opens_in_one_common_order(num_stages: int) -> None:
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 100])
 def test_receives_are_posted_ahead_and_in_the_order_of_their_channel(num_chunks: int, lookahead: int) -> None:
     for stage in range(4):
-        actions = schedule(training_schedule_name(num_chunks), stage, 4, 6, num_chunks)
-        plan = posting_plan(actions, lookahead)
-        posted = [(place, receive) for place, receives in enumerate(plan) for receive in receives]
-        assert [r for _, r in posted] == [a for a in actions if a.kind in RECEIVES]
+        actions = schedule("1f1b", stage, 4, 6, num_chunks)
+        posted = [(place, r) for place, receives in enumerate(posting_plan(actions, lookahead)) for r in receives]
+        assert [r for _, r in posted] == [a for a in actions if a.kind in RECEIVES], "so each channel's order is kept"
         for place, receive in posted:
             between = [a for a in actions[place : actions.index(receive)] if a.kind in COMPUTE]
             assert place <= actions.index(receive)
             assert len(between) == lookahead or (place == 0 and len(between) < lookahead)
-        for channel in {channel_of(r, stage, 4) for _, r in posted}:
-            order = [r for _, r in posted if channel_of(r, stage, 4) == channel]
-            assert order == [a for a in actions if a.kind in RECEIVES and channel_of(a, stage, 4) == channel]
 
 
 def test_the_sends_under_way_on_a_channel_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +299,9 @@ def test_the_sends_under_way_on_a_channel_are_bounded(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(runtime, "isend", Sent)
     axis = Axis("pp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
-    links, (part,) = PipelineLinks(axis, lambda direction, source: axis, send_window=2), my_parts(0, 2, 1, 1.0)
+    channels = {("forward", 0): axis}
+    place = ProcessGrid(GridShape(pp=2), 0, torch.device("cpu"), {("pp",): axis}, axis, channels, axis)
     with torch.no_grad():
-        run(schedule("forward_only", 0, 2, 6), [part], make_batches(LENGTHS[:6], WIDTH), links, hidden_states())
+        batches = make_batches(LENGTHS[:6], WIDTH)
+        run(schedule("forward_only", 0, 2, 6), my_parts(0, 2, 1, 1.0), batches, place, HIDDEN)
     assert max(most) == 2 and not under_way

@@ -1,17 +1,19 @@
-"""Every schedule, simulated: it ends, keeps its memory and its bubble, and does every piece of work once, in order."""
+"""Every schedule, simulated: it ends, keeps its memory and its bubble, and does every piece of work once, in order.
+
+And the cut of layers into virtual stages, against trying every cut.
+"""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.pipeline_parallel.schedules import (
-    Action,
-    Kind,
-    schedule,
-    training_schedule_name,
-)
+from megacp.core.pipeline_parallel.partition import partition
+from megacp.core.pipeline_parallel.schedules import Action, Kind, schedule
+from tests.reference.pipeline import every_partition
 from tests.reference.schedule_simulator import in_flight_bound, simulate
 
 times = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.5])
@@ -24,17 +26,11 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
     return num_stages, draw(st.integers(1, 30)), draw(st.integers(1, 5)) if num_stages > 1 else 1
 
 
-def training(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    name = training_schedule_name(num_chunks)
+def lists_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
     return [schedule(name, stage, num_stages, num_microbatches, num_chunks) for stage in range(num_stages)]
 
 
-def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    return [schedule("zero_bubble", stage, num_stages, num_microbatches, num_chunks) for stage in range(num_stages)]
-
-
-def evaluation(num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    return [schedule("forward_only", s, num_stages, num_microbatches, num_chunks) for s in range(num_stages)]
+training, zero_bubble, evaluation = (partial(lists_of, name) for name in ("1f1b", "zero_bubble", "forward_only"))
 
 
 @pytest.mark.slow
@@ -56,20 +52,22 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], wind
 @given(sizes())
 def test_every_chunk_runs_each_microbatch_once_in_one_order(size: tuple[int, int, int]) -> None:
     _, num_microbatches, num_chunks = size
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    lists = [(actions, kinds) for actions in training(*size)]
+    trained = {Kind.FORWARD, Kind.BACKWARD}
+    lists = [(actions, trained) for actions in training(*size)]
+    lists += [(actions, {Kind.FORWARD}) for actions in evaluation(*size)]
     for stage, actions in enumerate(zero_bubble(*size)):
-        lists.append((actions, (*kinds, Kind.WEIGHTS) if stage > 0 or num_chunks > 1 else kinds))
+        lists.append((actions, trained | {Kind.WEIGHTS} if stage > 0 or num_chunks > 1 else trained))
     for actions, computes in lists:
+        assert {a.kind for a in actions} & {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS} == computes
         for chunk in range(num_chunks):
             for kind in computes:
                 order = [a.microbatch for a in actions if a.kind is kind and a.chunk == chunk]
                 assert order == list(range(num_microbatches))
-    for actions in evaluation(*size):
-        assert {a.kind for a in actions} <= {Kind.FORWARD, Kind.SEND_FORWARD, Kind.RECV_FORWARD}
-        for chunk in range(num_chunks):
-            forwards = [a.microbatch for a in actions if a.kind is Kind.FORWARD and a.chunk == chunk]
-            assert forwards == list(range(num_microbatches))
+    lists = training(*size)
+    at_first = {a.kind for a in lists[0] if a.chunk == 0}
+    at_last = {a.kind for a in lists[-1] if a.chunk == num_chunks - 1}
+    assert not at_first & {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
+    assert not at_last & {Kind.SEND_FORWARD, Kind.RECV_BACKWARD}
 
 
 @settings(deadline=None, derandomize=True)
@@ -109,19 +107,6 @@ def test_the_bubble_of_zero_bubble_is_the_formula(
     )
 
 
-@settings(deadline=None, derandomize=True)
-@given(sizes())
-def test_the_ends_of_the_pipeline_send_and_receive_nothing(size: tuple[int, int, int]) -> None:
-    num_stages, _, num_chunks = size
-    lists = training(*size)
-    at_first = {a.kind for a in lists[0] if a.chunk == 0}
-    at_last = {a.kind for a in lists[-1] if a.chunk == num_chunks - 1}
-    assert not at_first & {Kind.RECV_FORWARD, Kind.SEND_BACKWARD}
-    assert not at_last & {Kind.SEND_FORWARD, Kind.RECV_BACKWARD}
-    if num_stages == 1:
-        assert at_first == {Kind.FORWARD, Kind.BACKWARD}
-
-
 def test_four_stages_keep_their_bubble_and_memory() -> None:
     """The formulas of the slow properties at one size each; a short last group of 1 under this warm-up hangs."""
     full, bounds = simulate(training(4, 8, 3), 3), [in_flight_bound(stage, 4, 8, 3) for stage in range(4)]
@@ -139,3 +124,33 @@ def test_the_lists_of_two_stages_are_these() -> None:
         "forward 2", "send-forward 2", "recv-backward 1", "backward 1",
         "recv-backward 2", "backward 2",
     ]  # fmt: skip
+
+
+costs = st.one_of(st.integers(0, 4).map(float), st.floats(0, 10, allow_subnormal=False))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[list[float], float, float, int]:
+    layers = draw(st.lists(costs, min_size=1, max_size=8))
+    return layers, draw(costs), draw(costs), draw(st.integers(1, len(layers)))
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(cuts())
+def test_no_cut_is_cheaper_or_as_cheap_and_more_even(case: tuple[list[float], float, float, int]) -> None:
+    rated = [
+        (max(parts), sum(c * c for c in parts), sum(len(r) ** 2 for r in ranges), [r.stop for r in ranges], ranges)
+        for ranges, parts in every_partition(*case)
+    ]
+    assert partition(*case) == min(rated, key=lambda row: row[:4])[-1]
+
+
+def test_cuts_to_read() -> None:
+    """A heavy head takes layers off the last stage; first stages, which hold most activations, are the lighter ones;
+    the dearest part counts before evenness; many layers are cut in little time.
+    """
+    assert partition([1.0] * 8, 1.0, 3.0, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
+    assert partition([0.1] * 7, 0.0, 0.0, 3) == [range(0, 2), range(2, 4), range(4, 7)]
+    assert partition([1.0, 6.0, 3.0, 3.0], 0.0, 0.0, 3) == [range(0, 1), range(1, 2), range(2, 4)]
+    found = partition([1.0 + 0.01 * (i % 7) for i in range(160)], 2.5, 4.75, 64)
+    assert len(found) == 64 and max(len(part) for part in found) <= 3

@@ -18,7 +18,7 @@ from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.costs import loss_chunk_tokens
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
-from megacp.core.pipeline_parallel.schedules import Kind, schedule, training_schedule_name
+from megacp.core.pipeline_parallel.schedules import Kind, schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 
@@ -141,7 +141,7 @@ def test_in_flight_activations_are_the_schedules(stages: int, chunks: int, batch
     config = config_of(**{PP: stages, CHUNKS: chunks, "global_batch_size": batch, "num_layers": 16})
     for index in range(stages):
         held = peak = 0
-        for action in schedule(training_schedule_name(chunks), index, stages, batch, chunks):
+        for action in schedule("1f1b", index, stages, batch, chunks):
             held += (action.kind == Kind.FORWARD) - (action.kind == Kind.BACKWARD)
             peak = max(peak, held)
         assert peak == activations.in_flight(config, index, stages)

@@ -17,7 +17,7 @@ from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.run import with_values
 from megacp.core.distributed import fully_shard
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.pipeline_parallel.schedules import Kind, schedule, training_schedule_name, with_parameters
+from megacp.core.pipeline_parallel.schedules import Kind, schedule, with_parameters
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
@@ -146,8 +146,7 @@ def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
     calls = run_ranks(_calls, 4, {"dp": 2, "pp": 2}, options, 2 * microbatches)
     for rank, found in enumerate(calls):
         stage = rank // 2
-        name = training_schedule_name(virtual)
-        actions = with_parameters(schedule(name, stage, 2, microbatches, virtual))
+        actions = with_parameters(schedule("1f1b", stage, 2, microbatches, virtual))
         parts = [
             layers + (stage + 2 * chunk in (0, 2 * virtual - 1))
             for chunk, layers in enumerate([2 // virtual] * virtual)

@@ -22,7 +22,7 @@ from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, run_stage_costs
 from megacp.core.models.init import initialise
 from megacp.core.models.language import LanguageModelChunk, Role
-from megacp.core.pipeline_parallel.partition import partition, stages
+from megacp.core.pipeline_parallel.partition import partition
 
 
 def grid_shape(config: RunConfig, world_size: int) -> GridShape:
@@ -41,7 +41,7 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
     num_stages = config.parallel.pipeline_model_parallel_size
     num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
     ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
-    return stages(ranges, num_stages, num_chunks)
+    return [ranges[stage::num_stages] for stage in range(num_stages)]
 
 
 def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None) -> list[LanguageModelChunk]:

@@ -32,15 +32,6 @@ def partition(
     return _evenest(costs, num_virtual_stages, _smallest_limit(costs, num_virtual_stages))
 
 
-def stages(ranges: Sequence[range], num_stages: int, num_chunks: int) -> list[list[range]]:
-    """`result[stage][chunk]`: the layers of that stage's model chunk, from the layers of all virtual stages.
-
-    Virtual stage `chunk * num_stages + stage` is chunk `chunk` of stage `stage`.
-    """
-    assert len(ranges) == num_stages * num_chunks, f"{len(ranges)} virtual stages for {num_stages} x {num_chunks}"
-    return [[ranges[chunk * num_stages + stage] for chunk in range(num_chunks)] for stage in range(num_stages)]
-
-
 def _integers(costs: Sequence[float]) -> list[int]:
     """The costs in the largest unit that makes all of them whole numbers."""
     fractions = [Fraction(cost) for cost in costs]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megacp.core.distributed.collectives import Pending, irecv, isend
-from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
@@ -33,59 +33,32 @@ from megacp.core.pipeline_parallel.schedules import (
     virtual_stage,
 )
 
+LOOKAHEAD = 1
+"""A receive is posted this many computes before the one that needs it."""
+SEND_WINDOW = 2
+"""Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""
+
 ModelChunk = Callable[[Tensor | None, Any], Tensor]
 """(input hidden[t, h], or None on virtual stage 0; batch) -> output hidden[t, h], or the scalar loss on the last one.
 
 It must not change its input in place: the input is a leaf of the autograd graph."""
 
 
-@dataclass(frozen=True)
-class PipelineLinks:
-    """Whom a stage talks to, and how far messages run ahead of the computes."""
-
-    axis: Axis
-    """The pipeline axis: its size is the number of stages, its rank this stage."""
-    channel: Callable[[str, int], Axis]
-    """(direction "forward" | "backward", source stage) -> the pipeline axis on a process group where each ordered pair
-    of ranks carries that one kind of message."""
-    lookahead: int = 1
-    """A receive is posted this many computes before the one that needs it."""
-    send_window: int = 2
-    """Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""
-
-
 class Parameters(Protocol):
-    """Gathers the parameters of this stage's chunks and sums their gradients."""
+    """Gathers the parameters of this stage's chunks and sums their gradients: see `ShardedParameters`."""
 
-    def unshard(self, chunk: int) -> None:
-        """Start to gather the parameters of a chunk."""
-
-    def reshard(self, chunk: int) -> None:
-        """Free them."""
-
-    def start_backward(self, chunk: int, last: bool) -> None:
-        """A backward of the chunk is about to begin; `last`: its last one of the step."""
-
-    def end_backward(self, chunk: int) -> None:
-        """It is through."""
+    def unshard(self, chunk: int) -> None: ...
+    def reshard(self, chunk: int) -> None: ...
+    def start_backward(self, chunk: int, last: bool) -> None: ...
+    def end_backward(self, chunk: int) -> None: ...
 
 
 class DeferredGradients(Protocol):
-    """Keeps the weight gradients that backwards defer. A key is (microbatch, chunk)."""
+    """Keeps the weight gradients that backwards defer: see `DeferredWeightGradients`."""
 
-    def begin(self) -> None:
-        """A step begins: nothing waits."""
-
-    def keep(self, key: tuple[int, int]) -> None:
-        """Name those of the backward that has just ended."""
-
-    def add(self, key: tuple[int, int], last: bool) -> None:
-        """Compute them; `last`: the last ones of the chunk's step."""
-
-
-def links_of(grid: ProcessGrid) -> PipelineLinks:
-    """The links of this rank's stage in a process grid."""
-    return PipelineLinks(grid.pp, grid.pipeline_channel)
+    def begin(self) -> None: ...
+    def keep(self, key: tuple[int, int]) -> None: ...
+    def add(self, key: tuple[int, int], last: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -95,38 +68,35 @@ class HiddenStates:
     shape: Callable[[Any], tuple[int, ...]]
     """batch -> shape of the hidden states this rank passes on, (t/cp(/tp), h); the same function on all stages."""
     dtype: torch.dtype
-    device: torch.device
     move: Callable[[Any], Any] = lambda batch: batch
     """A batch on the host -> on the device, from its first chunk of this stage to its last: the pixels of a whole step
     never stand on it at once."""
 
 
-def open_channels(links: PipelineLinks, num_chunks: int, device: torch.device) -> None:
+def open_channels(grid: ProcessGrid, num_chunks: int) -> None:
     """Pass one element over every channel that `num_chunks` chunks use, in one order that all stages share.
 
     Call it once before the first `run` on NCCL: it builds a communicator at the first message of a pair, and blocks
     both ranks until it stands. Inside a schedule the two could build different ones and wait for each other.
     """
-    num_stages = links.axis.size
-    if num_stages == 1:
-        return
-    for direction, step in (("forward", 1), ("backward", -1)):
+    num_stages, rank = grid.pp.size, grid.pp.rank
+    for direction, step in (("forward", 1), ("backward", -1)) if num_stages > 1 else ():
         for source in range(num_stages):
             destination = (source + step) % num_stages
-            wraps = destination != source + step
-            if wraps and num_chunks == 1:
-                continue
-            if links.axis.rank == source:
-                isend(torch.zeros(1, device=device), links.channel(direction, source), destination).wait()
-            elif links.axis.rank == destination:
-                irecv(torch.empty(1, device=device), links.channel(direction, source), source).wait()
+            if destination != source + step and num_chunks == 1:
+                continue  # around the end go the messages from one chunk to the next alone
+            axis, one = grid.pipeline_channel(direction, source), torch.zeros(1, device=grid.device)
+            if rank == source:
+                isend(one, axis, destination).wait()
+            elif rank == destination:
+                irecv(one, axis, source).wait()
 
 
 def run(
     actions: Sequence[Action],
     chunks: Sequence[ModelChunk],
     batches: Sequence[Any],
-    links: PipelineLinks,
+    grid: ProcessGrid,
     hidden: HiddenStates,
     parameters: Parameters | None = None,
     phase: Phase = unmeasured,
@@ -147,11 +117,11 @@ def run(
     trains = any(a.kind is Kind.BACKWARD for a in actions)
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
     assert torch.is_grad_enabled() or not trains, "a training schedule under no_grad"
-    stage = _Stage(chunks, batches, links, hidden, trains, parameters, deferred)
+    stage = _Stage(chunks, batches, grid, hidden, trains, parameters, deferred)
     final = {(a.kind, a.chunk): a for a in actions}
     if deferred is not None:
         deferred.begin()
-    for action, posts in zip(actions, posting_plan(actions, links.lookahead), strict=True):
+    for action, posts in zip(actions, posting_plan(actions, LOOKAHEAD), strict=True):
         for receive in posts:
             stage.post(receive)
         key, last = (action.microbatch, action.chunk), final[action.kind, action.chunk] == action
@@ -210,7 +180,7 @@ class _Stage:
 
     chunks: Sequence[ModelChunk]
     batches: Sequence[Any]
-    links: PipelineLinks
+    grid: ProcessGrid
     hidden: HiddenStates
     trains: bool
     parameters: Parameters | None
@@ -227,25 +197,23 @@ class _Stage:
 
     def virtual_stage(self, chunk: int) -> int:
         """The virtual stage that this stage's model chunk `chunk` is."""
-        return virtual_stage(self.links.axis.rank, self.links.axis.size, chunk)
+        return virtual_stage(self.grid.pp.rank, self.grid.pp.size, chunk)
 
     def is_last(self, chunk: int) -> bool:
         """Whether model chunk `chunk` is the last virtual stage, the one that computes the loss."""
-        return self.virtual_stage(chunk) == self.links.axis.size * len(self.chunks) - 1
+        return self.virtual_stage(chunk) == self.grid.pp.size * len(self.chunks) - 1
 
     def forward(self, key: tuple[int, int], batch: Any) -> None:
         microbatch, chunk = key
         entry = self.inputs.get(key) if self.trains else self.inputs.pop(key, None)
         output = self.chunks[chunk](entry, batch)
         if self.is_last(chunk):
-            assert output.numel() == 1, f"the last virtual stage returns a scalar loss, not {tuple(output.shape)}"
             self.losses[microbatch] = output.detach()
             if self.trains:
                 self.losses_to_go[key] = output
             return
         self.outgoing[key] = output.detach()
         if self.trains:
-            assert output.requires_grad, f"the output of virtual stage {self.virtual_stage(chunk)} has no gradient"
             self.edges[key] = get_gradient_edge(output)
 
     def backward(self, key: tuple[int, int], last: bool) -> None:
@@ -267,10 +235,11 @@ class _Stage:
 
     def post(self, receive: Action) -> None:
         """Start a receive; its message is the next one of its channel."""
-        channel = channel_of(receive, self.links.axis.rank, self.links.axis.size)
+        channel = channel_of(receive, self.grid.pp.rank, self.grid.pp.size)
         shape = self.hidden.shape(self.batches[receive.microbatch])
-        buffer = torch.empty(shape, dtype=self.hidden.dtype, device=self.hidden.device)
-        self.receiving[receive] = irecv(buffer, self.links.channel(channel.direction, channel.source), channel.source)
+        buffer = torch.empty(shape, dtype=self.hidden.dtype, device=self.grid.device)
+        axis = self.grid.pipeline_channel(channel.direction, channel.source)
+        self.receiving[receive] = irecv(buffer, axis, channel.source)
 
     def send(self, action: Action, x: Tensor) -> None:
         """Start a send, after the oldest of its channel when the window is full."""
@@ -278,11 +247,11 @@ class _Stage:
         assert tuple(x.shape) == shape and x.dtype == self.hidden.dtype, (
             f"{action}: {tuple(x.shape)} {x.dtype} computed, the peer expects {shape} {self.hidden.dtype}"
         )
-        channel = channel_of(action, self.links.axis.rank, self.links.axis.size)
+        channel = channel_of(action, self.grid.pp.rank, self.grid.pp.size)
         under_way = self.sending[channel]
-        if len(under_way) >= self.links.send_window:
+        if len(under_way) >= SEND_WINDOW:
             under_way.popleft().wait()
-        axis = self.links.channel(channel.direction, channel.source)
+        axis = self.grid.pipeline_channel(channel.direction, channel.source)
         under_way.append(isend(x, axis, channel.destination))
 
     def finish(self) -> None:

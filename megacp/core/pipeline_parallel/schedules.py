@@ -88,9 +88,6 @@ class Channel:
     source: int  # stage
     destination: int  # stage
 
-    def __str__(self) -> str:
-        return f"{self.direction} channel from stage {self.source} to stage {self.destination}"
-
 
 def virtual_stage(stage: int, num_stages: int, chunk: int) -> int:
     """Index of the part of the layers that model chunk `chunk` of `stage` holds."""
@@ -124,8 +121,18 @@ def one_f_one_b(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     the next multiple of `num_stages` without the actions of the missing microbatches, which removes waits and adds
     none. A short last group under the same warm-up deadlocks, for example with 4 stages, 3 chunks and 5 microbatches.
     """
-    computes = _training_computes(stage, num_stages, num_microbatches, num_chunks)
-    return with_messages(computes, stage, num_stages, num_chunks)
+    order = _forward_order(num_stages, num_microbatches, num_chunks)
+    forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
+    # Backward passes the chunks of a group from the last to the first.
+    backwards = [Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order]
+    warmup = num_stages - stage - 1
+    if num_chunks > 1:
+        warmup = 2 * warmup + (num_chunks - 1) * num_stages
+    computes = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):  # until the forwards are over
+        computes += [forward, backward]
+    computes += backwards[max(0, len(forwards) - warmup) :]  # of the forwards that were ahead
+    return [compute for compute in computes if compute.microbatch >= 0]
 
 
 def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
@@ -137,18 +144,15 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     weights: a third of 1F1B's when all three take as long. A stage holds `num_stages - stage` activations and what
     `stage` backwards have deferred. On stage 0 a backward that hands nothing on has its weight gradients inside.
     """
-    computes = [c for c in _training_computes(stage, num_stages, num_microbatches, num_chunks) if c.microbatch >= 0]
-    if not defers(stage, num_chunks):
-        return with_messages(computes, stage, num_stages, num_chunks)
     waiting: deque[Action] = deque()
     found = []
-    for compute in computes:
+    for compute in one_f_one_b(stage, num_stages, num_microbatches, num_chunks):
         found.append(compute)
-        if compute.kind is Kind.BACKWARD:
+        if compute.kind is Kind.BACKWARD and defers(stage, num_chunks):
             waiting.append(Action(Kind.WEIGHTS, compute.microbatch, compute.chunk))
             if len(waiting) > stage:
                 found.append(waiting.popleft())
-    return with_messages([*found, *waiting], stage, num_stages, num_chunks)
+    return [*found, *waiting]
 
 
 def defers(stage: int, num_chunks: int) -> bool:
@@ -159,33 +163,40 @@ def defers(stage: int, num_chunks: int) -> bool:
 def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """Forwards alone, for evaluation, in the order training runs them."""
     order = _forward_order(num_stages, num_microbatches, num_chunks)
-    computes = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
-    return with_messages(computes, stage, num_stages, num_chunks)
+    return [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order if microbatch >= 0]
+
+
+def _forward_order(num_stages: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) in the order of the forwards, the same on every stage.
+
+    With several chunks the missing microbatches of a short first group are there with negative numbers, because the
+    warm-up counts them.
+    """
+    missing = -num_microbatches % num_stages if num_chunks > 1 else 0
+    groups = range(-missing, num_microbatches, num_stages)
+    return [
+        (microbatch, chunk)
+        for first in groups
+        for chunk in range(num_chunks)
+        for microbatch in range(first, min(first + num_stages, num_microbatches))
+    ]
 
 
 def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunks: int) -> list[Action]:
-    """Any order of computes made a full action list: each receive right before its compute, each send
-    right after it. Computes of negative microbatches, the missing ones of a short group, are dropped.
-    """
+    """Any order of computes made a full action list: each receive right before its compute, each send right after."""
     last = num_stages * num_chunks - 1
     actions = []
     for compute in computes:
-        if compute.microbatch < 0:
-            continue
         place = virtual_stage(stage, num_stages, compute.chunk)
+        receive = send = None
         if compute.kind is Kind.FORWARD:
             receive = Kind.RECV_FORWARD if place > 0 else None
             send = Kind.SEND_FORWARD if place < last else None
         elif compute.kind is Kind.BACKWARD:
             receive = Kind.RECV_BACKWARD if place < last else None
             send = Kind.SEND_BACKWARD if place > 0 else None
-        else:
-            receive = send = None
-        if receive is not None:
-            actions.append(Action(receive, compute.microbatch, compute.chunk))
-        actions.append(compute)
-        if send is not None:
-            actions.append(Action(send, compute.microbatch, compute.chunk))
+        kinds = [kind for kind in (receive, compute.kind, send) if kind is not None]
+        actions += [Action(kind, compute.microbatch, compute.chunk) for kind in kinds]
     return actions
 
 
@@ -209,58 +220,16 @@ def with_parameters(actions: list[Action]) -> list[Action]:
     return found + [Action(Kind.RESHARD, actions[-1].microbatch, chunk) for chunk in held]
 
 
-def _training_computes(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> list[Action]:
-    """Forwards and backwards of 1F1B, plain or interleaved; missing microbatches are negative."""
-    order = _forward_order(num_stages, num_microbatches, num_chunks)
-    forwards = [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order]
-    # Backward passes the chunks of a group from the last to the first.
-    backwards = [Action(Kind.BACKWARD, microbatch, num_chunks - 1 - chunk) for microbatch, chunk in order]
-    warmup = min(_warmup(stage, num_stages, num_chunks), len(order))
-    computes = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards, strict=False):  # until the forwards are over
-        computes += [forward, backward]
-    return computes + backwards[len(forwards) - warmup :]  # of the forwards that were ahead
-
-
-def _warmup(stage: int, num_stages: int, num_chunks: int) -> int:
-    """Forwards before the first backward of a stage when microbatches are plenty."""
-    if num_chunks == 1:
-        return num_stages - stage - 1
-    return (num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages
-
-
-def _forward_order(num_stages: int, num_microbatches: int, num_chunks: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) in the order of the forwards, the same on every stage.
-
-    With several chunks the missing microbatches of a short first group are there with negative numbers, because the
-    warm-up counts them.
-    """
-    missing = -num_microbatches % num_stages if num_chunks > 1 else 0
-    groups = range(-missing, num_microbatches, num_stages)
-    return [
-        (microbatch, chunk)
-        for first in groups
-        for chunk in range(num_chunks)
-        for microbatch in range(first, min(first + num_stages, num_microbatches))
-    ]
-
-
 SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "1f1b": one_f_one_b,
-    "interleaved": one_f_one_b,
     "zero_bubble": zero_bubble,
     "forward_only": forward_only,
 }
+"""Computes of a stage, in order."""
 
 
 def schedule(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
     """The action list of one stage, by the schedule's name."""
     assert num_microbatches > 0 and (num_chunks == 1 or num_stages > 1), "sizes that the checks refuse"
-    return SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
-
-
-def training_schedule_name(num_chunks: int, asked: str = "1f1b") -> str:
-    """The schedule that trains `num_chunks` chunks a stage (--num-virtual-stages-per-pipeline-rank) where
-    --pipeline-schedule is `asked`.
-    """
-    return "interleaved" if asked == "1f1b" and num_chunks > 1 else asked
+    computes = SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
+    return with_messages(computes, stage, num_stages, num_chunks)

@@ -24,8 +24,8 @@ from megacp.core.models.build import build_sharded
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import ShardedAdamW
-from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, links_of, open_channels, run
-from megacp.core.pipeline_parallel.schedules import schedule, training_schedule_name, with_parameters
+from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, open_channels, run
+from megacp.core.pipeline_parallel.schedules import schedule, with_parameters
 from megacp.core.training.health import Decision, Suspects, finite_only, suspects
 from megacp.core.training.rows import PlannedRow, rows_of
 
@@ -63,9 +63,8 @@ class ParallelModel:
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
-        self.links = links_of(grid)
-        self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype, grid.device)
-        open_channels(self.links, len(self.chunks), grid.device)
+        self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype)
+        open_channels(grid, len(self.chunks))
         connect(grid.split_axes(), grid.device)
 
     def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
@@ -149,15 +148,14 @@ class ParallelModel:
         """What `runtime.run` takes for these rows."""
         with self.phase("shard"):
             shares = [self._planned(row).share for row in rows]
-        asked = self.config.parallel.pipeline_schedule
-        name = training_schedule_name(len(self.chunks), asked) if training else "forward_only"
+        name = self.config.parallel.pipeline_schedule if training else "forward_only"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
         if self.parameters.by_schedule:
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
-        return actions, chunks, shares, self.links, hidden, self.parameters, self.phase, deferred
+        return actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""
