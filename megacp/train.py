@@ -183,7 +183,7 @@ def _agree(plan: Plan, world: launch.World) -> launch.Meeting:
 def _train(plan: Plan, meeting: launch.Meeting, world: launch.World) -> int:
     """Join the grid and train; the exit status."""
     minutes = plan.config.parallel.distributed_timeout_minutes
-    grid = launch.join(meeting, plan.shape, minutes, plan.config.checkpoint.checkpoint_timeout_minutes)
+    grid = launch.join(meeting, plan.shape, minutes, 6.0 * minutes)
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:

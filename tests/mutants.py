@@ -268,7 +268,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("math.isfinite(loss) and math.isfinite(grad_norm)", "math.isfinite(loss)", "a gradient of NaN is an update"),
         ("            self.skipped_in_a_row = 0\n", "", "skipped steps are never forgotten"),
         ("value <= factor * usual", "value <= usual", "every step above the median is a spike"),
-        ("not limit or self.skipped_in_a_row <", "not limit or self.skipped_in_a_row <=", "one more step is skipped"),
+        ("if self.skipped_in_a_row <", "if self.skipped_in_a_row <=", "one more step is skipped"),
     ],
     ("core/data/order.py", "tests/data/test_loader.py"): [
         ("outside[values >= np.uint64(length)]", "outside[values > np.uint64(length)]", "a sample beyond the dataset"),

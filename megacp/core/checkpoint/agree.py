@@ -30,7 +30,7 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
             why = str(late).partition("\n")[0]
             raise error(
                 f"not all ranks have read or written their part of a checkpoint within {world.patience:g} s "
-                f"(--checkpoint-timeout-minutes; is a disk or network slow?): {why}"
+                f"(6 x --distributed-timeout-minutes; is a disk or network slow?): {why}"
             ) from late
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}

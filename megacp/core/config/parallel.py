@@ -70,4 +70,5 @@ class ParallelConfig:
     saved, and parameters travel inside of a group alone. It divides the data-parallel size."""
 
     distributed_timeout_minutes: AboveZero[float] = 10.0
-    """Minutes after which a collective that a rank did not join ends the run."""
+    """Minutes after which a collective that a rank did not join ends the run; six times as many for its part of a
+    checkpoint."""

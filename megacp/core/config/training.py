@@ -78,11 +78,6 @@ class TrainingConfig:
     SwiGLU exist for so many tokens only; 0 computes the row at once.
     """
 
-    max_skipped_steps: NotNegative[int] = 10
-    """Steps in a row without an update (not finite, refused as a spike, nothing to learn) that end the run, which saves
-    nothing then; 0 sets no limit.
-    """
-
     spike_action: Literal["off", "warn", "skip", "stop"] = "warn"
     """On a step whose loss is above 3 times, or whose gradient norm is above 10 times the running median: warn says so,
     skip leaves its update out on all ranks, stop ends the run before the update.
@@ -169,11 +164,6 @@ class CheckpointConfig:
     keep_last: NotNegative[int] = 0
     """Newest checkpoints to keep; 0 keeps all."""
 
-    checkpoint_timeout_minutes: AboveZero[float] = 60.0
-    """Minutes that the ranks wait for one that is slow to write or read its part of a checkpoint, before the run ends;
-    --distributed-timeout-minutes does not count meanwhile.
-    """
-
     async_save: bool = False
     """Write checkpoints in the background from a copy in memory; an error ends the run at the next step."""
 
@@ -184,11 +174,6 @@ class LogConfig:
 
     log_interval: Positive[int] = 1
     """Steps between lines on the console."""
-
-    timing_log_interval: NotNegative[int] = 0
-    """Steps between lines that say where the time of a step went, phase by phase over the ranks, and which rank was the
-    slowest; 0 writes none.
-    """
 
     log_file: str | None = None
     """JSONL file with one line per step (default: log.jsonl in a local --save, else megacp_log.jsonl);
@@ -201,4 +186,5 @@ class LogConfig:
     """Weights & Biases project (needs the extra `log`)."""
 
     profile: str | None = None
-    """START:STOP, the first and the last step of which a trace is written: chrome JSON, one file a rank."""
+    """START:STOP, the first and the last step of which rank 0 writes a trace (chrome JSON), and the log says where the
+    time of a step went, phase by phase over the ranks, and which rank was the slowest."""

@@ -36,6 +36,8 @@ MOST_LEFT_OUT = 0.5
 """The largest share of documents with images that may be left out."""
 LOSS_SPIKE, NORM_SPIKE = 3.0, 10.0
 """A loss or gradient norm above so many times the running median is a spike."""
+MAX_SKIPPED_STEPS = 10
+"""Steps in a row without an update (not finite, refused, nothing to learn) that end a run, which then saves nothing."""
 WINDOW = 64
 """Updates of the running median."""
 KNOWN_UPDATES = 8
@@ -120,11 +122,10 @@ class Health:
             self._norms.append(numbers.grad_norm)
             return decision
         self.skipped_in_a_row += 1
-        limit = self._settings.max_skipped_steps
-        if not limit or self.skipped_in_a_row < limit:
+        if self.skipped_in_a_row < MAX_SKIPPED_STEPS:
             return decision
         steps = f"{numbers.step - self.skipped_in_a_row + 1} to {numbers.step}"
-        end = f"no update in {self.skipped_in_a_row} steps in a row, {steps} (--max-skipped-steps {limit})"
+        end = f"no update in {self.skipped_in_a_row} steps in a row, {steps}"
         return Decision(False, decision.finite, decision.findings, end)
 
     def _on_numbers(self, numbers: StepNumbers) -> Decision:

@@ -84,7 +84,7 @@ class Resumed:
 
 _OF_THE_RUN = set(
     "save load train_iters log_file log_interval dry_run world_size auto_resume finetune load_hf vision_from_hf "
-    "async_save exit_duration checkpoint_timeout_minutes".split()
+    "async_save exit_duration".split()
 )
 """Flags that differ between a run and its resumption as a matter of course."""
 

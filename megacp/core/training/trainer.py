@@ -132,10 +132,10 @@ class Trainer:
 
     def train_step(self, loader: PackedLoader) -> int:
         """One step, from packs to the log, and 0; a number of REASONS, with nothing done, when some rank is to stop."""
-        step, interval = self.state.step + 1, self.config.log.timing_log_interval
-        self.timers.detailed = interval > 0 and step % interval == 0
+        step = self.state.step + 1
         if self.trace:
             self.trace.before(step)
+            self.timers.detailed = self.trace.running
         with self.timers.measure("step"):
             with self.timers.measure("data"):
                 planned: list[PlannedRow] = loader.next_step()
