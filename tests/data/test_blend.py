@@ -133,10 +133,7 @@ def test_an_exhausted_dataset_begins_its_next_epoch_in_a_new_order(tmp_path: Pat
     assert len({tuple(epoch) for epoch in epochs}) > 4
     assert np.array_equal(np.concatenate([blend.samples(i, 12, seed=3) for i in range(0, 84, 12)]), chosen)
     shares = blend.shares(84)
-    assert [(one.name, one.samples, one.share, one.epoch) for one in shares] == [
-        ("large", 42, 0.5, 42 / 40),
-        ("small", 42, 0.5, 6.0),
-    ]
+    assert shares == [("large", 0.5, 42 / 40), ("small", 0.5, 6.0)]
 
 
 @pytest.mark.slow
@@ -209,39 +206,17 @@ def test_all_contradictions_of_a_blend_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         PackBlend(datasets, [Fraction(1)] * 6)
     told = str(error.value).replace(f"{tmp_path}/", "").splitlines()
-    expected = ["b tokenizer a", "b --chat-template a", "c --prepend-bos a", "c --seq-length a", "d --eod-token a"]
+    expected = [
+        "b tokenizer a",
+        "b --chat-template a",
+        "c --prepend-bos a",
+        "c --seq-length a",
+        "d --eod-token a (2, not 1)",
+    ]
     expected.append("f image rules e max_crops 8")
     assert len(told) == len(expected)
     for line, words in zip(told, expected, strict=True):
         assert line.startswith(words[0]) and all(word in line for word in words.split())
-
-
-ONE, NONE = {"token": 1}, {"token": None}
-
-
-@pytest.mark.parametrize(
-    ("ends", "told"),
-    [
-        ([ONE, ONE], ""),
-        ([NONE, NONE], ""),
-        ([ONE, NONE], "b was built with another --eod-token than a (None, not 1)"),
-        ([None, ONE, NONE], "c was built with another --eod-token than b (None, not 1)"),
-        ([None, NONE, None, NONE], ""),
-    ],
-)
-def test_documents_of_a_blend_end_alike_where_datasets_say_how(
-    tmp_path: Path, ends: list[dict[str, int | None] | None], told: str
-) -> None:
-    """Would catch texts without an end beside texts with one, and a dataset of before that is refused for its age."""
-    for name in "abcd"[: len(ends)]:
-        write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 2)])
-    datasets = [changed(tmp_path / name, document_end=end) for name, end in zip("abcd", ends, strict=False)]
-    try:
-        PackBlend(datasets, [Fraction(1)] * len(ends))
-        found = ""
-    except ValueError as error:
-        found = str(error).replace(f"{tmp_path}/", "")
-    assert found == told
 
 
 def test_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ class BrokenDecoder(MockDecoder):
 
     def __init__(self, broken: Sequence[int] = ()) -> None:
         super().__init__(IMAGES)
-        object.__setattr__(self, "broken", set(broken))
-        object.__setattr__(self, "asked", [])
+        self.broken, self.asked = set(broken), list[tuple[int, int]]()
 
     def image(self, data: bytes) -> Pixels:
         self._note(data)
@@ -41,8 +40,8 @@ class BrokenDecoder(MockDecoder):
 
     def _note(self, data: bytes) -> None:
         item = int.from_bytes(data[16:24], "little")
-        self.asked.append((int.from_bytes(data[8:16], "little"), item))  # type: ignore[attr-defined]
-        if item in self.broken:  # type: ignore[attr-defined]
+        self.asked.append((int.from_bytes(data[8:16], "little"), item))
+        if item in self.broken:
             raise ImageError("half a JPEG")
 
 
@@ -167,10 +166,10 @@ def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None
     for rank in range(4):
         decoder = BrokenDecoder()
         collate(packs, loading=ImageLoading(decoder, rank, 4))
-        asked.append({item for _, item in decoder.asked})  # type: ignore[attr-defined]
+        asked.append({item for _, item in decoder.asked})
         idle = BrokenDecoder()
         empty = collate(packs, loading=ImageLoading(idle, rank, 4, decodes=False)).vision
-        assert not idle.asked and empty is not None and empty.patches.shape == (0, 6, 5)  # type: ignore[attr-defined]
+        assert not idle.asked and empty is not None and empty.patches.shape == (0, 6, 5)
     assert set().union(*asked) == items and all(len(one) < len(items) for one in asked)
 
 

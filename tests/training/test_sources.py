@@ -65,7 +65,7 @@ def test_what_is_wrong_with_both_datasets_is_told_at_once(tmp_path: Path) -> Non
         ([(1, {"token": 1}), (1, {"token": None})], "end with token 1, those of --valid-data-path with None"),
         ([(1, {"token": 1}), (2, {"token": 2})], "end with token 1, those of --valid-data-path with 2"),
         ([(1, None), (2, None)], "end with token 1, those of --valid-data-path with 2"),
-        ([(1, None), (1, {"token": None})], ""),
+        ([(1, None), (1, {"token": 1})], ""),
         ([(1, {"token": None}), (2, {"token": None})], ""),
     ],
 )
@@ -80,7 +80,7 @@ def test_validation_documents_end_as_those_of_training(
     paths = {"data_path": str(tmp_path / "a"), "valid_data_path": str(tmp_path / "b")}
     config = with_values(RunConfig(), {**paths, "vocab_size": 0, "seq_length": 32})
     if not told:
-        assert open_sources(config)[1].document_end == ends[0][1]
+        assert open_sources(config)[1].document_end == ends[1][1]
         return
     with pytest.raises(ValueError, match=f"^documents of --data-path {told}: build both with the same --eod-token"):
         open_sources(config)

@@ -19,14 +19,10 @@ _NAMES_OF_A_PACK = 1 << 24
 PADDING = -1
 """`document` of a token that belongs to no document."""
 
-_DTYPES = {
-    "tokens": np.dtype(np.int64),
-    "labels": np.dtype(np.int64),
+_DTYPES: dict[str, np.dtype] = {
+    **dict.fromkeys(("tokens", "labels", "position_ids"), np.dtype(np.int64)),
+    **dict.fromkeys(("document", "branch", "span"), np.dtype(np.int32)),
     "loss_weights": np.dtype(np.float32),
-    "position_ids": np.dtype(np.int64),
-    "document": np.dtype(np.int32),
-    "branch": np.dtype(np.int32),
-    "span": np.dtype(np.int32),
 }
 
 
@@ -77,7 +73,7 @@ _SHARED = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
 class PackedBatch:
     """One microbatch, numpy arrays [T]. A padding token has document -1, weight 0, label 0, token 0.
 
-    A document that was dropped for a bad image is padding that keeps its token ids. ValueError lists what is wrong.
+    A document that was dropped for a bad image is padding that keeps its token ids. ValueError says what is wrong.
     """
 
     tokens: np.ndarray
@@ -102,17 +98,13 @@ class PackedBatch:
     """Tokens of each pack in this row, its padding included; () = one pack is the whole row."""
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} must be {dtype} {self.tokens.shape}, got {(value := getattr(self, name)).dtype} {value.shape}"
-            for name, dtype in _DTYPES.items()
-            if getattr(self, name).dtype != dtype or getattr(self, name).shape != (len(self.tokens),)
-        ]
+        for name, dtype in _DTYPES.items():
+            if (value := getattr(self, name)).dtype != dtype or value.shape != (len(self),):
+                raise ValueError(f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}")
         if not np.isfinite(self.loss_weights).all() or (self.loss_weights < 0).any():
-            wrong.append("loss_weights must be finite and not negative")
+            raise ValueError("loss_weights must be finite and not negative")
         if self.loss_weights[self.document < 0].any():
-            wrong.append("padding tokens have a loss weight")
-        if wrong:
-            raise ValueError("PackedBatch: " + "; ".join(wrong))
+            raise ValueError("padding tokens have a loss weight")
 
     def __len__(self) -> int:
         """T, padding included."""

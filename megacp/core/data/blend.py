@@ -13,12 +13,13 @@ import math
 import operator
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megacp.core.data.manifest import DatasetManifest, other_ends
+from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.order import samples
 from megacp.core.data.reader import Pack, PackedDataset, PackImages
 from megacp.core.data.tables import UNIT_DTYPE
@@ -85,16 +86,12 @@ class BlendOrder:
         return periods * self._parts + np.bincount(self._dataset[:within], minlength=len(self._parts))
 
 
-@dataclass(frozen=True)
-class BlendShare:
-    """What one dataset has given to a run."""
+class BlendShare(NamedTuple):
+    """What one dataset has given to a run: its share of all samples (of all weights before the first), its epochs."""
 
     name: str
-    samples: int
     share: float
-    """Of all samples so far; of all weights before the first one."""
     epoch: float
-    """Passes over the dataset so far."""
 
 
 class PackBlend:
@@ -102,19 +99,16 @@ class PackBlend:
 
     def __init__(self, datasets: Sequence[PackedDataset], weights: Sequence[Fraction]) -> None:
         """ValueError lists every contradiction between the datasets, or names a weight that is too small."""
-        if reasons := contradictions([(str(one.directory), one.manifest) for one in datasets]):
+        folders = [str(one.directory) for one in datasets]
+        manifests = [one.manifest for one in datasets]
+        if reasons := contradictions(folders, manifests):
             raise ValueError("\n".join(reasons))
-        self.datasets = tuple(datasets)
-        self.parts = whole_parts(weights)
-        self.is_rounded = any(
-            part * sum(weights) != weight * sum(self.parts) for part, weight in zip(self.parts, weights, strict=True)
-        )
-        """Whether weights became the nearest parts of a million."""
-        self.names = _names([str(one.directory) for one in datasets])
-        self._order = BlendOrder(self.parts)
+        self.datasets, self._parts = tuple(datasets), whole_parts(weights)
+        last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
+        self._names = [name if last.count(name) == 1 else folder for name, folder in zip(last, folders, strict=True)]
+        self._order = BlendOrder(self._parts)
         self._first = np.concatenate(([0], np.cumsum([len(one) for one in datasets])))  # [datasets + 1]
-        patches = [one.manifest.image_patch for one in datasets]
-        self._image_patch = next((patch for patch in patches if patch is not None), None)
+        self._image_patch = next((one.image_patch for one in manifests if one.image_rules), None)
 
     def __len__(self) -> int:
         """Packs of all datasets."""
@@ -134,7 +128,9 @@ class PackBlend:
         chosen = np.empty(count, np.int64)
         for number in np.unique(dataset).tolist():
             here = dataset == number  # rising numbers without a gap: the dataset's next samples
-            first, own = int(nth[here][0]), _seed(seed, number)
+            # datasets of one length must not be shuffled alike
+            digest = hashlib.blake2b(f"{seed} dataset {number}".encode(), digest_size=8).digest()
+            first, own = int(nth[here][0]), int.from_bytes(digest, "little")
             chosen[here] = self._first[number] + samples(first, int(here.sum()), len(self.datasets[number]), own)
         return chosen
 
@@ -148,66 +144,51 @@ class PackBlend:
     def shares(self, consumed: int) -> list[BlendShare]:
         """What each dataset gave to the first `consumed` samples."""
         counts = self._order.counts(consumed).tolist()
-        of = counts if consumed else self.parts
+        of = counts if consumed else self._parts
         return [
-            BlendShare(name, count, part / sum(of), count / len(dataset))
-            for name, count, part, dataset in zip(self.names, counts, of, self.datasets, strict=True)
+            BlendShare(name, part / sum(of), count / len(dataset))
+            for name, count, part, dataset in zip(self._names, counts, of, self.datasets, strict=True)
         ]
 
     @property
     def fingerprint(self) -> str:
         """Of the weights and of all files on this machine's disk."""
-        return _digest([self.parts, [one.fingerprint for one in self.datasets]])
+        return self._digest([one.fingerprint for one in self.datasets])
 
     @property
     def built(self) -> str:
         """Of the weights and of the datasets as they were built."""
-        return _digest([self.parts, [one.manifest.fingerprint for one in self.datasets]])
+        return self._digest([one.manifest.fingerprint for one in self.datasets])
+
+    def _digest(self, fingerprints: list[str]) -> str:
+        return hashlib.sha256(json.dumps([self._parts, fingerprints]).encode()).hexdigest()
 
 
-_BUILD_FLAGS = {
-    "seq_length": "--seq-length",
-    "pad_multiple": "--pad-multiple",
-    "chat_template": "--chat-template",
-}
-
-
-def contradictions(manifests: Sequence[tuple[str, DatasetManifest]]) -> list[str]:
-    """All in which datasets of one run differ and must not, each dataset beside the first of its kind."""
+def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest]) -> list[str]:
+    """All in which datasets of one run differ from the first and must not; image rules from the first that has some."""
     reasons = []
-    where, first = manifests[0]
-    alike = [pair for pair in manifests if pair[1].tokenizer.sha256 == first.tokenizer.sha256]
-    ending, said = next((pair for pair in alike if pair[1].document_end is not None), manifests[0])
-    pictured, known = next(((name, one.image_rules) for name, one in manifests if one.image_rules), ("", {}))
-    for name, other in manifests:
-        if other.tokenizer.sha256 != first.tokenizer.sha256:
-            reasons.append(f"{name} was built with another tokenizer than {where}")
-        elif (a := first.tokenizer.begins_with) != (b := other.tokenizer.begins_with):
-            reasons.append(f"{name} was built with another --prepend-bos than {where} ({b}, not {a})")
-        elif ends := other_ends(said, other):
-            reasons.append(f"{name} was built with another --eod-token than {ending} ({ends[1]}, not {ends[0]})")
-        for field in ("seq_length", "pad_multiple", "chat_template"):
-            if (a := getattr(first, field)) != (b := getattr(other, field)):
-                values = f" ({b}, not {a})" if isinstance(a, int) else ""
-                reasons.append(f"{name} was built with another --{field.replace('_', '-')} than {where}{values}")
-        rules = other.image_rules or known
+    pictured = next((number for number, one in enumerate(manifests) if one.image_rules), 0)
+    known = manifests[pictured].image_rules or {}
+    expected = _decided(manifests[0])
+    for folder, manifest in zip(folders, manifests, strict=True):
+        for what, value in _decided(manifest).items():
+            if value != expected[what]:
+                shown = f" ({value}, not {expected[what]})" if isinstance(value, int | None) else ""
+                reasons.append(f"{folder} was built with another {what} than {folders[0]}{shown}")
+        rules = manifest.image_rules or known
         if keys := sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key)):
             differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)
-            reasons.append(f"{name} was built with other image rules than {pictured}: {differing}")
+            reasons.append(f"{folder} was built with other image rules than {folders[pictured]}: {differing}")
     return reasons
 
 
-def _names(folders: Sequence[str]) -> list[str]:
-    """Short names: the last part of each path, the whole path where two have the same."""
-    last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
-    return [name if last.count(name) == 1 else folder for name, folder in zip(last, folders, strict=True)]
-
-
-def _seed(seed: int, number: int) -> int:
-    """Of the order of dataset `number`: datasets of one length must not be shuffled alike."""
-    digest = hashlib.blake2b(f"{seed} dataset {number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+def _decided(manifest: DatasetManifest) -> dict[str, Any]:
+    """What must be alike in datasets of one run, by what decides it."""
+    return {
+        "tokenizer": manifest.tokenizer.sha256,
+        "--prepend-bos": manifest.tokenizer.begins_with,
+        "--eod-token": manifest.ends_with,
+        "--seq-length": manifest.seq_length,
+        "--pad-multiple": manifest.pad_multiple,
+        "--chat-template": manifest.chat_template,
+    }

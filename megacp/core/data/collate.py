@@ -12,7 +12,7 @@ moves with the label to the place before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,17 +21,12 @@ from megacp.core.data.images import ImageLoading, with_images
 from megacp.core.data.reader import Pack
 
 
-@dataclass(frozen=True)
-class _ShiftedRuns:
-    """Runs of true tokens, each shifted and numbered by itself: whole documents, or a prefix and its branches.
+class _Runs(NamedTuple):
+    """Runs of true tokens, each shifted and numbered by itself: whole documents, or a prefix and its branches."""
 
-    All int64 [r]: length; place of the first token in the padded row; position id of the first token; document number;
-    branch number.
-    """
-
-    length: np.ndarray
-    place: np.ndarray
-    position: np.ndarray
+    length: np.ndarray  # int64 [r], as are all
+    place: np.ndarray  # of the first token in the padded row
+    position: np.ndarray  # id of the first token
     document: np.ndarray
     branch: np.ndarray
 
@@ -51,41 +46,39 @@ def collate(
     ValueError: "causal" for a pack with branches (one answer would see the others); image-patch tokens that are not as
     many as image features; a bad image, where the policy of `loading` is `fail`.
     """
-    branched = [pack.index for pack in packs if pack.branches is not None]
-    if attention_mask == "causal" and branched:
-        raise ValueError(f"packs {branched} have branches, which --attention-mask causal cannot keep apart")
     segments = packs[0].segments if len(packs) == 1 else np.concatenate([pack.segments for pack in packs])
     true = segments["true_length"].astype(np.int64)
     padded = segments["padded_length"].astype(np.int64)
     begin = np.cumsum(padded) - padded  # first place of each segment in the padded row
-    pack_of = np.repeat(np.arange(len(packs)), [len(pack.segments) for pack in packs])
     if attention_mask == "packed":
         runs = _document_runs(packs, segments, begin)
         last = (np.cumsum(runs.length) - 1)[~_agreeing(packs, runs)]  # of true tokens: those that predict nothing
     else:
+        if branched := [pack.index for pack in packs if pack.branches is not None]:
+            raise ValueError(f"packs {branched} have branches, which --attention-mask causal cannot keep apart")
+        pack_of = np.repeat(np.arange(len(packs)), [len(pack.segments) for pack in packs])
         before = np.cumsum(true) - true
         first_of_pack = np.searchsorted(pack_of, np.arange(len(packs)))
-        runs = _ShiftedRuns(
-            true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64)
-        )
+        runs = _Runs(true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64))
         last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
-    batch = _fill(packs, runs, last, _padding_positions(true, padded))
-    return with_images(batch, packs, begin, image_attention, loading)
+    # as if every token were padding: in each segment 0, 1, ... from its true length on
+    positions = np.maximum(np.arange(int(padded.sum())) - np.repeat(np.cumsum(padded) - padded + true, padded), 0)
+    return with_images(_filled(packs, runs, last, positions), packs, begin, image_attention, loading)
 
 
-def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _ShiftedRuns:
+def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _Runs:
     """One run a segment, or, where it has branches, one for the prefix and one for each branch."""
     documents = np.arange(len(segments))
     zeros = np.zeros(len(segments), np.int64)
     tables = [pack.branches for pack in packs if pack.branches is not None]
     if not tables:
-        return _ShiftedRuns(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
+        return _Runs(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
     branches = np.concatenate(tables)
     count, prefix = segments["num_branches"], segments["prefix_length"].astype(np.int64)
     owner = np.repeat(documents, count)
     number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + 1
     order = np.argsort(np.concatenate((documents, owner)), kind="stable")  # a prefix, then its branches in order
-    return _ShiftedRuns(
+    return _Runs(
         length=np.concatenate((prefix, branches["length"]))[order],
         place=np.concatenate((begin, begin[owner] + branches["start"]))[order],
         position=np.concatenate((zeros, prefix[owner]))[order],
@@ -94,7 +87,7 @@ def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarra
     )
 
 
-def _agreeing(packs: Sequence[Pack], runs: _ShiftedRuns) -> np.ndarray:
+def _agreeing(packs: Sequence[Pack], runs: _Runs) -> np.ndarray:
     """bool [r]: whether a run is a prefix whose branches all begin with the same token."""
     begin = np.cumsum(runs.length) - runs.length
     in_branch = runs.branch > 0
@@ -108,14 +101,7 @@ def _agreeing(packs: Sequence[Pack], runs: _ShiftedRuns) -> np.ndarray:
     return ~in_branch & np.append(in_branch[1:], False) & alike
 
 
-def _padding_positions(true: np.ndarray, padded: np.ndarray) -> np.ndarray:
-    """Position ids of a row in which every token is padding: in each segment 0, 1, ... from its true length on."""
-    place = np.arange(int(padded.sum()), dtype=np.int64)
-    positions: np.ndarray = np.maximum(place - np.repeat(np.cumsum(padded) - padded + true, padded), 0)
-    return positions
-
-
-def _fill(packs: Sequence[Pack], runs: _ShiftedRuns, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
+def _filled(packs: Sequence[Pack], runs: _Runs, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
     """Scatter the true tokens into the padded row. last: numbers of the true tokens that predict nothing."""
     stored = np.concatenate([pack.tokens for pack in packs]).astype(np.int64)
     weights = np.concatenate(

@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,9 @@ class ShardEntry:
     """Tokens once every segment is padded to pad_multiple."""
     files: tuple[FileEntry, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Builtin types only."""
-        return {**vars(self), "files": [vars(file) for file in self.files]}
-
     @staticmethod
     def from_json(values: dict[str, Any]) -> ShardEntry:
-        """The inverse of `to_json`. ValueError for a name that leads out of the dataset."""
+        """The inverse of `dataclasses.asdict`. ValueError for a name that leads out of the dataset."""
         entry = ShardEntry(**{**values, "files": tuple(FileEntry(**file) for file in values["files"])})
         if bad := [name for name in (entry.name, *(f.name for f in entry.files)) if not PLAIN_NAME.fullmatch(name)]:
             raise ValueError(f"`shards` names {bad[0]!r}, which is no plain name")
@@ -117,6 +112,11 @@ class DatasetManifest:
         patch: int | None = (self.image_rules or {}).get("token_ids", {}).get("image_patch")
         return patch
 
+    @property
+    def ends_with(self) -> int | None:
+        """The id that ends every document; None = none. A dataset that does not say has its tokenizer's."""
+        return self.tokenizer.eos_id if self.document_end is None else self.document_end["token"]
+
     num_packs = property(lambda self: sum(shard.num_packs for shard in self.shards))
     num_segments = property(lambda self: sum(shard.num_segments for shard in self.shards))
     num_tokens = property(lambda self: sum(shard.num_tokens for shard in self.shards))
@@ -137,11 +137,11 @@ class DatasetManifest:
         return json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True) + "\n"
 
     def _fields(self) -> dict[str, Any]:
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        own |= {name: getattr(self, name) for name in _DERIVED}
-        own["tokenizer"] = {k: v for k, v in vars(self.tokenizer).items() if k != "begins_with" or v is not None}
-        own["shards"] = [shard.to_json() for shard in self.shards]
-        return {k: v for k, v in own.items() if v is not None or k not in ("chat_template", "document_end")}
+        own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
+        for values, name in ((own["tokenizer"], "begins_with"), (own, "chat_template"), (own, "document_end")):
+            if values[name] is None:
+                del values[name]
+        return own
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write DIRECTORY/manifest.json atomically (temporary name, fsync, rename, fsync of the directory)."""
@@ -161,24 +161,6 @@ class DatasetManifest:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: is no manifest of this program: {error}") from error
-
-
-def other_ends(one: DatasetManifest, other: DatasetManifest) -> tuple[int | None, int | None] | None:
-    """With which tokens the documents of two datasets end where they end otherwise; None where they end alike.
-
-    A dataset that does not say counts by the end token of its tokenizer.
-    """
-    if one.document_end is not None and other.document_end is not None:
-        ends = one.document_end["token"], other.document_end["token"]
-    else:
-        ends = one.tokenizer.eos_id, other.tokenizer.eos_id
-    return ends if ends[0] != ends[1] else None
-
-
-def known_end(manifests: Sequence[DatasetManifest]) -> dict[str, int | None] | None:
-    """With what the documents of datasets end that end alike, as `document_end`; None where one does not say."""
-    ends = [one.document_end for one in manifests]
-    return None if None in ends else ends[0]
 
 
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")

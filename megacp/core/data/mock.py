@@ -18,18 +18,13 @@ import numpy as np
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
 from megacp.core.data.image_shards import compute_image_shard_boundaries
-from megacp.core.data.images import ImageLoading, Pixels
+from megacp.core.data.images import ImageLoading, Pixels, joined
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 
 MASKS = ("causal", "packed", "branches", "image", "mixed")
 """What a mock row's mask is made of: one document; several; several with branches, with image spans, with both."""
-_MOST_DOCUMENTS = 5
-_MOST_BRANCHES = 3
 _ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
-_MOST_CROPS = 3
-_MOST_FRAMES = 5
-_DEGREES = (1, 2, 3, 4, 8)
 _WINDOW = 4
 """Patches of a pooled token, some of them outside."""
 
@@ -61,25 +56,14 @@ class MockRules:
     images: MockImages | None = None
     """Images in the packs of the masks `image` and `mixed`; None draws spans without images."""
 
-    def __post_init__(self) -> None:
-        if self.vocab_size < 1 or self.seq_length < 2 or self.mask not in MASKS:
-            least = f"--vocab-size {self.vocab_size} (least 1), --seq-length {self.seq_length} (least 2)"
-            raise ValueError(f"mock packs cannot be drawn: {least}, mask {self.mask!r} (of {', '.join(MASKS)})")
-
 
 class MockDataset:
     """Numbered mock packs with the reading interface of `PackedDataset`: full rows, some of them with `images`."""
 
     def __init__(
-        self,
-        vocab_size: int,
-        seq_length: int,
-        num_packs: int = 65_536,
-        seed: int = 0,
-        images: MockImages | None = None,
+        self, vocab_size: int, seq_length: int, num_packs: int = 65_536, images: MockImages | None = None
     ) -> None:
-        mask = "packed" if images is None else "image"
-        self.rules = MockRules(vocab_size, seq_length, mask, seed=seed, images=images)
+        self._rules = MockRules(vocab_size, seq_length, "packed" if images is None else "image", images=images)
         self._num_packs = num_packs
 
     def __len__(self) -> int:
@@ -88,7 +72,7 @@ class MockDataset:
 
     def pack(self, i: int) -> Pack:
         """Pack `i`, 0 <= i < len."""
-        return mock_pack(i, self.rules)
+        return mock_pack(i, self._rules)
 
 
 def mock_pack(index: int, rules: MockRules) -> Pack:
@@ -97,21 +81,22 @@ def mock_pack(index: int, rules: MockRules) -> Pack:
     total = rules.seq_length
     if rules.ragged:
         total -= int(rng.integers(0, rules.seq_length // 4 + 1))
-    count = 1 if rules.mask == "causal" else int(rng.integers(1, min(_MOST_DOCUMENTS, total // 2) + 1))
+    count = 1 if rules.mask == "causal" else int(rng.integers(1, max(min(5, total // 2), 1) + 1))
     cuts = np.sort(rng.choice(np.arange(1, total), count - 1, replace=False))
     padded = np.diff(np.concatenate(([0], cuts, [total])))
     true = padded - (rng.integers(0, np.minimum(padded, 4)) if rules.ragged else 0)
-    starts = [_branch_starts(rng, int(length), rules.mask) for length in true]
+    starts = [_branch_starts(rng, length, rules.mask) for length in true.tolist()]
+    runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
+        (segment, branch, start, stop)
+        for segment, (places, length) in enumerate(zip(starts, true.tolist(), strict=True))
+        for branch, (start, stop) in enumerate(zip((0, *places), (*places, length), strict=True))
+    ]
+    branches = np.array([(start, stop - start) for _, branch, start, stop in runs if branch], BRANCH_DTYPE)
     segments = np.zeros(count, SEGMENT_DTYPE)
     segments["true_length"], segments["padded_length"] = true, padded
     segments["num_branches"] = [len(places) for places in starts]
     segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
     segments["prefix_length"] = [places[0] if places else n for places, n in zip(starts, true, strict=True)]
-    rows = [
-        (start, stop - start)
-        for places, length in zip(starts, true.tolist(), strict=True)
-        for start, stop in zip(places, (*places, length)[1:], strict=True)
-    ]
     num_tokens = int(true.sum())
     steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, rules.vocab_size, num_tokens))
     tokens = np.cumsum(steps) % rules.vocab_size
@@ -119,34 +104,25 @@ def mock_pack(index: int, rules: MockRules) -> Pack:
     if rules.ragged:  # three in ten are 0
         weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(np.float32)
     if rules.images is not None and rules.mask in ("image", "mixed"):
-        images = _with_images(tokens, _runs(true, starts), rules.images, rules.seed, index)
+        images = _with_images(tokens, runs, np.cumsum(true) - true, rules.images, rules.seed, index)
         read_only = tokens >= rules.vocab_size  # tokens of images are not predicted
         weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
-    return Pack(index, tokens, weights, segments, np.array(rows, BRANCH_DTYPE) if rows else None, images)
-
-
-def _runs(true: np.ndarray, starts: Sequence[Sequence[int]]) -> list[tuple[int, int, int, int]]:
-    """(segment, branch, first token within the segment, place in the pack) of each prefix and branch."""
-    before = (np.cumsum(true) - true).tolist()
-    return [
-        (segment, branch, start, before[segment] + start)
-        for segment, places in enumerate(starts)
-        for branch, start in enumerate((0, *places))
-    ]
+    return Pack(index, tokens, weights, segments, branches if len(branches) else None, images)
 
 
 def _branch_starts(rng: np.random.Generator, length: int, mask: str) -> list[int]:
     """Where the branches of a document of `length` tokens begin; none for masks without branches."""
     if mask not in ("branches", "mixed") or length < 2 or rng.random() < 0.3:
         return []
-    count = int(rng.integers(1, min(_MOST_BRANCHES, length - 1) + 1))
+    count = int(rng.integers(1, min(3, length - 1) + 1))
     places: list[int] = np.sort(rng.choice(np.arange(1, length), count, replace=False)).tolist()
     return places
 
 
 def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:
-    """One microbatch of the mock packs `numbers`, collated like stored ones, with image spans where the mask has
-    them; `loading` decodes the images of one rank.
+    """One microbatch of the mock packs `numbers`, collated like stored ones, with spans where the mask has them.
+
+    `loading` decodes the images of one rank.
     """
     packs = [mock_pack(i, rules) for i in numbers]
     if rules.images is not None or rules.mask not in ("image", "mixed"):
@@ -175,54 +151,51 @@ def _spans(rng: np.random.Generator, document: np.ndarray, branch: np.ndarray) -
 
 
 def _with_images(
-    tokens: np.ndarray, runs: Sequence[tuple[int, int, int, int]], images: MockImages, seed: int, pack: int
+    tokens: np.ndarray,
+    runs: Sequence[tuple[int, int, int, int]],
+    before: np.ndarray,
+    images: MockImages,
+    seed: int,
+    pack: int,
 ) -> PackImages:
-    """Overwrite stretches of `tokens` with images and return their tables.
+    """Overwrite stretches of `tokens` with images and return their tables; two runs in three get some, while room is.
 
-    `runs`: see `_runs`; one ends where the next begins. Two in three get images, as far as there is room.
+    `runs`: as in `mock_pack`, where segment s begins at token `before[s]` of the pack.
     """
     rng = np.random.default_rng([seed, pack, 1])
-    places = [place for *_, place in runs] + [len(tokens)]
     rows: list[tuple[int, ...]] = []
     items: list[bytes] = []
     crops_so_far = pooled_so_far = 0
-    for (segment, branch, start, place), stop in zip(runs, places[1:], strict=True):
-        offset = 0
+    for segment, branch, start, stop in runs:
+        place = start  # of the next image, within the segment
         while rng.random() < 0.7:
             video = rng.random() < 0.4
-            crops = int(rng.integers(1, 1 + (_MOST_FRAMES if video else _MOST_CROPS)))
-            pooled = int(rng.integers(1, 5))
-            offset += int(rng.integers(0, 4))
+            crops, pooled = int(rng.integers(1, 6 if video else 4)), int(rng.integers(1, 5))
+            place += int(rng.integers(0, 4))
             parts = [(1, frame) for frame in range(crops)] if video else [(crops, -1)]
-            if place + offset + len(parts) * (pooled + 2) >= stop:
+            if place + len(parts) * (pooled + 2) >= stop:
                 break
             for number, frame in parts:
-                first = place + offset
+                first = before[segment] + place
                 tokens[first : first + pooled + 2] = images.image_patch + 1
                 tokens[first + 1 : first + 1 + pooled] = images.image_patch
                 crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
-                within = start + offset
-                rows.append((segment, len(items), within, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
-                offset += pooled + 2
+                rows.append((segment, len(items), place, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
+                place += pooled + 2
             items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
     units = np.array(rows, UNIT_DTYPE)
     bounds = units["image_stop"].astype(np.int64), units["pooled_stop"].astype(np.int64)
     # every other pack has stored tables, so that rows with and without them stand side by side
-    degrees = _DEGREES if pack % 2 == 0 and len(units) else ()
+    degrees = (1, 2, 3, 4, 8) if pack % 2 == 0 and len(units) else ()
     tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
     return PackImages(units, tables, items.__getitem__, images.image_patch)
 
 
-@dataclass(frozen=True)
 class MockDecoder:
     """The `Decoder` of mock images."""
 
-    images: MockImages
-
-    @property
-    def patch_shape(self) -> tuple[int, int]:
-        """Patches of a crop, numbers of a patch."""
-        return self.images.patches_per_crop, self.images.patch_dim
+    def __init__(self, images: MockImages) -> None:
+        self.patch_shape = images.patches_per_crop, images.patch_dim
 
     def image(self, data: bytes) -> Pixels:
         """All crops of an image, normal patches and windows anywhere in them."""
@@ -232,14 +205,12 @@ class MockDecoder:
     def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
         """Some frames; each is the same whatever others are asked for."""
         seed, pack, item, _, pooled = _ITEM.unpack(data)
-        found = [self._drawn([seed, pack, item, frame], 1, pooled) for frame in frames]
-        moved = [np.where(w >= 0, w + i * self.images.patches_per_crop, -1) for i, (_, w) in enumerate(found)]
-        return np.concatenate([patches for patches, _ in found]), np.concatenate(moved)
+        return joined([self._drawn([seed, pack, item, frame], 1, pooled) for frame in frames], self.patch_shape)
 
     def _drawn(self, seed: Sequence[int], crops: int, pooled: int) -> Pixels:
         rng = np.random.default_rng(seed)
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
-        windows = rng.integers(0, crops * self.images.patches_per_crop, (pooled, _WINDOW))
+        windows = rng.integers(0, crops * self.patch_shape[0], (pooled, _WINDOW))
         outside = rng.random(windows.shape) < 0.2
         outside[:, 0] = False  # a window has at least one patch
         return patches, np.where(outside, -1, windows)

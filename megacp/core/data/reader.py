@@ -4,9 +4,8 @@ A dataset opens only if all files have the manifest's sizes, and all tables its 
 a shard would be found hours into a run. A random pack is one read of a bin at a known offset, compared with its
 checksum. `tables` and `manifest` describe the files.
 
-Of a dataset at a URL the tables are kept as files of this machine, each under its sha256, for all ranks of it. Bins are
-read in blocks where the dataset fits the cache, as packs come in a random order; else by packs, since a whole block
-would be read for one pack of it.
+Of a dataset at a URL the tables are kept as files of this machine, each under its sha256, for all ranks of it. So are
+bins that fit the cache; others are read by packs.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from megacp.core.data.image_shards import BOUNDARY_DTYPE
 from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32
 from megacp.core.storage import files
-from megacp.core.storage.place import CACHE, Place, place_of, read_content
+from megacp.core.storage.place import CACHE, Place, place_of
 from megacp.core.storage.url import Url
 from megacp.core.storage.wording import listed
 
 OPEN_SHARDS = 64
-BLOCK_BYTES = 16 << 20
 _SAMPLE = 4096
 """Bytes at the beginning of each bin that the dataset's fingerprint covers."""
 _TABLES = {
@@ -239,28 +237,19 @@ class PackedDataset:
 class StoredObject(StoredFile):
     """One bin of a packed dataset at a URL, read by offset."""
 
-    def __init__(self, url: Url, stated: FileEntry, in_blocks: bool) -> None:
-        self.path, self.size = str(url), stated.size
-        self._read = url.read
-        if in_blocks:
-            from fsspec.caching import BlockCache
-
-            def fetch(start: int, stop: int) -> bytes:
-                return url.read(start, min(stop, stated.size) - start)
-
-            blocks = BlockCache(BLOCK_BYTES, fetch, self.size, self.size // BLOCK_BYTES + 1)
-            self._read = lambda offset, count: blocks._fetch(offset, offset + count)
+    def __init__(self, url: Url, size: int) -> None:
+        self.path, self.size, self._url = str(url), size, url
 
     def read(self, offset: int, count: int) -> bytes:
         """As of a file; ValueError when the store is not reached."""
         try:
-            return self._read(offset, count) if count else b""
+            return self._url.read(offset, count) if count else b""
         except FileNotFoundError as error:
             raise ValueError(f"{self.path}: it was removed while it was read") from error
 
 
 class DataCache:
-    """The folder of tables, and how many GiB of bins are kept; one for all datasets of a run."""
+    """The folder for copies of tables, and of `gib` GiB of bins; one for all datasets of a run."""
 
     def __init__(self, folder: files.StrPath | None = None, gib: float = 1.0) -> None:
         self._folder = Path(folder or CACHE).expanduser() / "tables"
@@ -269,8 +258,8 @@ class DataCache:
     def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
         """What opens the files of a dataset. Each is compared with the size that the store states."""
         bins = sum(file.size for shard in manifest.shards for file in shard.files if file.name.endswith(".bin"))
-        in_blocks = bins <= self._free
-        self._free -= bins if in_blocks else 0
+        copied = bins <= self._free
+        self._free -= bins if copied else 0
         sizes = root.sizes_below() if root.lists else None
 
         def open_file(url: Url, stated: FileEntry) -> StoredFile:
@@ -281,16 +270,16 @@ class DataCache:
             if size != stated.size:
                 found = "no such file" if size is None else f"{size} bytes"
                 raise ValueError(f"{url}: {found}, the manifest says {stated.size} bytes")
-            if url.name.endswith(".bin"):
-                return StoredObject(url, stated, in_blocks)
+            if url.name.endswith(".bin") and not copied:
+                return StoredObject(url, size)
             path = self._folder / stated.sha256[:2] / stated.sha256
             try:
-                whole = files.sha256_of(path, stated.size)[1] == stated.sha256
+                whole = files.sha256_of(path, size)[1] == stated.sha256
             except (OSError, ValueError):  # not there, or cut
                 whole = False
             if not whole:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                files.write_atomically(path, read_content(url, stated.size))
+                files.write_atomically(path, url.read(0, size) if size else b"")
             return StoredFile(path, stated, name=str(url))
 
         return open_file

@@ -90,12 +90,10 @@ def blend_heading(source: PackSource) -> list[str]:
     if not isinstance(source, PackBlend):
         return []
     firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
-    lines = [
+    return [
         f"blend: {one.name} gives {one.share:.4%} of the samples; {stop - first:,} packs, numbers {first} to {stop - 1}"
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False)
     ]
-    rounded = f"blend: weights are rounded to parts of {sum(source.parts):,}"
-    return [*lines, rounded] if source.is_rounded else lines
 
 
 def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) -> tuple[str, dict[str, float]]:

@@ -22,7 +22,7 @@ from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
-from megacp.core.data.manifest import DatasetManifest, known_end, other_ends
+from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDataset, MockDecoder
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.training.images import mock_images
@@ -58,9 +58,8 @@ class Sources:
 
     @property
     def document_end(self) -> dict[str, int | None] | None:
-        """The token that ends every training document, as a checkpoint keeps it; None: mock packs, or not known."""
-        members = _members(self.train)
-        return known_end([one.manifest for one in members]) if members else None
+        """The token that ends every training document, as a checkpoint keeps it; None for mock packs."""
+        return next(({"token": one.manifest.ends_with} for one in _members(self.train)), None)
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
@@ -115,10 +114,10 @@ def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -
             f"documents of --data-path begin with token {one.tokenizer.begins_with}, those of --valid-data-path with "
             f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
         )
-    elif ends := other_ends(*(_saying_end(of) for of in (train, valid))):
+    elif other.ends_with != one.ends_with:
         reasons.append(
-            f"documents of --data-path end with token {ends[0]}, those of --valid-data-path with {ends[1]}: build both "
-            "with the same --eod-token and --append-eod"
+            f"documents of --data-path end with token {one.ends_with}, those of --valid-data-path with "
+            f"{other.ends_with}: build both with the same --eod-token and --append-eod"
         )
     if other.chat_template != one.chat_template:
         reasons.append("--valid-data-path was built with another --chat-template than --data-path")
@@ -126,12 +125,6 @@ def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -
     if None not in rules and rules[0] != rules[1]:
         reasons.append("--valid-data-path was built with other image rules than --data-path")
     return reasons
-
-
-def _saying_end(datasets: Sequence[PackedDataset]) -> DatasetManifest:
-    """Of datasets that end documents alike one that says how, else the first."""
-    manifests = [one.manifest for one in datasets]
-    return next((one for one in manifests if one.document_end is not None), manifests[0])
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:

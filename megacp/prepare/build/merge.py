@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry, known_end
+from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import StoredFile
 from megacp.core.storage import files
@@ -32,7 +32,6 @@ _SHOWN = 5
 """Datasets, and differences of each, that are told at most."""
 _FLAGS = {
     "begins_with": " (a first token of documents: build with --prepend-bos or --no-prepend-bos)",
-    "token": " (a last token of documents: build with the same --append-eod and --eod-token)",
 }
 _MUST_AGREE = ("tokenizer", "seq_length", "pad_multiple", "image_rules", "cp_degrees", "chat_template")
 
@@ -51,8 +50,11 @@ def _differences(name: str, first: DatasetManifest, other: DatasetManifest) -> l
 def _all_differences(manifests: Sequence[DatasetManifest], other: DatasetManifest) -> list[str]:
     """In words in what a dataset differs from the first one and must not."""
     found = [text for name in _MUST_AGREE for text in _differences(name, manifests[0], other)]
-    saying = next((one for one in manifests if one.document_end is not None), other)
-    return found + (_differences("document_end", saying, other) if other.document_end is not None else [])
+    if (end := manifests[0].ends_with) != other.ends_with:
+        found.append(
+            f"a last token of documents {_short(other.ends_with)}, not {_short(end)} (--append-eod, --eod-token)"
+        )
+    return found
 
 
 def _short(value: Any) -> str:
@@ -110,7 +112,7 @@ def _merged(
             sources=tuple(source for manifest in manifests for source in manifest.sources),
             shards=tuple(shards),
             num_rejected=sum(manifest.num_rejected for manifest in manifests),
-            document_end=known_end(manifests),
+            document_end={"token": first.ends_with},
         )
         result.write(directory)
     return result
