@@ -21,7 +21,7 @@ from megacp.core.data.images import ImageLoading, with_images
 from megacp.core.data.reader import Pack
 
 
-class _Runs(NamedTuple):
+class _TokenRuns(NamedTuple):
     """Runs of true tokens, each shifted and numbered by itself: whole documents, or a prefix and its branches."""
 
     length: np.ndarray  # int64 [r], as are all
@@ -59,26 +59,26 @@ def collate(
         pack_of = np.repeat(np.arange(len(packs)), [len(pack.segments) for pack in packs])
         before = np.cumsum(true) - true
         first_of_pack = np.searchsorted(pack_of, np.arange(len(packs)))
-        runs = _Runs(true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64))
+        runs = _TokenRuns(true, begin, before - before[first_of_pack][pack_of], pack_of, np.zeros(len(true), np.int64))
         last = np.cumsum(np.bincount(pack_of, weights=true).astype(np.int64)) - 1
     # as if every token were padding: in each segment 0, 1, ... from its true length on
     positions = np.maximum(np.arange(int(padded.sum())) - np.repeat(np.cumsum(padded) - padded + true, padded), 0)
     return with_images(_filled(packs, runs, last, positions), packs, begin, image_attention, loading)
 
 
-def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _Runs:
+def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarray) -> _TokenRuns:
     """One run a segment, or, where it has branches, one for the prefix and one for each branch."""
     documents = np.arange(len(segments))
     zeros = np.zeros(len(segments), np.int64)
     tables = [pack.branches for pack in packs if pack.branches is not None]
     if not tables:
-        return _Runs(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
+        return _TokenRuns(segments["true_length"].astype(np.int64), begin, zeros, documents, zeros)
     branches = np.concatenate(tables)
     count, prefix = segments["num_branches"], segments["prefix_length"].astype(np.int64)
     owner = np.repeat(documents, count)
     number = np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + 1
     order = np.argsort(np.concatenate((documents, owner)), kind="stable")  # a prefix, then its branches in order
-    return _Runs(
+    return _TokenRuns(
         length=np.concatenate((prefix, branches["length"]))[order],
         place=np.concatenate((begin, begin[owner] + branches["start"]))[order],
         position=np.concatenate((zeros, prefix[owner]))[order],
@@ -87,7 +87,7 @@ def _document_runs(packs: Sequence[Pack], segments: np.ndarray, begin: np.ndarra
     )
 
 
-def _agreeing(packs: Sequence[Pack], runs: _Runs) -> np.ndarray:
+def _agreeing(packs: Sequence[Pack], runs: _TokenRuns) -> np.ndarray:
     """bool [r]: whether a run is a prefix whose branches all begin with the same token."""
     begin = np.cumsum(runs.length) - runs.length
     in_branch = runs.branch > 0
@@ -101,7 +101,7 @@ def _agreeing(packs: Sequence[Pack], runs: _Runs) -> np.ndarray:
     return ~in_branch & np.append(in_branch[1:], False) & alike
 
 
-def _filled(packs: Sequence[Pack], runs: _Runs, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
+def _filled(packs: Sequence[Pack], runs: _TokenRuns, last: np.ndarray, position_ids: np.ndarray) -> PackedBatch:
     """Scatter the true tokens into the padded row. last: numbers of the true tokens that predict nothing."""
     stored = np.concatenate([pack.tokens for pack in packs]).astype(np.int64)
     weights = np.concatenate(
