@@ -51,9 +51,7 @@ def _all_differences(manifests: Sequence[DatasetManifest], other: DatasetManifes
     """In words in what a dataset differs from the first one and must not."""
     found = [text for name in _MUST_AGREE for text in _differences(name, manifests[0], other)]
     if (end := manifests[0].ends_with) != other.ends_with:
-        found.append(
-            f"a last token of documents {_short(other.ends_with)}, not {_short(end)} (--append-eod, --eod-token)"
-        )
+        found.append(f"a last token {_short(other.ends_with)}, not {_short(end)} (--append-eod, --eod-token)")
     return found
 
 
