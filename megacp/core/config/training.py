@@ -78,11 +78,6 @@ class TrainingConfig:
     SwiGLU exist for so many tokens only; 0 computes the row at once.
     """
 
-    spike_action: Literal["off", "warn", "skip", "stop"] = "warn"
-    """On a step whose loss is above 3 times, or whose gradient norm is above 10 times the running median: warn says so,
-    skip leaves its update out on all ranks, stop ends the run before the update.
-    """
-
     exit_duration: AboveZero[float | None] = None
     """Minutes after which the run saves and stops at the next step, with exit status 3."""
 

@@ -5,7 +5,7 @@ and a resumed run decides like an uninterrupted one. The rules, in this order:
 
 * Images of too many documents could not be decoded: the run ends.
 * A step that learns from no token, or whose loss or gradient is not finite, is skipped.
-* A loss or gradient norm far above its running median is told, skipped, or ends the run.
+* A loss or gradient norm far above its running median is told.
 * Too many skipped steps in a row end the run.
 
 Packs are named after a finding, by all ranks together: a good step pays nothing. A loss belongs to its microbatch, so
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 
 from megacp.core.checkpoint.names import TensorBox
-from megacp.core.config.training import TrainingConfig
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.wording import listed
@@ -87,10 +86,9 @@ def finite_only(loss: float, grad_norm: float) -> Decision:
 
 
 class Health:
-    """The rules of `settings` over the steps of one run. `state` is what `Health.state` gave; None for a fresh run."""
+    """The rules over the steps of one run. `state` is what `Health.state` gave; None for a fresh run."""
 
-    def __init__(self, settings: TrainingConfig, state: Mapping[str, Any] | None = None) -> None:
-        self._settings = settings
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = {**_FRESH, **(state or {})}
         self._losses = deque(map(float, state["losses"]), WINDOW)
         self._norms = deque(map(float, state["grad_norms"]), WINDOW)
@@ -114,8 +112,6 @@ class Health:
         if end := self._bad_images(numbers):
             return Decision(update=False, end=end)
         decision = self._on_numbers(numbers)
-        if decision.end:
-            return decision
         if decision.update:
             self.skipped_in_a_row = 0
             self._losses.append(numbers.loss)
@@ -135,18 +131,11 @@ class Health:
         decision = finite_only(numbers.loss, numbers.grad_norm)
         if not decision.finite:
             return decision
-        action = self._settings.spike_action
-        if action == "off":
-            return Decision()
         found = (
             self._spike("loss", numbers.loss, self._losses, LOSS_SPIKE),
             self._spike("gradient norm", numbers.grad_norm, self._norms, NORM_SPIKE),
         )
-        spikes = tuple(text for text in found if text)
-        if not spikes or action == "warn":
-            return Decision(findings=spikes)
-        end = f"{'; '.join(spikes)} (--spike-action stop)" if action == "stop" else ""
-        return Decision(update=False, findings=spikes, end=end)
+        return Decision(findings=tuple(text for text in found if text))
 
     def _spike(self, name: str, value: float, before: deque[float], factor: float) -> str:
         """What is wrong with `value`; empty while too few updates are known."""

@@ -69,7 +69,7 @@ class Trainer:
             resumed = load_weights(self.model, weights, self.state)
         if resumed is not None:
             self._go_on(resumed, start.weights_only)
-        self.health = Health(config.training, self.state.health)
+        self.health = Health(self.state.health)
         self.skipped_packs: frozenset[int] = frozenset()
         self.trace = self._trace()
         self.log = open_log(config, grid, self.state.step)
