@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from megacp.core.config.data import DataConfig
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
+from megacp.core.config.training import DataConfig
 from megacp.core.models import costs
 
 LLAMA_3_8B = ModelConfig(

@@ -5,6 +5,7 @@ Weights are exact fractions of the decimals as they were typed, so 0.1 + 0.2 is 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -27,26 +28,23 @@ def weighted_folders(flag: str, path: DataPath) -> tuple[WeightedFolder, ...]:
     """The datasets that `path` names, those of weight 0 left out. ValueError lists all that is wrong."""
     if isinstance(path, str) or len(path) == 1:
         return (WeightedFolder(path if isinstance(path, str) else path[0], Fraction(1)),)
-    if not path:
-        raise ValueError(f"{flag} names no folder")
-    reasons = []
-    weights, folders = path[::2], path[1::2]
-    misplaced = [text for text in weights if not _is_number(text)]
-    if misplaced or len(weights) != len(folders):
-        what = f"no number stands before {misplaced[0]!r}" if misplaced else f"no folder follows {weights[-1]!r}"
-        raise ValueError(f"{flag} {' '.join(path)}: {what}; it takes one folder, or pairs of WEIGHT FOLDER")
-    for text, folder in zip(weights, folders, strict=True):
-        if not (math.isfinite(float(text)) and float(text) >= 0):
-            reasons.append(f"{flag}: {folder} has the weight {text}, it must be at least 0")
-    if not reasons and not any(map(float, weights)):
+    weights, folders = [_number(text) for text in path[::2]], path[1::2]
+    if not folders or len(weights) != len(folders) or None in weights:
+        raise ValueError(f"{flag} {' '.join(path)}: it takes one folder, or pairs of WEIGHT FOLDER")
+    pairs = [(weight or 0.0, text, folder) for weight, text, folder in zip(weights, path[::2], folders, strict=True)]
+    reasons = [
+        f"{flag}: {folder} has the weight {text}, it must be at least 0"
+        for weight, text, folder in pairs
+        if not (math.isfinite(weight) and weight >= 0)
+    ]
+    if not reasons and not any(weights):
         reasons.append(f"{flag}: all {len(weights)} weights are 0")
     places = [os.path.realpath(folder) for folder in folders]
     for folder in sorted({folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1}):
         reasons.append(f"{flag} names {folder} more than once: give it the sum of its weights")
     if reasons:
         raise ValueError("\n".join(reasons))
-    pairs = zip(weights, folders, strict=True)
-    return tuple(WeightedFolder(folder, Fraction(Decimal(text))) for text, folder in pairs if float(text))
+    return tuple(WeightedFolder(folder, Fraction(Decimal(text))) for weight, text, folder in pairs if weight)
 
 
 def path_problems(flag: str, path: DataPath | None) -> list[str]:
@@ -68,9 +66,7 @@ def shown_path(path: DataPath | None) -> str:
     return path if isinstance(path, str) else " ".join(path or ())
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _number(text: str) -> float | None:
+    with contextlib.suppress(ValueError):
+        return float(text)
+    return None

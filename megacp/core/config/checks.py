@@ -45,15 +45,15 @@ _DIVIDE = (
     ("num_query_groups", _TP),
     ("num_attention_heads", "num_query_groups"),
     ("ffn_hidden_size", _TP),
-)
-_DIVIDE_IN_TOWER = (
     ("vision_image_size", "vision_patch_size"),
     ("vision_ffn_hidden_size", _TP),
     ("connector_ffn_hidden_size", _TP),
     ("vision_num_attention_heads", _TP),
     ("vision_hidden_size", "vision_num_attention_heads"),
 )
-"""The first field is a multiple of the second; None is derived from a field that has a row of its own."""
+"""The first field is a multiple of the second; None is derived from a field that has a row of its own. The last five
+are of the tower.
+"""
 
 
 def _multiples(config: RunConfig, world: int) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
     if m.kv_channels is None:
         of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
         rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))
-    for name, by in _DIVIDE + (_DIVIDE_IN_TOWER if config.vision.vision_num_layers > 0 else ()):
+    for name, by in _DIVIDE if config.vision.vision_num_layers > 0 else _DIVIDE[:4]:
         number, divisor = values[name], values[by]
         if isinstance(number, int) and isinstance(divisor, int):
             rows.append((f"{flag(name)} {number}", number, f"{flag(by)} {divisor}", divisor))
@@ -89,34 +89,24 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
     pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     if config.world_size not in (None, world) and not config.dry_run:
         yield f"--world-size {config.world_size} acts only with --dry-run; this run has {world} ranks from its launcher"
+    chunks = f"--num-virtual-stages-per-pipeline-rank {virtual}"
     if layers < pp * virtual:
-        yield (
-            f"--num-layers {layers} is fewer than {pp * virtual} stages (--pipeline-model-parallel-size {pp} x "
-            f"--num-virtual-stages-per-pipeline-rank {virtual}): every stage needs a layer"
-        )
+        yield f"--num-layers {layers} is below --pipeline-model-parallel-size {pp} x {chunks}: stages need layers"
     if virtual > 1 and pp == 1:
-        yield f"--num-virtual-stages-per-pipeline-rank {virtual} needs --pipeline-model-parallel-size above 1"
+        yield f"{chunks} needs --pipeline-model-parallel-size above 1"
     strategy, instances = p.data_parallel_sharding_strategy, p.num_distributed_optimizer_instances
-    whole = {
-        "--pipeline-schedule zero_bubble": p.pipeline_schedule == "zero_bubble",
-        "--gradient-accumulation-fusion": t.gradient_accumulation_fusion,
-    }
-    for name in (name for name, given in whole.items() if given):
+    whole = ["--pipeline-schedule zero_bubble"] if p.pipeline_schedule == "zero_bubble" else []
+    for name in whole + (["--gradient-accumulation-fusion"] if t.gradient_accumulation_fusion else []):
         if strategy != "optim":
             yield f"{name} adds to whole gradients, --data-parallel-sharding-strategy {strategy} keeps none"
         if config.model.lora_rank > 0:
             yield f"{name} with --lora-rank {config.model.lora_rank}: the weights of those gradients are frozen"
     if p.pipeline_schedule == "zero_bubble" and t.mlp_chunk_tokens > 0:
-        yield (
-            f"--pipeline-schedule zero_bubble with --mlp-chunk-tokens {t.mlp_chunk_tokens}: deferred gradients would "
-            "keep what the tiles are there to free"
-        )
+        yield f"--pipeline-schedule zero_bubble keeps what --mlp-chunk-tokens {t.mlp_chunk_tokens} is to free"
     dp = config.data_parallel_size(world)
     if dp % instances > 0:
-        yield (
-            f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {dp}: "
-            f"use {math.gcd(dp, instances)}"
-        )
+        usable = f"use {math.gcd(dp, instances)}"
+        yield f"--num-distributed-optimizer-instances {instances} does not divide the data-parallel size {dp}: {usable}"
 
 
 def _model(config: RunConfig, world: int) -> Iterator[str]:
@@ -127,10 +117,7 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.vocab_size == 0 and config.data.data_path is None and not config.dry_run:
         yield "--vocab-size 0 takes the vocabulary from the dataset, but no --data-path is given: give one of them"
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
-        yield (
-            f"--additional-vocab-size {m.additional_vocab_size} gives the embedding more rows than the head: "
-            "it needs --untie-embeddings-and-output-weights"
-        )
+        yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
         no_rope_pattern(m.no_rope_freq)
     except ValueError as error:
@@ -148,10 +135,8 @@ def _schedule(config: RunConfig, world: int) -> Iterator[str]:
     if (t.lr_decay_style == "WSD") != (fall > 0):
         yield f"--lr-wsd-decay-iters {fall} with --lr-decay-style {t.lr_decay_style}: WSD needs it, and nothing else"
     elif warmup <= end < warmup + fall:
-        yield (
-            f"--lr-wsd-decay-iters {fall} does not fit between --lr-warmup-iters {warmup} and the end of the decay at "
-            f"step {end}: use at most {end - warmup}"
-        )
+        between = f"between --lr-warmup-iters {warmup} and {name} {end}"
+        yield f"--lr-wsd-decay-iters {fall} does not fit {between}: use at most {end - warmup}"
     if config.log.profile:
         try:
             first = profiled_steps(config.log.profile)[0]
@@ -186,10 +171,8 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
             f"tokens; this run has --context-parallel-size {cp}, rows of {tokens} and --cp-comm-type {comm}"
         )
     if p.dynamic_context_parallel and (comm, p.cp_layout) != ("kv_exchange", "balanced"):
-        yield (
-            "--dynamic-context-parallel keeps documents on few ranks and sends what is needed: it takes --cp-layout "
-            f"balanced and --cp-comm-type kv_exchange, this run has {p.cp_layout} and {comm}"
-        )
+        needed = "--cp-layout balanced and --cp-comm-type kv_exchange"
+        yield f"--dynamic-context-parallel takes {needed}, this run has {p.cp_layout} and {comm}"
     sizes, name = p.hierarchical_context_parallel_sizes, "--hierarchical-context-parallel-sizes"
     if comm == "a2a+p2p" and cp > 1 and (sizes is None or sizes[0] * sizes[1] != cp):
         yield f"--cp-comm-type a2a+p2p needs {name} A B with A x B = {cp}, got {sizes}"
@@ -199,9 +182,8 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
     heads = config.model.num_attention_heads // tp
     if heads % dealt > 0:
         yield (
-            f"--cp-comm-type {comm} deals heads over {dealt} ranks: {heads} heads of a tensor rank "
-            f"(--num-attention-heads / tp {tp}) do not divide by it; use a2a+p2p with a first size that divides "
-            f"{heads}, p2p or kv_exchange"
+            f"--cp-comm-type {comm} deals heads over {dealt} ranks, the {heads} of a tp rank (--num-attention-heads "
+            f"/ tp {tp}) do not divide by it; use a2a+p2p with a first size that divides {heads}, p2p or kv_exchange"
         )
 
 
@@ -216,10 +198,7 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
             f"among them: from {-layers} to {layers - 1}"
         )
     if config.model.additional_vocab_size == 0:
-        yield (
-            f"--vision-num-layers {layers} needs rows for image tokens, which are never predicted: "
-            "give --additional-vocab-size (Molmo2 has 128)"
-        )
+        yield f"--vision-num-layers {layers} needs rows for image tokens: give --additional-vocab-size (Molmo2 has 128)"
     parts = {"vision", "connector", "text"}
     if not set(v.frozen) <= parts or set(v.frozen) == parts:
         yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
@@ -238,15 +217,10 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
     if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):
-        yield (
-            f"--lora-dropout {m.lora_dropout} on the MLP with --mlp-chunk-tokens "
-            f"{config.training.mlp_chunk_tokens}: a tile does not know the names of its tokens"
-        )
-    if config.checkpoint.vision_from_hf is not None:
-        yield (
-            f"--vision-from-hf {config.checkpoint.vision_from_hf} with --lora-rank {m.lora_rank}: a new connector "
-            "would stay as it was drawn; train it first"
-        )
+        tiles = f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}"
+        yield f"--lora-dropout {m.lora_dropout} on the MLP with {tiles}: a tile does not know the names of its tokens"
+    if (folder := config.checkpoint.vision_from_hf) is not None:
+        yield f"--vision-from-hf {folder} with --lora-rank {m.lora_rank}: a new connector would stay as it was drawn"
 
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
@@ -279,10 +253,7 @@ def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
     if (Url(c.save) / steps).matches() if is_url(c.save) else any(Path(c.save).glob(steps)):
         folder, loaded = place_of(c.save).resolve(), place_of(c.load).resolve() if c.load else None
         if loaded is None or c.finetune or folder not in (loaded, loaded.parent):
-            yield (
-                f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go on with that run by "
-                f"--load {c.save}"
-            )
+            yield f"--save {c.save} holds the checkpoints of a run: choose a new directory, or go on by --load {c.save}"
 
 
 def _files(config: RunConfig, world: int) -> Iterator[str]:
@@ -310,12 +281,11 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
             except ValueError as error:
                 yield f"{name} {error}"
         elif folder:
-            parent = next(
-                place for place in (Path(folder).absolute(), *Path(folder).absolute().parents) if place.exists()
-            )
+            whole = Path(folder).absolute()
+            parent = next(place for place in (whole, *whole.parents) if place.exists())
             if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
                 yield f"{name} {folder}: cannot be written, {parent} does not allow it or is a file"
-    if config.log_path.is_dir():
+    if config.log_path is not None and config.log_path.is_dir():
         yield f"--log-file {config.log_path}: is a directory, a file is needed"
 
 

@@ -26,7 +26,12 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     with 0 after `--help`.
     """
     arguments = [argument for argument in argv if argument not in _HELP]
-    _refuse_unknown(arguments)
+    known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
+    names = {argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")}
+    unknown = [(name, name[2:].replace("-", "_")) for name in names if name[2:].replace("-", "_") not in known]
+    if unknown:
+        near = (f"unknown flag {name}{nearest(field, known, as_flag=True)}" for name, field in unknown)
+        raise ValueError("\n".join(near))
     for argument in arguments:  # such a name cannot stand in a config, a log or a message: the first save would fail
         if any("\ud800" <= character <= "\udfff" for character in argument):
             raise ValueError(f"{argument!r} on the command line is no text in UTF-8: rename the file or directory")
@@ -38,51 +43,6 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     return _apply(last + asks_help, config, prog)
 
 
-def given_names(argv: Sequence[str]) -> frozenset[str]:
-    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as `parse`."""
-    paths = [path for _, path in _segments([argument for argument in argv if argument not in _HELP]) if path]
-    return given_flags(argv).union(*map(values_of_file, paths))
-
-
-def given_flags(argv: Sequence[str]) -> frozenset[str]:
-    """The fields that flags of a command line set, files aside; ValueError for a `--config` without a path."""
-    segments = _segments([argument for argument in argv if argument not in _HELP])
-    plain = {
-        text.partition("=")[0][2:].replace("-", "_") for flags, _ in segments for text in flags if text.startswith("--")
-    }
-    return frozenset(name if name in fields() else name.removeprefix("no_") for name in plain)
-
-
-def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
-    """The flags before each `--config` with its file, and at last those after all of them with no file."""
-    parts: list[tuple[list[str], str]] = []
-    segment: list[str] = []
-    position = 0
-    while position < len(arguments):
-        name, equals, path = arguments[position].partition("=")
-        position += 1
-        if name != "--config":
-            segment.append(arguments[position - 1])
-            continue
-        if not equals:
-            if position == len(arguments) or arguments[position].startswith("--"):
-                raise ValueError("--config needs the path of a YAML file")
-            path = arguments[position]
-            position += 1
-        parts.append((segment, path))
-        segment = []
-    return [*parts, (segment, "")]
-
-
-def _refuse_unknown(arguments: Sequence[str]) -> None:
-    known = {"config"} | set(fields()) | {f"no_{info.name}" for info in fields().values() if info.hint is bool}
-    names = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
-    unknown = [name for name in names if name[2:].replace("-", "_") not in known]
-    if unknown:
-        near = (f"unknown flag {name}{nearest(name[2:].replace('-', '_'), known, as_flag=True)}" for name in unknown)
-        raise ValueError("\n".join(near))
-
-
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
     if not flags:
         return config
@@ -90,3 +50,33 @@ def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
 
     flat = tyro.conf.OmitArgPrefixes[RunConfig]
     return tyro.cli(flat, args=list(flags), default=config, prog=prog, description=_DESCRIPTION)
+
+
+def given_names(argv: Sequence[str]) -> frozenset[str]:
+    """The fields that flags or YAML files of a command line set, whatever the value; ValueError as `parse`."""
+    return given_flags(argv).union(*(values_of_file(path) for _, path in _segments(argv) if path))
+
+
+def given_flags(argv: Sequence[str]) -> frozenset[str]:
+    """The fields that flags of a command line set, files aside; ValueError for a `--config` without a path."""
+    flags = (text for flags, _ in _segments(argv) for text in flags if text.startswith("--") and text not in _HELP)
+    plain = (text.partition("=")[0][2:].replace("-", "_") for text in flags)
+    return frozenset(name if name in fields() else name.removeprefix("no_") for name in plain)
+
+
+def _segments(arguments: Sequence[str]) -> list[tuple[list[str], str]]:
+    """The flags before each `--config` with its file, and at last those after all of them with no file."""
+    parts: list[tuple[list[str], str]] = []
+    segment: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, path = argument.partition("=")
+        if name != "--config":
+            segment.append(argument)
+            continue
+        path = path if equals else next(rest, "--")
+        if path.startswith("--"):
+            raise ValueError("--config needs the path of a YAML file")
+        parts.append((segment, path))
+        segment = []
+    return [*parts, (segment, "")]

@@ -1,7 +1,6 @@
-"""The architecture of the language model: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU.
+"""The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU, and a vision tower before it.
 
-Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and the text tower of Molmo2 are settings of it. No field speaks of
-ranks.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2 are settings of it. No field speaks of ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class ModelConfig:
 
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
     """Stretching of rotary frequencies for longer contexts: linear divides positions, llama3 and yarn only the slow
-    frequencies; yarn also scales the attention scores.
-    """
+    frequencies; yarn also scales the attention scores."""
 
     rope_scaling_factor: Annotated[float, Range(1)] = 1.0
     """Factor by which rotary frequencies are slowed when scaling is on."""
@@ -62,9 +60,7 @@ class ModelConfig:
     """llama3 and yarn scaling: the context length the model was first trained with."""
 
     no_rope_freq: str | None = None
-    """Layers without rotary embedding: N leaves it out of every N-th layer (4: the 4th, the 8th, ...); a pattern like
-    [0,0,1] repeats over the layers, 1 is one without.
-    """
+    """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the third of each three."""
 
     max_position_embeddings: Positive[int | None] = None
     """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
@@ -73,9 +69,7 @@ class ModelConfig:
     """Epsilon inside RMSNorm."""
 
     qk_layernorm: Literal["off", "head", "all_heads"] = "off"
-    """RMSNorm on q and k before the rotary embedding: on each head by itself (Qwen3), or on all heads of a token
-    together (OLMo2).
-    """
+    """RMSNorm on q and k before the rotary embedding: on each head (Qwen3), or on all of a token together (OLMo2)."""
 
     norm_position: Literal["before", "after"] = "before"
     """Where the norms of a block stand: before attention and MLP, or after them, before the residual sum (OLMo2)."""
@@ -103,16 +97,14 @@ class ModelConfig:
 
     lora_rank: NotNegative[int] = 0
     """Rank of the low-rank pairs that are trained beside a frozen model (LoRA): y = x W + alpha / rank x A B; 0 trains
-    the model itself. It starts from --load-hf, or from --load with --finetune.
-    """
+    the model itself. It starts from --load-hf, or from --load with --finetune."""
 
     lora_alpha: AboveZero[float | None] = None
-    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's defaults of 8 and 8
-    make it)."""
+    """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's 8 and 8)."""
 
     lora_targets: str | None = None
-    """Linears of the decoder that get a pair: of q, k, v, output, gate, up and down those that are named, with commas
-    between, or all (default: q,v, as peft has it for most decoders)."""
+    """Linears of the decoder that get a pair: some of q, k, v, output, gate, up and down, with commas between, or all
+    (default: q,v, as peft has it for most decoders)."""
 
     lora_dropout: Fraction[float] = 0.0
     """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
@@ -166,3 +158,81 @@ def no_rope_pattern(text: str | None) -> tuple[bool, ...]:
     if re.fullmatch(r"\[\s*[01](\s*,\s*[01])*\s*\]", text):
         return tuple(digit == "1" for digit in re.findall("[01]", text))
     raise ValueError(f"--no-rope-freq {text}: expected N above 0 or a pattern of 0 and 1 like [0,0,0,1]")
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The ViT that encodes crops, the connector that pools its patches, and which towers are trained; as Molmo2's.
+
+    With `vision_num_layers` 0 there is no tower, and no other field here has a meaning. The connector has the width of
+    the tower.
+    """
+
+    vision_num_layers: Annotated[int, Range(0, MAX_LAYERS)] = 0
+    """Blocks of the vision tower; 0 trains a language model without one. Molmo2 has 25."""
+
+    vision_hidden_size: Positive[int] = 1152
+    """Width of the vision tower, and of the connector's attention output."""
+
+    vision_ffn_hidden_size: Positive[int] = 4304
+    """Width of the hidden layer of the tower's MLPs."""
+
+    vision_num_attention_heads: Positive[int] = 16
+    """Query heads of the tower."""
+
+    vision_patch_size: Positive[int] = 14
+    """Side of a patch in pixels."""
+
+    vision_image_size: Positive[int] = 378
+    """Side of a crop in pixels: crops are squares of (image size / patch size)^2 patches."""
+
+    vision_feature_layers: Annotated[tuple[int, int], Range(-(2**31), 2**31 - 1)] = (-1, -7)
+    """The two layers whose outputs go to the connector, in this order: from 0 up, or counted from the end with -1 as
+    the last. One of them must be the last layer."""
+
+    connector_ffn_hidden_size: Positive[int | None] = None
+    """Width of the SwiGLU projector between pooled patches and text (default: --ffn-hidden-size)."""
+
+    freeze: str | None = None
+    """Parts whose weights stay as they are, without gradients and optimizer state: of vision, connector and text (with
+    embedding and head) those that are named, with commas between."""
+
+    vision_lr_multiplier: AboveZero[float] = 1.0
+    """Learning rate of the vision tower over that of the language model, at every step."""
+
+    connector_lr_multiplier: AboveZero[float] = 1.0
+    """Learning rate of the connector over that of the language model, at every step."""
+
+    vision_planned_crops: Positive[int | None] = None
+    """Crops of one pack that pipeline stages and memory are planned for (default: those that fill a pack with pooled
+    windows of 2 x 2 patches)."""
+
+    @property
+    def patches_per_side(self) -> int:
+        """Patches along a side of a crop."""
+        return self.vision_image_size // self.vision_patch_size
+
+    @property
+    def patches_per_crop(self) -> int:
+        """Patches of a crop: rows of the table of positions."""
+        return self.patches_per_side**2
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of a flattened patch: rows x columns x colours."""
+        return 3 * self.vision_patch_size**2
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers whose outputs go to the connector, counted from 0."""
+        return tuple(layer % self.vision_num_layers for layer in self.vision_feature_layers)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The words of `freeze`."""
+        return tuple((self.freeze or "").replace(",", " ").split())
+
+    @property
+    def vision_head_dim(self) -> int:
+        """Width of one head, of the tower and of the attention that pools patches."""
+        return self.vision_hidden_size // self.vision_num_attention_heads

@@ -30,8 +30,7 @@ class ParallelConfig:
 
     pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
     """1f1b takes one forward and one backward in turn; zero_bubble does too, but defers weight gradients until a
-    stage would wait for another: less idle time for more memory on the last stages (native layers).
-    """
+    stage would wait for another: less idle time for more memory on the last stages (native layers)."""
 
     sequence_parallel: bool = True
     """Shard the activations between the linear layers over tp as well; acts only when tp is above 1."""
@@ -39,8 +38,7 @@ class ParallelConfig:
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange", "auto"] = "p2p"
     """How attention crosses the cp ranks: p2p passes keys and values around a ring, all_gather collects them at once,
     a2a swaps tokens for heads, a2a+p2p does that inside groups with a ring between them, kv_exchange sends each rank
-    just the keys that it needs, auto chooses by the masks of the first packs (not Transformer Engine's own attention).
-    """
+    just the keys that it needs, auto chooses by the masks of the first packs."""
 
     hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
     """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""

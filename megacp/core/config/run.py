@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.data import DataConfig
-from megacp.core.config.model import ModelConfig
+from megacp.core.config.model import ModelConfig, VisionConfig
 from megacp.core.config.parallel import ParallelConfig
 from megacp.core.config.ranges import Count, Range
-from megacp.core.config.training import CheckpointConfig, LogConfig, TrainingConfig
-from megacp.core.config.vision import VisionConfig
+from megacp.core.config.training import CheckpointConfig, DataConfig, LogConfig, TrainingConfig
 from megacp.core.storage.url import is_url
 
 Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None
@@ -74,21 +72,18 @@ class RunConfig:
         return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size(world_size))
 
     @property
-    def log_path(self) -> Path:
-        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or megacp_log.jsonl."""
-        if self.log.log_file is not None:
-            return Path(self.log.log_file)
-        return self._local_save / "log.jsonl" if self._local_save else Path("megacp_log.jsonl")
+    def log_path(self) -> Path | None:
+        """The JSONL file: `log_file`, or log.jsonl beside the checkpoints of a local --save, or megacp_log.jsonl; None
+        for /dev/null.
+        """
+        usual = self._local_save / "log.jsonl" if self._local_save else "megacp_log.jsonl"
+        path = Path(usual if self.log.log_file is None else self.log.log_file)
+        return None if str(path) == os.devnull else path
 
     @property
     def profile_path(self) -> Path:
         """The folder for traces: `profile` beside the JSONL file, or where that file would be."""
-        return ((self._local_save or Path()) if self.writes_no_log else self.log_path.parent) / "profile"
-
-    @property
-    def writes_no_log(self) -> bool:
-        """Whether --log-file is /dev/null: there is no JSONL file."""
-        return str(self.log_path) == os.devnull
+        return (self.log_path.parent if self.log_path else self._local_save or Path()) / "profile"
 
     @property
     def _local_save(self) -> Path | None:
@@ -107,26 +102,28 @@ class FieldInfo:
     range: Range | None
     """Allowed values of a number. None is allowed beside them where the type has it."""
 
+    @property
+    def words(self) -> list[str]:
+        """The words that the field may hold, beside a number or alone."""
+        literals = (part for part in parts_of(self.hint) if typing.get_origin(part) is typing.Literal)
+        return [word for part in literals for word in typing.get_args(part)]
+
     def problem(self, value: Value) -> str | None:
         """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""
-        parts = parts_of(self.hint)
+        words = self.words
         if value is None:
-            return None if type(None) in parts else "needs a value"
-        words = [word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)]
+            return None if type(None) in parts_of(self.hint) else "needs a value"
         if value in words:
             return None
-        if words and self.range is None:
-            return f"got {value!r}, allowed are {', '.join(words)}"
         if self.range is None:
-            return "an empty string is no name" if value == "" else None
+            unknown = f"got {value!r}, allowed are {', '.join(words)}" if words else None
+            return "an empty string is no name" if value == "" else unknown
         if isinstance(value, (bool, str)):
             return f"expected a number{''.join(f' or {word}' for word in words)}, got {value!r}"
-        if isinstance(value, tuple):
-            told = " ".join(map(str, value))
-            return (
-                None if all(self.range.holds(float(one)) for one in value) else f"got {told}, each must be {self.range}"
-            )
-        return None if self.range.holds(value) else f"got {value}, it must be {self.range}"
+        numbers = value if isinstance(value, tuple) else (value,)
+        if all(self.range.holds(float(number)) for number in numbers):
+            return None
+        return f"got {' '.join(map(str, numbers))}, it must be {self.range}"
 
 
 def parts_of(hint: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""The optimisation: batch, schedule, AdamW, precision, recomputation, validation, checkpoints and logs.
+"""The optimisation (batch, schedule, AdamW, precision, recomputation, validation), checkpoints, logs and data.
 
 The number of microbatches is no field: it follows from the batch sizes and the grid.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from megacp.core.config.blend import DataPath
 from megacp.core.config.ranges import AboveZero, Count, Fraction, NotNegative, Positive, Range
 
 
@@ -64,19 +65,15 @@ class TrainingConfig:
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward: none, selective (cheap large ones), or full (all but each block's
-    input).
-    """
+    """Activations computed again in backward: none, selective (cheap large ones), full (all but a block's input)."""
 
     activation_offload: NotNegative[float] = 0.0
-    """What decoder blocks save for backward waits in (pinned) host memory: of each pipeline stage, this part of its
-    blocks (0.5, rounded up) or this many of them (3; a stage with fewer takes all); 0 keeps all on the device.
-    """
+    """What decoder blocks save for backward waits in (pinned) host memory: in each pipeline stage of this part of its
+    blocks (0.5, rounded up) or of this many (3; at most all); 0 keeps all on the device."""
 
     mlp_chunk_tokens: NotNegative[int] = 0
-    """Tokens of a rank's row over which the MLP of a block runs at a time, computed again in backward: gate, up and
-    SwiGLU exist for so many tokens only; 0 computes the row at once.
-    """
+    """Tokens of a rank's row that the MLP of a block takes at a time, computed again in backward: so many gates and ups
+    exist at once; 0 takes the row."""
 
     exit_duration: AboveZero[float | None] = None
     """Minutes after which the run saves and stops at the next step, with exit status 3."""
@@ -88,30 +85,24 @@ class TrainingConfig:
     """Global batches of one validation loss."""
 
     attention_kernel: Literal["auto", "flash", "flex", "flex_flash", "math", "dense"] = "auto"
-    """Kernel of core attention: flash is for the CPU, flex for CUDA, flex_flash too, with FlashAttention 4 where one
-    rank has all keys, math for any device, dense a small reference; auto is flash, flex, or math for float64 there.
-    """
+    """Kernel of core attention: flash for the CPU, flex for CUDA, flex_flash with FlashAttention 4 where a rank has all
+    keys, math anywhere, dense a small reference; auto is flash, on CUDA flex, or math for float64."""
 
     transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"
     """Whose layers are used: native (plain torch, any device) or transformer_engine (NVIDIA's, CUDA); auto takes the
-    latter on CUDA where it is installed and the configuration suits it.
-    """
+    latter where it is installed and suits."""
 
     fp8: Literal["off", "delayed", "current", "blockwise"] = "off"
     """Products of the decoder's linears in 8 bits, with this recipe for the scales; needs transformer_engine. Delayed
-    scales are in no checkpoint: a resumed run measures them anew, and its first steps differ.
-    """
+    scales are in no checkpoint: a resumed run measures them anew, and its first steps differ."""
 
     cross_entropy_chunk_tokens: NotNegative[int | Literal["auto"]] = "auto"
-    """Tokens whose logits exist at once, in training and validation; 0 takes all of a row. auto takes all where their
-    logits and gradients are small, else the largest power of two that keeps them so.
-    """
+    """Tokens whose logits exist at once; 0 takes all of a row, auto too where logits and gradients are small, else the
+    largest power of two that keeps them so."""
 
     gradient_accumulation_fusion: bool = False
-    """Native linears add their weight gradient to the gradient bucket themselves: one pass less over each, and no
-    gradient beside the bucket; by apex's kernel where it is installed. Transformer Engine's do where
-    gradients are not sharded.
-    """
+    """Native linears add their weight gradient to the gradient bucket themselves (by apex's kernel where installed):
+    one pass less over each. Transformer Engine's do where gradients are not sharded."""
 
     @property
     def element_bytes(self) -> int:
@@ -136,19 +127,16 @@ class CheckpointConfig:
     """Checkpoint directory or URL to resume from, on this or any other grid."""
 
     load_hf: str | None = None
-    """Hugging Face folder whose model, weights and tokenizer the run starts from, at step 0 with a fresh optimizer. It
-    is not read again once --auto-resume finds a checkpoint in --save.
-    """
+    """Hugging Face folder whose model, weights and tokenizer the run starts from, at step 0 with a fresh optimizer;
+    unread once --auto-resume finds a checkpoint."""
 
     vision_from_hf: str | None = None
     """Molmo2 folder whose vision tower is added to the text model of --load-hf, with what fits of its connector; `none`
-    adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128).
-    """
+    adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128)."""
 
     auto_resume: bool = False
     """Go on from the newest checkpoint in --save, for runs that are restarted (torchrun --max-restarts, a job queue).
-    Only when no checkpoint was ever written there, start from --load, --load-hf or step 0, and say so.
-    """
+    Only when no checkpoint was ever written there, start from --load, --load-hf or step 0, and say so."""
 
     finetune: bool = False
     """Take only the weights of --load and start at step 0 with a fresh optimizer, on any data."""
@@ -183,3 +171,32 @@ class LogConfig:
     profile: str | None = None
     """START:STOP, the first and the last step of which rank 0 writes a trace (chrome JSON), and the log says where the
     time of a step went, phase by phase over the ranks, and which rank was the slowest."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The training and validation packs; a dataset says itself which tokenizer and packing rules it has."""
+
+    data_path: DataPath | None = None
+    """Packed dataset directory made by tools/preprocess_data.py, or its URL (needs the extra `store`), or several with
+    weights: `0.7 captions 0.3 text`. Without it random mock packs are used."""
+
+    valid_data_path: DataPath | None = None
+    """Packed dataset directory or URL for the validation loss, or several with weights."""
+
+    seq_length: Positive[int] = 512
+    """Tokens of one pack; a run takes those of --data-path where no flag says how many."""
+
+    attention_mask: Literal["packed", "causal"] = "packed"
+    """packed: documents of a pack do not see each other; causal: the whole pack is one document."""
+
+    image_attention: Literal["example", "image", "causal"] = "example"
+    """Which image tokens see each other in both directions: all of a document (example, Molmo2's rule), those of one
+    image or frame (image), or none (causal)."""
+
+    on_bad_image: Literal["fail", "skip"] = "fail"
+    """What happens when an image cannot be decoded: fail ends the run, skip leaves out its whole document and logs
+    it."""
+
+    num_workers: NotNegative[int] = 1
+    """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""

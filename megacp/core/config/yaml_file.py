@@ -14,8 +14,7 @@ from typing import Any
 
 import yaml
 
-from megacp.core.config.blend import DataPath
-from megacp.core.config.run import RunConfig, Value, fields, flag, flatten, parts_of, with_values
+from megacp.core.config.run import FieldInfo, RunConfig, Value, fields, flag, flatten, parts_of, with_values
 from megacp.core.storage.files import StrPath, read_regular
 
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789"))
@@ -65,12 +64,12 @@ def read_yaml_file(path: StrPath, source: str) -> Any:
 def to_yaml(config: RunConfig) -> str:
     """All values as YAML, one flag a line, grouped by room."""
     values = flatten(config)
-    parts = []
-    for room in dict.fromkeys(info.room for info in fields().values()):
-        own = {info.name: values[info.name] for info in fields().values() if info.room == room}
-        rows = {name: list(value) if isinstance(value, tuple) else value for name, value in own.items()}
-        parts.append(f"# {room or 'run'}\n" + yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096))
-    return "\n".join(parts)
+    rooms: dict[str, dict[str, Any]] = {}
+    for name, info in fields().items():
+        value = values[name]
+        rooms.setdefault(info.room or "run", {})[name] = list(value) if isinstance(value, tuple) else value
+    shown = {room: yaml.dump(rows, Dumper=_Dumper, sort_keys=False, width=4096) for room, rows in rooms.items()}
+    return "\n".join(f"# {room}\n{rows}" for room, rows in shown.items())
 
 
 def from_yaml(text: str, source: str = "YAML") -> RunConfig:
@@ -89,8 +88,7 @@ def values_of_file(path: str) -> dict[str, Value]:
 
 def _values(content: Any, source: str) -> dict[str, Value]:
     """The values by field name; ValueError with all that is wrong."""
-    if content is None:
-        content = {}
+    content = {} if content is None else content
     if not isinstance(content, dict):
         raise ValueError(f"{source}: expected lines of `flag: value`, got a {type(content).__name__}")
     reasons: list[str] = []
@@ -98,12 +96,12 @@ def _values(content: Any, source: str) -> dict[str, Value]:
     for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in fields():
-            reasons.append(f"{source}: unknown key {repr(key)}{nearest(name[:100], fields())}")
+            reasons.append(f"{source}: unknown key {key!r}{nearest(name[:100], fields())}")
             continue
-        fitting, problem = _convert(value, fields()[name].hint)
-        if problem:
-            reasons.append(f"{source}: {key}: {problem}")
-        values[name] = fitting
+        try:
+            values[name] = _convert(value, fields()[name])
+        except ValueError as error:
+            reasons.append(f"{source}: {key}: {error}")
     if reasons:
         raise ValueError("\n".join(reasons))
     return values
@@ -115,34 +113,26 @@ def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
     return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _convert(value: Any, hint: Any) -> tuple[Value, str | None]:
-    """The value as the field's type, or the reason why it is not of it."""
-    parts = parts_of(hint)
-    if value is None and type(None) in parts:
-        return None, None
-    if hint == DataPath | None and isinstance(value, list):
-        fits = all(type(one) in (str, int, float) for one in value)
-        return (tuple(map(str, value)), None) if fits else (None, f"expected weights and folders, got {_shown(value)}")
-    hint, *words = [part for part in parts if part is not type(None)]
-    if any(isinstance(value, str) and value in typing.get_args(part) for part in words):
-        return value, None
-    choices = typing.get_args(hint)
-    if isinstance(value, bool) and (word := "on" if value else "off") in choices:  # YAML 1.1 reads off as false
-        return word, None
-    if typing.get_origin(hint) is tuple:
-        fits = isinstance(value, (list, tuple)) and len(value) == len(choices) and all(type(x) is int for x in value)
-        return (tuple(value), None) if fits else (None, f"expected {len(choices)} whole numbers, got {_shown(value)}")
-    if choices:
-        known = isinstance(value, str) and value in choices
-        return value, None if known else f"got {_shown(value)}, allowed are {', '.join(choices)}"
-    if hint is float and type(value) is int and abs(value) < 2**1023:
-        return float(value), None
-    if type(value) is hint:
-        return value, None
+def _convert(value: Any, info: FieldInfo) -> Value:
+    """The value as the field's type; ValueError says why it is not of it."""
+    parts, words = parts_of(info.hint), info.words
+    if isinstance(value, bool) and (word := "on" if value else "off") in words:  # YAML 1.1 reads off as false
+        return word
+    if (value is None and type(None) in parts) or (isinstance(value, str) and value in words):
+        return value
+    if isinstance(value, list) and tuple[str, ...] in parts and all(type(x) in (str, int, float) for x in value):
+        return tuple(map(str, value))
+    kind, sizes = parts[0], typing.get_args(parts[0])
+    if typing.get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+        if len(value) == len(sizes) and all(type(x) is int for x in value):
+            return tuple(value)
+    if kind is float and type(value) is int and abs(value) < 2**1023:
+        return float(value)
+    if type(value) is kind:
+        return value
+    shown = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
+    if typing.get_origin(kind) is typing.Literal:
+        raise ValueError(f"got {shown}, allowed are {', '.join(words)}")
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string (quote it)"}
-    return None, f"expected {names[hint]}, got {_shown(value)} ({type(value).__name__})"
+    expected = names.get(kind, f"{len(sizes)} whole numbers")
+    raise ValueError(f"expected {expected}, got {shown} ({type(value).__name__})")

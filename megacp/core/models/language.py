@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec
-from megacp.core.config.model import ModelConfig
-from megacp.core.config.vision import VisionConfig
+from megacp.core.config.model import ModelConfig, VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of

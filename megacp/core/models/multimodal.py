@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend
-from megacp.core.config.model import ModelConfig
-from megacp.core.config.vision import VisionConfig
+from megacp.core.config.model import ModelConfig, VisionConfig
 from megacp.core.models.vision import VisionTower
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu

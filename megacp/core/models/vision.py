@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec
-from megacp.core.config.vision import VisionConfig
+from megacp.core.config.model import VisionConfig
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.pointwise import gelu_tanh
 from megacp.core.tensor_parallel.linear import LinearSpec

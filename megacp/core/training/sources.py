@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacp.core.config.blend import DataPath, weighted_folders
-from megacp.core.config.data import DataConfig
+from megacp.core.config.model import VisionConfig
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.vision import VisionConfig
+from megacp.core.config.training import DataConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.decoding import RulesDecoder
