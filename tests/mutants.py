@@ -295,7 +295,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/data/images.py", IMAGES): [
         ("(np.cumsum(totals) - totals)", "0 * (np.cumsum(totals) - totals)", "bounds of the second pack begin at 0"),
         ("number + 1, strict=", "number, strict=", "the first image sees nobody ahead"),
-        ("windows - crop * patches.shape[1]", "windows", "a frame pools the patches of the first"),
         ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],

@@ -59,7 +59,7 @@ def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: 
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
     for part in model.parameters.parameters_held():
         part.values.fill_(7.0)
-    fresh = RunState(data_fingerprint=sources.data_fingerprint, seed=config.training.seed)
+    fresh = RunState(data_fingerprint=sources.fingerprint, seed=config.training.seed)
     progress = load(model, fresh, config).state
     save(model, progress, with_values(config, {"save": target}))
     return model.optimizer.updates

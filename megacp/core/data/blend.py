@@ -25,11 +25,11 @@ from megacp.core.data.reader import Pack, PackedDataset, PackImages
 from megacp.core.data.tables import UNIT_DTYPE
 
 FINEST = 1_000_000
-"""Most samples of a period. Weights that need more are rounded to parts of a million."""
+"""Most samples of a period. Weights that need more are rounded down to parts of a million."""
 
 
 def whole_parts(weights: Sequence[Fraction]) -> list[int]:
-    """Weights as whole samples of a period: exact where at most `FINEST` are needed, else the nearest parts of it.
+    """Weights as whole samples of a period: exact where at most `FINEST` are needed, else whole parts of it.
 
     ValueError: a weight is less than a part.
     """
@@ -40,9 +40,6 @@ def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     if total <= FINEST:
         return parts
     rounded = [part * FINEST // total for part in parts]
-    by_remainder = sorted(range(len(parts)), key=lambda i: -(parts[i] * FINEST % total))
-    for i in by_remainder[: FINEST - sum(rounded)]:
-        rounded[i] += 1
     if 0 in rounded:
         smallest = float(min(weights) / sum(weights))
         raise ValueError(f"a weight is {smallest:.2g} of all weights, a dataset gets at least 1 of {FINEST:,} samples")
@@ -152,16 +149,10 @@ class PackBlend:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights and of all files on this machine's disk."""
-        return self._digest([one.fingerprint for one in self.datasets])
-
-    @property
-    def built(self) -> str:
         """Of the weights and of the datasets as they were built."""
-        return self._digest([one.manifest.fingerprint for one in self.datasets])
-
-    def _digest(self, fingerprints: list[str]) -> str:
-        return hashlib.sha256(json.dumps([self._parts, fingerprints]).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self._parts, [one.fingerprint for one in self.datasets]]).encode()
+        ).hexdigest()
 
 
 def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest]) -> list[str]:

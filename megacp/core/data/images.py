@@ -11,7 +11,8 @@ before a step, and each clears the same documents (`training/images.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -167,27 +168,32 @@ def _with_pixels(
     shards = image_shards(bounds, loading.cp_size, loading.strategy, stored, loading.cost)
     mine = shards.units(units.cum_crops, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
     sizes = np.diff(np.stack(bounds, 1), axis=0, prepend=0)  # [u, (crops, pooled)]
-    found: dict[int, Pixels] = {}
+    found: list[Pixels] = []
     bad: dict[int, str] = {}
-    for item in _items(units, mine):
-        first, frames = item[0], table["frame"][item].tolist()
+
+    def file(unit: int) -> tuple[int, ...]:
+        """Frames of one video stand together, and their file is read once; an image that is named twice stays two."""
+        return int(units.pack[unit]), int(table["item"][unit]), -1 if table["frame"][unit] >= 0 else unit
+
+    for _, group in itertools.groupby(mine.tolist(), file):
+        item = list(group)
+        first, frames, (crops, pooled) = item[0], table["frame"][item].tolist(), sizes[item].sum(0).tolist()
         try:
             data = images[int(units.pack[first])].read(int(table["item"][first]))
             pixels = loading.decoder.video(data, frames) if frames[0] >= 0 else loading.decoder.image(data)
-            expected = (int(sizes[item, 0].sum()), *shape), int(sizes[item, 1].sum())
+            expected = (crops, *shape), pooled
             if (sized := (pixels[0].shape, len(pixels[1]))) != expected:
                 raise ImageError(f"it decodes to patches and pooled tokens {sized}, the dataset has {expected}")
-            found.update(zip(item, _split(pixels, sizes[item].tolist()), strict=True))
+            found.append(pixels)
         except ImageError as error:
             what = "video" if frames[0] >= 0 else "image"
             reason = f"{_record(packs, int(table['segment'][first]))}: {what} {table['item'][first]}: {error}"
             if loading.on_bad_image == "fail":
                 raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
             bad.setdefault(int(document[units.first[first]]), reason)
-            for unit, (crops, pooled) in zip(item, sizes[item].tolist(), strict=True):
-                # a stand-in: its features are finite, and no token sees them
-                found[unit] = np.zeros((crops, *shape), np.float32), np.zeros((pooled, 1), np.int64)
-    patches, pooling = joined([found[unit] for unit in mine.tolist()], shape)
+            # a stand-in: its features are finite, and no token sees them
+            found.append((np.zeros((crops, *shape), np.float32), np.zeros((pooled, 1), np.int64)))
+    patches, pooling = joined(found, shape)
     return dataclasses.replace(
         vision,
         boundaries=shards.boundaries,
@@ -198,24 +204,6 @@ def _with_pixels(
         pooling=pooling,
         bad_documents=tuple(sorted(bad.items())),
     )
-
-
-def _items(units: RowUnits, mine: np.ndarray) -> list[list[int]]:
-    """The units that a rank decodes, those of one video together with rising frames, so each file is read once."""
-    items: dict[tuple[int, ...], list[int]] = {}
-    for unit in sorted(mine.tolist()):
-        frame = () if units.table["frame"][unit] >= 0 else (unit,)  # an image that is named twice stays two
-        items.setdefault((int(units.pack[unit]), int(units.table["item"][unit]), *frame), []).append(unit)
-    return list(items.values())
-
-
-def _split(pixels: Pixels, sizes: Sequence[tuple[int, int]]) -> Iterator[Pixels]:
-    """The pixels of several units as those of each: indices count from its own patches."""
-    (patches, pooling), crop, row = pixels, 0, 0
-    for crops, pooled in sizes:
-        windows = pooling[row : row + pooled]
-        yield patches[crop : crop + crops], np.where(windows >= 0, windows - crop * patches.shape[1], -1)
-        crop, row = crop + crops, row + pooled
 
 
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:

@@ -111,8 +111,6 @@ class PackedLoader:
 
         `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads once for each batch.
         """
-        if not len(source):
-            raise ValueError("the dataset has no pack")
         self._options, self._closed, self._prepare = options, threading.Event(), prepare
         self._read = functools.partial(step_batches, source, options, data_rank or DataRank(), images=images)
         self._requested = consumed_samples

@@ -35,9 +35,7 @@ class Sources:
     train: PackSource
     valid: PackSource | None
     fingerprint: str
-    """Of the training data as this machine holds it: equal on all ranks of a run."""
-    data_fingerprint: str
-    """Of the training data as it was built: a checkpoint keeps it, and a resumed run must have the same."""
+    """Of the training data: equal on all ranks; a checkpoint keeps it, and a resumed run must have the same."""
     tokenizer_sha256: str = ""
     """Of the training data; empty for mock packs."""
     decoder: Decoder | None = None
@@ -81,7 +79,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         images = mock_images(config)
         mock = MockDataset(config.model.vocab_size, config.data.seq_length, images=images)
         known, mocked = _mock_fingerprint(config), MockDecoder(images) if images is not None else None
-        return config, Sources(mock, None, known, known, decoder=mocked)
+        return config, Sources(mock, None, known, decoder=mocked)
     train, valid = _open_datasets(config.data)
     first = _members(train)[0].manifest
     if config.model.vocab_size == 0:
@@ -99,8 +97,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     if reasons:
         raise ValueError("\n".join(reasons))
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
-    built = train.built if isinstance(train, PackBlend) else first.fingerprint
-    return config, Sources(train, valid, train.fingerprint, built, first.tokenizer.sha256, decoder, values)
+    return config, Sources(train, valid, train.fingerprint, first.tokenizer.sha256, decoder, values)
 
 
 def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -> list[str]:

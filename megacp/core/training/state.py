@@ -51,7 +51,7 @@ class RunState:
 def fresh_state(config: RunConfig, sources: Sources) -> RunState:
     """That of a run at step 0."""
     return RunState(
-        data_fingerprint=sources.data_fingerprint,
+        data_fingerprint=sources.fingerprint,
         seed=config.training.seed,
         tokenizer_sha256=sources.tokenizer_sha256,
         image_rules=sources.image_rules,
