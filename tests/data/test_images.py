@@ -16,7 +16,7 @@ from megacp.core.data.decoding import ImageError
 from megacp.core.data.image_shards import REPLICATE
 from megacp.core.data.images import ImageLoading, Pixels
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.core.data.mock import MockDataset, MockDecoder, MockImages, MockRules, mock_pack
+from megacp.core.data.mock import MockDecoder, MockImages, MockRules, mock_pack
 from megacp.core.data.reader import Pack
 
 IMAGES = MockImages(patches_per_crop=6, patch_dim=5, image_patch=50)
@@ -225,12 +225,11 @@ def test_counts_that_differ_name_the_record_and_both_counts() -> None:
 
 
 def test_the_loader_decodes_ahead_in_its_threads_and_steps_do_not_depend_on_it() -> None:
-    dataset = MockDataset(50, 64, num_packs=12, images=IMAGES)
     rows = []
     for threads in (0, 2):
         options = LoaderOptions(2, 4, num_threads=threads, image_attention="image")
         images = ImageLoading(MockDecoder(IMAGES), 1, 2)
-        with PackedLoader(dataset, options, DataRank(), 0, images) as loader:
+        with PackedLoader(RULES, options, DataRank(), 0, images) as loader:
             rows.append([batch for _ in range(3) for batch in loader.next_step()])
     for one, two in zip(*rows, strict=True):
         assert one.fingerprint() == two.fingerprint() and one.vision is not None and two.vision is not None

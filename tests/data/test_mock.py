@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.core.data.mock import MASKS, MockDataset, MockRules, mock_batch, mock_pack
+from megacp.core.data.mock import MASKS, MockRules, mock_batch, mock_pack
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -41,8 +41,7 @@ def test_masks_hold_what_their_names_say() -> None:
 
 def test_the_loader_reads_a_mock_dataset() -> None:
     """Would catch a mock that lacks something the loader needs."""
-    dataset = MockDataset(vocab_size=50, seq_length=32, num_packs=10)
-    with PackedLoader(dataset, LoaderOptions(2, 8, attention_mask="causal"), DataRank(1, 2)) as loader:
+    with PackedLoader(MockRules(50, 32), LoaderOptions(2, 8, attention_mask="causal"), DataRank(1, 2)) as loader:
         assert [len(batch) for batch in loader.next_step()] == [64, 64]
 
 

@@ -165,11 +165,6 @@ class ImageLayout:
     pooling: np.ndarray
     """int64 [pooled, window]: indices into [num_crops * patches_per_crop], -1 = outside; as the tokens stand."""
 
-    @property
-    def num_pooled(self) -> int:
-        """Pooled tokens."""
-        return len(self.pooling)
-
 
 def _tiling(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
     """Rows and columns of high-resolution crops, whose canvas shrinks the image least, else enlarges it least.

@@ -89,25 +89,15 @@ def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: 
 def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int, packs: Sequence[Pack] = ()) -> VisionInputs:
     """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table yet.
 
-    ValueError names the record (by its number without `packs`): a unit has not as many image-patch tokens as image
-    features, or some lie outside all units.
+    ValueError names the document that has other image-patch tokens than features, with `packs` its record too.
     """
     in_row = np.flatnonzero(tokens == image_patch)
-    # units stand in the order of the row and do not overlap: the unit that begins last before a place
-    unit = np.searchsorted(units.first, in_row, side="right") - 1
-    stops = np.append(units.first + units.table["num_tokens"], -1)  # of no unit (-1): the last
-    within = in_row < stops[unit]
-    features = np.diff(units.cum_pooled, prepend=0)
-    found = np.bincount(unit[within], minlength=len(features))
-    wrong = np.flatnonzero(found != features)
-    if len(wrong) or not within.all():
-        if len(wrong):
-            segment, counts = int(units.table["segment"][wrong[0]]), (features[wrong[0]], found[wrong[0]])
-        else:
-            counts = 0, int(np.count_nonzero(~within))
-            segment = int(np.searchsorted(units.begin, in_row[~within][0], side="right")) - 1
+    held = np.bincount(np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin))
+    pooled = np.diff(units.cum_pooled, prepend=0)
+    features = np.bincount(units.table["segment"], pooled, len(units.begin)).astype(np.int64)
+    for segment in np.flatnonzero(held != features).tolist():
         where = f"{_record(packs, segment)}, " if packs else ""
-        told = f"{counts[0]} image features and {counts[1]} image-patch tokens (id {image_patch})"
+        told = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {image_patch})"
         raise ValueError(f"{where}document {segment} of its row: {told}")
     return VisionInputs(
         cum_crop_bounds=units.cum_crops,

@@ -43,7 +43,7 @@ class MockImages:
 
 @dataclass(frozen=True)
 class MockRules:
-    """What mock packs look like."""
+    """What mock packs look like, and a source of them for the loader."""
 
     vocab_size: int
     seq_length: int
@@ -56,23 +56,13 @@ class MockRules:
     images: MockImages | None = None
     """Images in the packs of the masks `image` and `mixed`; None draws spans without images."""
 
-
-class MockDataset:
-    """Numbered mock packs with the reading interface of `PackedDataset`: full rows, some of them with `images`."""
-
-    def __init__(
-        self, vocab_size: int, seq_length: int, num_packs: int = 65_536, images: MockImages | None = None
-    ) -> None:
-        self._rules = MockRules(vocab_size, seq_length, "packed" if images is None else "image", images=images)
-        self._num_packs = num_packs
-
     def __len__(self) -> int:
-        """Number of packs."""
-        return self._num_packs
+        """Packs in an epoch."""
+        return 65_536
 
     def pack(self, i: int) -> Pack:
-        """Pack `i`, 0 <= i < len."""
-        return mock_pack(i, self._rules)
+        """Pack `i` as a dataset would store it; spans are no part of it (see `mock_batch`)."""
+        return mock_pack(i, self)
 
 
 def mock_pack(index: int, rules: MockRules) -> Pack:

@@ -1,11 +1,6 @@
 """The files of a shard: fixed-width tables, Megatron's indexed bins, and how one of them is opened and read by offset.
 
-A table is a little-endian structured `.npy`, read in one piece. A text shard has packs.npy, segments.npy and
-checksums.npy, by which a flipped bit of a bin is told when its pack is read; branches.npy when a document has branches.
-
-A shard with images has images.bin / images.idx (uint8, the encoded bytes as they came): one sequence an image or video,
-one Megatron document a pack. It also has units.npy, image_checksums.npy, and a shards_cp{P}.npy of shape [packs, P] for
-each planned CP degree P.
+docs/data.md lists them. A table is a little-endian structured `.npy`, read in one piece.
 
 A file that is cut, replaced or unreadable while a run reads it is an error that names it; of a memory map the same
 would end the process with SIGBUS. Checksums are zlib's crc32; zlib-ng makes 40 GB/s of it where Python's zlib makes 2.
@@ -81,8 +76,6 @@ CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
 
 def padded_lengths(lengths: np.ndarray, pad_multiple: int) -> np.ndarray:
     """Lengths rounded up to a multiple of `pad_multiple` >= 1, int64 [n]."""
-    if pad_multiple < 1:
-        raise ValueError(f"--pad-multiple is {pad_multiple}, it must be at least 1")
     padded: np.ndarray = -(-np.asarray(lengths, dtype=np.int64) // pad_multiple) * pad_multiple
     return padded
 
@@ -93,8 +86,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
-    """PREFIX.bin or PREFIX.idx."""
-    # Path.with_suffix would eat the part of a prefix such as "c4.v2" behind its last dot
+    """PREFIX.bin or PREFIX.idx, also of a prefix such as "c4.v2"."""
     return prefix.with_name(prefix.name + suffix)
 
 
@@ -109,11 +101,11 @@ class StoredFile:
 
     def __init__(self, path: files.StrPath, stated: FileEntry | None = None, name: str | None = None) -> None:
         """ValueError: `path` is not there, no regular file, or has not the stated size. `name`: whose copy it is."""
+        told = "" if stated is None else f", the manifest says {stated.size} bytes"
         try:
             stream = files.open_regular(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            text = "" if stated is None else f", the manifest says {stated.size} bytes"
-            raise ValueError(f"{path}: no such file{text}") from error
+            raise ValueError(f"{path}: no such file{told}") from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         weakref.finalize(self, stream.close)
@@ -121,7 +113,7 @@ class StoredFile:
         self.size = os.fstat(self._descriptor).st_size
         self._sha256 = None if stated is None else stated.sha256
         if stated is not None and self.size != stated.size:
-            raise ValueError(f"{path}: {self.size} bytes, the manifest says {stated.size}")
+            raise ValueError(f"{path}: {self.size} bytes{told}")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from byte `offset` on, from any thread. ValueError when the file ends before."""
@@ -155,10 +147,10 @@ def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> n
     try:
         with _PARSING:
             table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
+        if table.dtype != dtype or table.shape[1:] != (() if columns is None else (columns,)):
+            raise ValueError(f"it holds {table.shape} of {table.dtype}")
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{file.path}: is no table of {dtype.names}: {error}") from error
-    if table.dtype != dtype or table.shape[1:] != (() if columns is None else (columns,)):
-        raise ValueError(f"{file.path}: is no table of {dtype.names}, it holds {table.shape} of {table.dtype}")
     table.setflags(write=False)
     return table
 
@@ -171,30 +163,27 @@ class IndexedReader:
     """
 
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
-        """Read the index; ValueError names the file that is no index, truncated, or swapped with another one's."""
-        self.bin, path = bin_file, index_file.path
-        if index_file.size < HEADER.size:
-            raise ValueError(f"{path}: {index_file.size} bytes, the header alone has {HEADER.size}: truncated")
-        index = index_file.whole()
-        magic, version, code, count, num_boundaries = HEADER.unpack_from(index)
-        if (magic, version) != (MAGIC, VERSION) or code not in DTYPE_OF_CODE:
-            raise ValueError(f"{path}: is no Megatron index of version {VERSION}: it begins with {index[:18]!r}")
-        size = HEADER.size + 12 * count + 8 * num_boundaries
-        if num_boundaries < 1 or len(index) not in (size, size + count):
-            raise ValueError(f"{path}: {len(index)} bytes, its header asks for {size}: truncated or damaged")
-        self.dtype = DTYPE_OF_CODE[code]
-        self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
-        starts = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
-        self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
-        if (self.lengths < 0).any() or not np.array_equal(starts, pointers(self.lengths, self.dtype.itemsize)):
-            raise ValueError(f"{path}: the file is damaged: its pointers are not where its sequences end")
+        """Read the index; ValueError names the file that is no index, damaged, or swapped with another one's."""
+        self.bin, index = bin_file, index_file.whole()
+        try:
+            magic, version, code, count, num_boundaries = HEADER.unpack_from(index)
+            self.dtype = DTYPE_OF_CODE[code]
+            self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
+            starts = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
+            self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
+            self._offsets = np.append(
+                pointers(self.lengths, self.dtype.itemsize), bin_file.size
+            )  # of sequences, the end
+            modes = len(index) - HEADER.size - 12 * count - 8 * num_boundaries
+            if (magic, version) != (MAGIC, VERSION) or modes not in (0, count) or (self.lengths < 0).any():
+                raise ValueError(f"it begins with {index[:18]!r} and has {len(index)} bytes")
+            if not np.array_equal(starts, self._offsets[:-1]):
+                raise ValueError("its pointers are not where its sequences end")
+        except (struct.error, KeyError, ValueError, OverflowError) as error:
+            raise ValueError(f"{index_file.path}: is no Megatron index, or damaged: {error}") from error
         needed = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
         if bin_file.size != needed:
-            raise ValueError(
-                f"{bin_file.path}: {bin_file.size} bytes, but {os.path.basename(path)} describes {needed} "
-                f"({count} sequences of {self.dtype}): truncated, or it belongs to another index"
-            )
-        self._offsets = np.append(starts, needed)  # byte offsets of sequences, with the end
+            raise ValueError(f"{bin_file.path}: {bin_file.size} bytes, {index_file.path} describes {needed}")
 
     def __len__(self) -> int:
         """Number of sequences."""

@@ -23,7 +23,7 @@ from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
-from megacp.core.data.mock import MockDataset, MockDecoder
+from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.training.images import mock_images
 
@@ -77,7 +77,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     if config.data.data_path is None:
         config = config if config.model.vocab_size else with_values(config, {"vocab_size": 256})
         images = mock_images(config)
-        mock = MockDataset(config.model.vocab_size, config.data.seq_length, images=images)
+        mask = "packed" if images is None else "image"
+        mock = MockRules(config.model.vocab_size, config.data.seq_length, mask, images=images)
         known, mocked = _mock_fingerprint(config), MockDecoder(images) if images is not None else None
         return config, Sources(mock, None, known, decoder=mocked)
     train, valid = _open_datasets(config.data)

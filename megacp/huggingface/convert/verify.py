@@ -71,7 +71,7 @@ def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequenc
     if rules is not None and media:
         vision = VisionInputs(
             np.cumsum([layout.num_crops for layout in layouts]),
-            np.cumsum([layout.num_pooled for layout in layouts]),
+            np.cumsum([len(layout.pooling) for layout in layouts]),
             np.flatnonzero(row == rules.token_ids["image_patch"]),
             None,
             0,

@@ -289,7 +289,7 @@ class Encoded:
         for stretch in self.stretches:
             if stretch.placed is not None:
                 placed = stretch.placed
-                sizes = len(placed.tokens), placed.layout.num_crops, placed.layout.num_pooled
+                sizes = len(placed.tokens), placed.layout.num_crops, len(placed.layout.pooling)
                 units.append(SegmentUnit(placed.item, start, *sizes, placed.frame))
             start += len(stretch.ids)
         return tuple(units)

@@ -73,7 +73,7 @@ def test_tokens_are_those_of_the_transformers_library(columns: bool, low_res_col
             _, _, grid = reference.process_image(noise(width, height), rules)
             layout = image_layout(width, height, rules)
             assert layout.tokens.tolist() == spelled(reference.image_text(grid, rules), rules)
-            assert int((layout.tokens == rules.token_ids["image_patch"]).sum()) == layout.num_pooled
+            assert int((layout.tokens == rules.token_ids["image_patch"]).sum()) == len(layout.pooling)
 
 
 @pytest.mark.parametrize("columns", [False, True])
