@@ -288,8 +288,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/data/image_shards.py", "tests/prepare/media/test_shards.py"): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
-        ("units + 1, rank))", "units, rank))", "ties go to the first rank"),
-        ('np.argsort(-costs, kind="stable")', 'np.argsort(costs, kind="stable")', "the cheapest first"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
     ],
     ("core/data/images.py", IMAGES): [

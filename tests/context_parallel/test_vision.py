@@ -13,13 +13,13 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.image_shards import compute_image_shard_boundaries, longest_first
+from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.distributed.grid import Axis
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch, video_batch
 
 WIDTH = 5
-CASES = ("mixed", "one image", "text", "video", "documents", "longest first")
+CASES = ("mixed", "one image", "text", "video", "documents")
 WORLDS = [2, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (4, 8))]
 
 
@@ -41,13 +41,9 @@ def row_with_images(case: str, ranks: int) -> PackedBatch:
         cum_token_pooling_bounds=bounds[1],
         feature_rows=places,
         boundaries=compute_image_shard_boundaries(*bounds, ranks) if case == "mixed" else None,
-        first_crop=0,
         patches=np.zeros((0, 4, 6), np.float32),
         pooling=np.zeros((0, 4), np.int64),
     )
-    if case == "longest first":
-        dealt = longest_first(*bounds, ranks)
-        vision = dataclasses.replace(vision, boundaries=dealt.boundaries, unit_order=dealt.order)
     return dataclasses.replace(batch, vision=vision)
 
 
@@ -59,15 +55,11 @@ def encoded_here(batch: PackedBatch, axis: Axis) -> np.ndarray:
     """The features of the row that this rank encodes, in its order."""
     vision = batch.vision
     assert vision is not None
-    order: list[int] = []
-    stops = [0, *vision.cum_token_pooling_bounds.tolist()]
-    for unit in range(len(stops) - 1) if vision.unit_order is None else vision.unit_order.tolist():
-        order += range(stops[unit], stops[unit + 1])
     table = vision.boundaries
     if table is None:
         table = compute_image_shard_boundaries(vision.cum_crop_bounds, vision.cum_token_pooling_bounds, axis.size)
     row = table[axis.rank]
-    return np.array(order, np.int64)[row["start_pool_idx"] : row["end_pool_idx"]]
+    return np.arange(row["start_pool_idx"], row["end_pool_idx"])
 
 
 def send_and_return(rank: int, world: int) -> list[tuple[Any, ...]]:

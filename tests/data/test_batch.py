@@ -73,7 +73,6 @@ def images(**changes: object) -> VisionInputs:
         "cum_token_pooling_bounds": np.array([1, 3]),
         "feature_rows": np.array([1, 2, 4]),
         "boundaries": None,
-        "first_crop": 0,
         "patches": np.zeros((3, 4, 6), np.float32),
         "pooling": np.array([[0, 3], [4, 11], [5, -1]]),
     }
@@ -87,7 +86,7 @@ def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -
     for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_crop_bounds": np.array([2, 3])}):
         prints.add(dataclasses.replace(batch, vision=images(**change)).fingerprint())
     assert len(prints) == 4
-    nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64), first_crop=3)
+    nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64))
     assert dataclasses.replace(batch, vision=nothing).fingerprint() == batch.fingerprint()
     assert batch.with_padding_to(8).vision is batch.vision
 

@@ -164,7 +164,6 @@ def document_with_images(
         np.cumsum(pooled, dtype=np.int64),
         np.flatnonzero(row == IMAGE_PATCH),
         None,
-        0,
         patches,
         pooling.astype(np.int64),
     )

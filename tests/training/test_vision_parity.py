@@ -30,7 +30,7 @@ BETWEEN = {"seed": 8, "global_batch_size": 4}
 CASES: list[Any] = [
     (2, {CP: 2}, "stored"),
     (2, {CP: 2, "cp_comm_type": "all_gather"}, "computed"),
-    (2, {CP: 2, "vision_shards": "longest_first", "cp_layout": "balanced"}, "stored"),
+    (2, {CP: 2, "cp_layout": "balanced"}, "stored"),
     (2, {CP: 2, "vision_shards": "replicate", **BETWEEN}, "stored"),
     (3, {CP: 3, **BETWEEN}, "computed"),
     pytest.param(4, {CP: 4, **BETWEEN}, "stored", marks=SLOW),
@@ -60,7 +60,6 @@ CASES: list[Any] = [
     pytest.param(8, {CP: 8, "cp_layout": "zigzag_document"}, "computed", marks=SLOW),
     pytest.param(8, {CP: 2, TP: 2, PP: 2}, "stored", marks=SLOW),
     pytest.param(4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 4, "vision_shards": "longest_first"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 2, TP: 2, PP: 2, "vision_shards": "replicate"}, "stored", marks=SLOW),
     pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "computed", marks=SLOW),
     (2, {CP: 2, SHARDED: PARAMS, **BETWEEN}, "stored"),

@@ -51,10 +51,9 @@ class ParallelConfig:
     """Lay out the packs of all dp ranks together over dp x cp ranks: a document stays on few ranks when it is short and
     spreads over many when it is long. Needs --cp-comm-type kv_exchange and --cp-layout balanced."""
 
-    vision_shards: Literal["contiguous", "longest_first", "replicate"] = "contiguous"
+    vision_shards: Literal["contiguous", "replicate"] = "contiguous"
     """Which images a cp rank encodes: contiguous ranges with the least largest cost, from the dataset's tables where
-    they are stored; longest_first deals image by image, the costliest first (better balanced); replicate lets each rank
-    encode all images of its row and sends no features (for few images)."""
+    they are stored; replicate lets each rank encode all images of its row and sends no features (for few images)."""
 
     ddp_bucket_size: Positive[int] = 25_000_000
     """Gradient elements that are reduced together over dp x cp while backward still runs."""

@@ -71,21 +71,14 @@ def _holders(indices: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.nd
     return rank, local
 
 
-def feature_routes(
-    indices: np.ndarray, places: np.ndarray, boundaries: np.ndarray, cp_rank: int, order: np.ndarray | None = None
-) -> FeatureRoutes:
-    """Routes of the features at `places [n]` of a row that is dealt as `indices [cp, t]`, encoded as `boundaries [cp]`.
-
-    `order` int64 [n]: the features as the table counts them; None = as they stand in the row.
-    """
+def feature_routes(indices: np.ndarray, places: np.ndarray, boundaries: np.ndarray, cp_rank: int) -> FeatureRoutes:
+    """Routes of features at `places [n]` of a row, dealt as `indices [cp, t]` and encoded as `boundaries [cp]`."""
     cp = len(indices)
     starts, stops = boundaries["start_pool_idx"].astype(np.int64), boundaries["end_pool_idx"].astype(np.int64)
     assert (stops - starts).sum() == len(places), "the table counts other features than the row has places"
     target, row = _holders(indices, places)
-    number = np.arange(len(places)) if order is None else order
-    source, position = np.empty(len(places), np.int64), np.empty(len(places), np.int64)
-    source[number] = np.repeat(np.arange(cp), stops - starts)
-    position[number] = np.arange(len(places)) - np.repeat(starts, stops - starts)
+    source = np.repeat(np.arange(cp), stops - starts)
+    position = np.arange(len(places)) - np.repeat(starts, stops - starts)
     counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
     return FeatureRoutes(cp_rank, source, position, target, row, counts)
 
@@ -170,18 +163,9 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     patches, pooling = torch.from_numpy(vision.patches), torch.from_numpy(vision.pooling)
     if vision.strategy == REPLICATE:
         return LocalVision(patches, pooling, own_routes(indices, vision.feature_rows, axis.rank), axis, True)
-    boundaries, units = vision.boundaries, vision.unit_order
+    boundaries = vision.boundaries
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
-        boundaries, units = compute_image_shard_boundaries(*bounds, axis.size), None
-    order = None if units is None else _features_of(units, vision.cum_token_pooling_bounds)
-    routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank, order)
+        boundaries = compute_image_shard_boundaries(*bounds, axis.size)
+    routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank)
     return LocalVision(patches, pooling, routes, axis)
-
-
-def _features_of(units: np.ndarray, cum_pooled: np.ndarray) -> np.ndarray:
-    """int64 [n]: the features of all units, unit by unit in the order `units`."""
-    counts = np.diff(cum_pooled, prepend=0)[units]
-    first = (cum_pooled[units] - counts) - (np.cumsum(counts) - counts)
-    features: np.ndarray = np.repeat(first, counts) + np.arange(int(counts.sum()))
-    return features

@@ -41,16 +41,12 @@ class VisionInputs:
     """int64 [n], index in the row of the image-patch token of each pooled token, in unit order, rising."""
     boundaries: np.ndarray | None
     """Table [P] of which rank encodes what (BOUNDARY_DTYPE), for one number P of ranks; or None."""
-    first_crop: int
-    """Number of the first crop whose pixels are here, in the order in which `boundaries` counts."""
     patches: np.ndarray
-    """float32 [c, patches of a crop, patch_dim], crops first_crop .. first_crop + c; c may be 0."""
+    """float32 [c, patches of a crop, patch_dim], the c crops encoded here; c may be 0."""
     pooling: np.ndarray
     """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1 = outside."""
     strategy: str = ""
-    """How `boundaries` was found: stored, computed, longest_first or replicate."""
-    unit_order: np.ndarray | None = None
-    """int64 [u]: the units in the order in which `boundaries` counts them; None = as they stand in the row."""
+    """How `boundaries` was found: stored, computed or replicate."""
     bad_documents: tuple[tuple[int, str], ...] = ()
     """Documents of which this rank could not decode an image, and why; its patches then are 0."""
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.decoding import ImageError
-from megacp.core.data.image_shards import image_shards
+from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries, units_of
 from megacp.core.data.reader import Pack, PackImages
 
 Pixels = tuple[np.ndarray, np.ndarray]
@@ -52,9 +52,7 @@ class ImageLoading:
     on_bad_image: str = "fail"
     """fail: the run ends; skip: the document is dropped."""
     strategy: str = "stored"
-    """stored (computed where there is no such table), computed, longest_first or replicate."""
-    cost: tuple[int, int] = (1, 0)
-    """What longest_first weighs a crop and a pooled token by."""
+    """stored (computed where there is no such table), computed or replicate."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +102,6 @@ def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int, packs: 
         cum_token_pooling_bounds=units.cum_pooled,
         feature_rows=in_row,
         boundaries=None,
-        first_crop=0,
         patches=np.zeros((0, 0, 0), np.float32),
         pooling=np.zeros((0, 1), np.int64),
     )
@@ -152,11 +149,13 @@ def _with_pixels(
     """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
     shape, table = loading.decoder.patch_shape, units.table
-    # a row of several packs has other bounds than each of them
-    stored = images[0].boundaries.get(loading.cp_size) if len(images) == 1 else None
     bounds = units.cum_crops, units.cum_pooled
-    shards = image_shards(bounds, loading.cp_size, loading.strategy, stored, loading.cost)
-    mine = shards.units(units.cum_crops, loading.cp_rank) if loading.decodes else np.zeros(0, np.int64)
+    # a row of several packs has other bounds than each of them
+    stored = images[0].boundaries.get(loading.cp_size) if len(images) == 1 and loading.strategy == "stored" else None
+    strategy = loading.strategy if loading.strategy == REPLICATE else "computed" if stored is None else "stored"
+    rank, ranks = (0, 1) if strategy == REPLICATE else (loading.cp_rank, loading.cp_size)
+    boundaries = compute_image_shard_boundaries(*bounds, ranks) if stored is None else stored
+    mine = list(units_of(boundaries, units.cum_crops, rank)) if loading.decodes else []
     sizes = np.diff(np.stack(bounds, 1), axis=0, prepend=0)  # [u, (crops, pooled)]
     found: list[Pixels] = []
     bad: dict[int, str] = {}
@@ -165,7 +164,7 @@ def _with_pixels(
         """Frames of one video stand together, and their file is read once; an image that is named twice stays two."""
         return int(units.pack[unit]), int(table["item"][unit]), -1 if table["frame"][unit] >= 0 else unit
 
-    for _, group in itertools.groupby(mine.tolist(), file):
+    for _, group in itertools.groupby(mine, file):
         item = list(group)
         first, frames, (crops, pooled) = item[0], table["frame"][item].tolist(), sizes[item].sum(0).tolist()
         try:
@@ -186,10 +185,8 @@ def _with_pixels(
     patches, pooling = joined(found, shape)
     return dataclasses.replace(
         vision,
-        boundaries=shards.boundaries,
-        strategy=shards.strategy,
-        first_crop=shards.first_crop(loading.cp_rank) if len(mine) else 0,
-        unit_order=shards.order,
+        boundaries=boundaries,
+        strategy=strategy,
         patches=patches,
         pooling=pooling,
         bad_documents=tuple(sorted(bad.items())),

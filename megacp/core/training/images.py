@@ -19,7 +19,6 @@ from megacp.core.data.images import Decoder, ImageLoading
 from megacp.core.data.mock import MockImages
 from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.models.costs import crop_flops, pooled_flops
 from megacp.core.training.rows import Rows
 
 
@@ -48,17 +47,11 @@ def image_loading(
         decodes=grid.pp.rank == 0,
         on_bad_image=config.data.on_bad_image,
         strategy=strategy if config.parallel.vision_shards == "contiguous" else config.parallel.vision_shards,
-        cost=vision_cost(config),
     )
 
 
-def vision_cost(config: RunConfig) -> tuple[int, int]:
-    """Training FLOPs of the vision tower by crop and of the connector by pooled token."""
-    return round(crop_flops(config).training), round(pooled_flops(config).training)
-
-
 def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:
-    """How the images of these rows were dealt to the ranks: see `ImageShards.strategy`; empty without images."""
+    """How the images of these rows were dealt to the ranks: see `VisionInputs.strategy`; empty without images."""
     return {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_crops}
 
 

@@ -74,7 +74,6 @@ def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequenc
             np.cumsum([len(layout.pooling) for layout in layouts]),
             np.flatnonzero(row == rules.token_ids["image_patch"]),
             None,
-            0,
             *joined(pixels, (rules.patches_per_crop, rules.patch_dim)),
         )
     zeros, weights = np.zeros(len(row), np.int32), np.ones(len(row), np.float32)

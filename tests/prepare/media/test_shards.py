@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from megacp.core.data.image_shards import (
     BOUNDARY_DTYPE,
     compute_image_shard_boundaries,
-    image_shards,
-    longest_first,
     units_of,
 )
 from tests.reference.image_shards import least_largest_cost
@@ -82,42 +80,3 @@ def test_cases_that_a_greedy_split_gets_wrong(images: list[int], ranks: int, exp
 def test_a_nine_crop_image_before_a_long_video_is_balanced() -> None:
     loads = [sum(part) for part in shards([9] + [1] * 128, 2)]
     assert sorted(loads) == [68, 69]
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(UNITS, st.integers(1, 6))
-def test_a_stored_table_and_the_function_agree(images: list[int], ranks: int) -> None:
-    bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 4
-    table = compute_image_shard_boundaries(*bounds, ranks)
-    stored, computed = image_shards(bounds, ranks, "stored", table), image_shards(bounds, ranks, "stored")
-    assert (stored.strategy, computed.strategy) == ("stored", "computed")
-    assert np.array_equal(stored.boundaries, computed.boundaries)
-
-
-@settings(max_examples=100, deadline=None)
-@given(UNITS, st.integers(1, 6))
-def test_longest_first_deals_every_unit_once_and_says_where(images: list[int], ranks: int) -> None:
-    """Would catch a table that counts in another order than its permutation, and a needlessly empty rank."""
-    bounds = np.cumsum(images, dtype=np.int64), np.cumsum(images, dtype=np.int64) * 4
-    dealt = longest_first(*bounds, ranks)
-    assert dealt.order is not None
-    ends = np.cumsum(np.array(images, np.int64)[dealt.order])
-    assert np.array_equal(dealt.boundaries["end_pool_idx"], 4 * dealt.boundaries["end_image_idx"])
-    assert set(dealt.boundaries["end_image_idx"].tolist()) <= {0, *ends.tolist()}
-    parts = [dealt.units(bounds[0], rank).tolist() for rank in range(ranks)]
-    assert sorted(itertools.chain(*parts)) == list(range(len(images))) and all(part == sorted(part) for part in parts)
-    assert sum(not part for part in parts) == max(0, ranks - len(images))
-    if len(images) <= 4:
-        owners = itertools.product(range(ranks), repeat=len(images))
-        loads = [np.bincount(owner, images, ranks) for owner in owners]
-        optimum = min(load.max() for load in loads)
-        assert max(sum(images[u] for u in part) for part in parts) <= 4 / 3 * optimum
-
-
-def test_longest_first_evens_out_cost_and_then_units() -> None:
-    """Would catch the cheapest first, and units without cost that all go to one rank."""
-    bounds = np.cumsum([1, 1, 1, 1, 4]), np.arange(1, 6)
-    dealt, free = longest_first(*bounds, 2), longest_first(*bounds, 5, (0, 0))
-    assert [dealt.units(bounds[0], rank).tolist() for rank in range(2)] == [[4], [0, 1, 2, 3]]
-    assert [len(free.units(bounds[0], rank)) for rank in range(5)] == [1] * 5
