@@ -36,14 +36,6 @@ def subsets() -> st.SearchStrategy[tuple[str, ...]]:
     return st.sampled_from([axes for n in range(1, 5) for axes in combinations(AXES, n)])
 
 
-@given(shapes(), st.data())
-def test_coordinates_and_rank_of_are_inverse(shape: GridShape, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, shape.world_size - 1))
-    place = shape.coordinates(rank)
-    assert shape.rank_of(**place) == rank
-    assert all(0 <= place[name] < getattr(shape, name) for name in AXES)
-
-
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(shapes(), subsets())
@@ -60,7 +52,8 @@ def test_members_are_the_group_of_the_rank_in_ascending_order(
     shape: GridShape, axes: tuple[str, ...], data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, shape.world_size - 1))
-    members = shape.members(rank, axes)
+    members, place = shape.members(rank, axes), shape.coordinates(rank)
+    assert all(0 <= place[name] < getattr(shape, name) for name in AXES) and shape.members(rank, ()) == (rank,)
     assert rank in members and list(members) == sorted(set(members))
     assert all(shape.members(peer, axes) == members for peer in members)
 

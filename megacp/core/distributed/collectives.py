@@ -65,22 +65,6 @@ def local_channel(x: torch.Tensor, axis: Axis) -> LocalChannel | None:
     return None if through_host(x, axis) else axis.local
 
 
-def _exchange(
-    x: torch.Tensor,
-    axis: Axis,
-    out: torch.Tensor,
-    in_splits: list[int] | None = None,
-    out_splits: list[int] | None = None,
-) -> Pending:
-    """All-to-all of contiguous `x` into `out`; splits are the rows for and of each rank where they are uneven."""
-    if (channel := local_channel(x, axis)) is not None:
-        even = [len(x) // axis.size] * axis.size
-        work: Any = _among_neighbours(out.split(out_splits or even), x.split(in_splits or even), axis, channel)
-    else:
-        work = dist.all_to_all_single(out, x, out_splits, in_splits, group=axis.group, async_op=True)
-    return Pending([work], lambda: out)
-
-
 def _among_neighbours(
     out: Sequence[torch.Tensor], x: Sequence[torch.Tensor], axis: Axis, channel: LocalChannel
 ) -> Operation:
@@ -138,8 +122,9 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
 def _start_sum(x: torch.Tensor, axis: Axis) -> Pending:
     """`start_reduce_scatter` as an exchange and a local sum; neighbours leave the own block where it is."""
     if (channel := local_channel(x, axis)) is None:
-        exchange = _exchange(x, axis, empty(x.shape, x))
-        return Pending([], lambda: _sum_blocks(exchange.wait().tensor_split(axis.size)))
+        out = empty(x.shape, x)
+        exchange: Any = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+        return Pending([exchange], lambda: _sum_blocks(out.tensor_split(axis.size)))
     blocks = list(x.tensor_split(axis.size))
     mine = blocks.pop(axis.rank)
     others = [rank for rank in axis.global_ranks if rank != axis.global_ranks[axis.rank]]
@@ -189,11 +174,17 @@ def start_all_to_all(
     x = x.contiguous()
     if axis.size == 1:
         return Pending([], lambda: x)
-    kept = x.shape[0] // axis.size if in_splits is None else in_splits[axis.rank]
-    axis.traffic["all_to_all"] += x.nbytes // max(x.shape[0], 1) * (x.shape[0] - kept)
-    if in_splits is None or out_splits is None:
-        return _exchange(x, axis, empty(x.shape, x))
-    return _exchange(x, axis, empty((sum(out_splits), *x.shape[1:]), x), list(in_splits), list(out_splits))
+    even = [len(x) // axis.size] * axis.size
+    sent, arriving = list(in_splits or even), list(out_splits or even)
+    axis.traffic["all_to_all"] += x.nbytes // max(len(x), 1) * (len(x) - sent[axis.rank])
+    out = empty((sum(arriving), *x.shape[1:]), x)
+    if (channel := local_channel(x, axis)) is not None:
+        work: Any = _among_neighbours(out.split(arriving), x.split(sent), axis, channel)
+    elif in_splits is None:
+        work = dist.all_to_all_single(out, x, group=axis.group, async_op=True)
+    else:
+        work = dist.all_to_all_single(out, x, arriving, sent, group=axis.group, async_op=True)
+    return Pending([work], lambda: out)
 
 
 def all_to_all(x: torch.Tensor, axis: Axis, *splits: Sequence[int] | None) -> torch.Tensor:

@@ -8,7 +8,7 @@ and its 2-D mesh would reduce over replicas once a microbatch instead of a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,31 +39,20 @@ class _Arriving(dist.Work):
         return True
 
 
-class _Buffers:
-    """Where torch gets the buffers of a collective from."""
+class _Collective:
+    """What torch calls, with buffers that it gets from here too."""
 
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+    def __init__(self, start: Callable[[torch.Tensor, torch.Tensor], dist.Work | None]) -> None:
+        self._start = start
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Uninitialised memory of the device."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _Gather(_Buffers):
-    """The all-gather of a module's parameters; torch waits when it needs them."""
-
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *unused: Any, **named: Any
-    ) -> dist.Work:
-        return _Arriving(gather_into(output_tensor, input_tensor, self.axis))
-
-
-class _ReduceScatter(_Buffers):
-    """The sum of a module's gradients."""
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *unused: Any, **named: Any) -> None:
-        reduce_scatter_into(output_tensor, input_tensor, self.axis)
+    ) -> dist.Work | None:
+        return self._start(output_tensor, input_tensor)
 
 
 def shard_module(module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> FSDPModule:
@@ -80,8 +69,10 @@ def shard_module(module: nn.Module, axis: Axis, compute: torch.dtype, wide: torc
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     if own_parameters(module):
-        module.set_custom_all_gather(_Gather(axis))  # type: ignore[arg-type]  # its base is private to torch
-        module.set_custom_reduce_scatter(_ReduceScatter(axis))  # type: ignore[arg-type]  # likewise
+        gather = _Collective(lambda out, x: _Arriving(gather_into(out, x, axis)))
+        scatter = _Collective(lambda out, x: reduce_scatter_into(out, x, axis))
+        module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base is private to torch
+        module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # likewise
     return module
 
 
@@ -98,6 +89,4 @@ def shard_of(x: torch.Tensor) -> torch.Tensor:
 
 def local_part(x: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded parameter or gradient, flat `[n]`, a view."""
-    sharded = x.detach()
-    assert isinstance(sharded, DTensor)
-    return sharded.to_local().view(-1)
+    return shard_of(x.detach()).view(-1)

@@ -73,15 +73,12 @@ class GridShape:
             rank, place[name] = divmod(rank, getattr(self, name))
         return place
 
-    def rank_of(self, tp: int = 0, cp: int = 0, dp: int = 0, pp: int = 0) -> int:
-        """Global rank at a place of the grid; the inverse of `coordinates`."""
-        return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
-
     def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
         """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
         mine = self.coordinates(rank)
-        tp, cp, dp, pp = (range(getattr(self, name)) if name in axes else (mine[name],) for name in AXES)
-        return tuple(self.rank_of(t, c, d, p) for p, d, c, t in itertools.product(pp, dp, cp, tp))
+        place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
+        sizes = [getattr(self, name) for name in reversed(AXES)]
+        return tuple(torch.arange(self.world_size).view(sizes)[place].flatten().tolist())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -110,12 +110,15 @@ def trim_heap() -> None:
         malloc_trim(0)
 
 
+@dataclass(frozen=True)
 class Meeting:
     """One rank among all of a run, before any process group; `store` is the part of this life, None for one rank."""
 
-    def __init__(self, rank: int, size: int, store: dist.Store | None, seconds: float) -> None:
-        self.rank, self.size, self.store, self.seconds = rank, size, store, seconds
-        self.host = socket.gethostname()
+    rank: int
+    size: int
+    store: dist.Store | None
+    seconds: float
+    host: str = field(default_factory=socket.gethostname)
 
     def judged(self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0) -> str:
         """Rank 0's verdict on the values of all ranks, in rank order; every rank calls it once for a topic.
@@ -238,14 +241,20 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
     A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
     others, and those that say nothing are named. Never raises.
     """
-    mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {_first_line(error)}"
+    why = str(error).strip().partition("\n")[0][:500]
+    mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {why}"
     if world.size == 1 or not dist.is_initialized():
         return mine
+    was_hit = type(error) is RuntimeError or isinstance(error, dist.DistError)  # what a collective raises
     said: list[str] = []
 
     def exchange() -> None:
         with contextlib.suppress(Exception):  # the store went with the rank or machine that held it
-            said.append(_exchanged(mine, error, place, world, wait_seconds))
+            heard = _heard(mine, world, wait_seconds if was_hit else 0.0)
+            silent = [rank for rank in range(world.size) if rank not in heard]
+            lost = [f"no word from {named(silent)} in {place}: stopped, dead, or still computing"]
+            others = [text for rank, text in sorted(heard.items()) if rank != world.rank]
+            said.append("\n".join([mine, *others, *(lost if silent and was_hit else [])]))
 
     # a frozen machine's store answers no request, and torch's own timeouts do not cover `check` and `set`
     thread = threading.Thread(target=exchange, daemon=True)
@@ -254,25 +263,18 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
     return said[0] if said else f"{mine}\nthe run's store does not answer"
 
 
-def _exchanged(mine: str, error: BaseException, place: str, world: Axis, seconds: float) -> str:
-    """This rank's words and those of the others."""
-    store = run_store()
+def _heard(mine: str, world: Axis, seconds: float) -> dict[int, str]:
+    """This rank's words, and those that others leave in so many seconds, by rank."""
+    store, heard, deadline = run_store(), {world.rank: mine}, time.monotonic() + seconds
     store.set(f"megacp_failure/{world.rank}", mine)
-    if not (type(error) is RuntimeError or isinstance(error, dist.DistError)):  # no collective raises it
-        return mine
-    others = [rank for rank in range(world.size) if rank != world.rank]
-    heard: dict[int, str] = {}
-    deadline = time.monotonic() + seconds
-    while len(heard) < len(others) and time.monotonic() < deadline:
-        spoken = [rank for rank in others if rank not in heard and store.check([f"megacp_failure/{rank}"])]
-        heard |= {rank: store.get(f"megacp_failure/{rank}").decode() for rank in spoken}
+    while len(heard) < world.size and time.monotonic() < deadline:
+        for rank in range(world.size):
+            if rank not in heard and store.check([f"megacp_failure/{rank}"]):
+                heard[rank] = store.get(f"megacp_failure/{rank}").decode()
         time.sleep(0.05)
-    lines = [mine, *(text for _, text in sorted(heard.items()))]
-    if silent := [rank for rank in others if rank not in heard]:
-        lines.append(f"no word from {named(silent)} in {place}: stopped, dead, or still computing")
     if world.rank == 0:
         time.sleep(min(1.0, seconds))  # it may hold the store: the others read it
-    return "\n".join(lines)
+    return heard
 
 
 def run_store() -> dist.Store:
@@ -283,10 +285,6 @@ def run_store() -> dist.Store:
 def named(ranks: list[int]) -> str:
     """`rank 3`, or `ranks 0, 2, 3`; of many the first ones and how many more."""
     return f"rank{'s' if len(ranks) != 1 else ''} {listed(ranks, 16)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:500]
 
 
 def stop() -> None:

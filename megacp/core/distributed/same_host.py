@@ -113,15 +113,11 @@ class SameHost:
         digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
-    def send(self, peer: _Peer, words: bytes) -> None:
+    def send(self, peer: _Peer, *words: bytes) -> None:
         """Now, or when the other side has read what is before it; a rank that is gone hears nothing."""
-        if not peer.gone:
-            peer.backlog.append(words)
-            self._flush(peer)
-
-    def _flush(self, peer: _Peer) -> None:
+        peer.backlog.extend(words)
         try:
-            while peer.backlog:
+            while peer.backlog and not peer.gone:
                 peer.connection.send(peer.backlog[0])
                 peer.backlog.popleft()
         except BlockingIOError:
@@ -132,7 +128,6 @@ class SameHost:
     def _lose(self, peer: _Peer) -> None:
         if not peer.gone:
             peer.gone = True
-            peer.backlog.clear()
             self._selector.unregister(peer.connection)
 
     def wait(self, operation: Operation, seconds: float) -> None:
@@ -140,7 +135,7 @@ class SameHost:
         end = time.monotonic() + seconds
         while True:
             with self.lock:
-                full = [peer for peer in self.peers.values() if peer.backlog]
+                full = [peer for peer in self.peers.values() if peer.backlog and not peer.gone]
                 late = sorted({*operation.left, *(peer.rank for peer in full)})
                 if not late:
                     return
@@ -153,7 +148,7 @@ class SameHost:
                 for key, _ in self._selector.select(0.005 if full else 0.1):
                     self._listen(key.data)
                 for peer in full:
-                    self._flush(peer)
+                    self.send(peer)
 
     def _listen(self, peer: _Peer) -> None:
         """Act on all words of a rank that have come."""
