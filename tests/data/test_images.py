@@ -16,7 +16,7 @@ from megacp.core.data.decoding import ImageError
 from megacp.core.data.image_shards import REPLICATE
 from megacp.core.data.images import ImageLoading, Pixels
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.core.data.mock import MockDecoder, MockImages, MockRules, mock_pack
+from megacp.core.data.mock import MockDecoder, MockImages, MockRules
 from megacp.core.data.reader import Pack
 
 IMAGES = MockImages(patches_per_crop=6, patch_dim=5, image_patch=50)
@@ -81,7 +81,7 @@ def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[in
 @given(st.integers(0, 500), st.integers(1, 3), st.sampled_from(["example", "image", "causal"]))
 def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int, count: int, attention: str) -> None:
     """Would catch bounds that restart in each pack, places that forget padding, a span over two documents."""
-    packs = [mock_pack(first + i, RULES) for i in range(count)]
+    packs = [RULES.pack(first + i) for i in range(count)]
     batch = collate(packs, image_attention=attention)
     span, places, images, pooled = spans_by_hand(packs, attention)
     assert batch.vision is not None
@@ -95,7 +95,7 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int
 
 def test_windows_pool_patches_of_their_own_crops() -> None:
     """Would catch a second image, or a frame of a video, that pools the patches of the first."""
-    (whole,) = rows_of_ranks([mock_pack(number, RULES) for number in range(6)], 1)
+    (whole,) = rows_of_ranks([RULES.pack(number) for number in range(6)], 1)
     assert whole.vision is not None
     crops, ends = np.append(0, whole.vision.cum_crop_bounds), whole.vision.cum_token_pooling_bounds
     pooling = whole.vision.pooling
@@ -117,7 +117,7 @@ def features(batch: PackedBatch) -> np.ndarray:
 @given(st.integers(0, 500), st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8, 16]))
 def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int, count: int, ranks: int) -> None:
     """Would catch a frame decoded twice or not at all, and windows that point into another rank's patches."""
-    packs = [mock_pack(first + i, RULES) for i in range(count)]
+    packs = [RULES.pack(first + i) for i in range(count)]
     (whole,) = rows_of_ranks(packs, 1)
     assert whole.vision is not None
     for strategy in ("stored", "computed"):
@@ -138,7 +138,7 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_rank_holds_all_images_where_they_are_replicated(ranks: int) -> None:
     """Would catch a share of the images under the name of all, and windows or features in another order."""
-    packs = [mock_pack(number, RULES) for number in (0, 3)]
+    packs = [RULES.pack(number) for number in (0, 3)]
     (whole,) = rows_of_ranks(packs, 1)
     for part in rows_of_ranks(packs, ranks, REPLICATE):
         assert part.vision is not None and part.vision.strategy == REPLICATE
@@ -147,7 +147,7 @@ def test_every_rank_holds_all_images_where_they_are_replicated(ranks: int) -> No
 
 
 def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None:
-    packs = [mock_pack(3, RULES)]
+    packs = [RULES.pack(3)]
     assert packs[0].images is not None
     items = {int(item) for item in packs[0].images.units["item"]}
     assert len(items) > 2
@@ -163,7 +163,7 @@ def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None
 
 
 def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
-    packs = [dataclasses.replace(mock_pack(i, RULES), sources=("a.jsonl",)) for i in (2, 3)]
+    packs = [dataclasses.replace(RULES.pack(i), sources=("a.jsonl",)) for i in (2, 3)]
     batch = collate(packs)
     loading = ImageLoading(BrokenDecoder([1]))
     with pytest.raises(ValueError, match=r"pack \d, record of a.jsonl at byte 0: (image|video) 1: half a JPEG"):
@@ -191,13 +191,13 @@ def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
             patches, pooling = super().image(data)
             return np.concatenate((patches, patches)), pooling
 
-    packs = [mock_pack(3, RULES)]
+    packs = [RULES.pack(3)]
     with pytest.raises(ValueError, match=r"it decodes to .*\(4, 6, 5\).*the dataset has \(\(2, 6, 5\)"):
         collate(packs, loading=ImageLoading(Larger(IMAGES)))
 
 
 def test_counts_that_differ_name_the_record_and_both_counts() -> None:
-    pack = dataclasses.replace(mock_pack(3, RULES), sources=("a.jsonl",))
+    pack = dataclasses.replace(RULES.pack(3), sources=("a.jsonl",))
     assert pack.images is not None
     unit = pack.images.units[0]
     first = int(np.flatnonzero(pack.tokens == IMAGES.image_patch)[0])

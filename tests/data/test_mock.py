@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
-from megacp.core.data.mock import MASKS, MockRules, mock_batch, mock_pack
+from megacp.core.data.mock import MASKS, MockRules, mock_batch
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -47,5 +47,5 @@ def test_the_loader_reads_a_mock_dataset() -> None:
 
 def test_the_next_token_can_be_guessed_three_times_in_four() -> None:
     """Would catch mock data on which no loss can fall, so that a broken optimizer goes unseen."""
-    tokens = mock_pack(0, MockRules(1000, 4096)).tokens
+    tokens = MockRules(1000, 4096).pack(0).tokens
     assert 0.7 < np.mean((tokens[1:] - tokens[:-1]) % 1000 == 1) < 0.8

@@ -16,8 +16,7 @@ import numpy as np
 
 _NAMES_OF_A_PACK = 1 << 24
 """Distance between the names of two packs' tokens; longer packs share names with the next one."""
-PADDING = -1
-"""`document` of a token that belongs to no document."""
+PADDING = -1  # `document` of a token that belongs to no document
 
 _DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys(("tokens", "labels", "position_ids"), np.dtype(np.int64)),
@@ -59,10 +58,6 @@ class VisionInputs:
     def num_features(self) -> int:
         """Pooled tokens of the row."""
         return int(self.cum_token_pooling_bounds[-1]) if len(self.cum_token_pooling_bounds) else 0
-
-
-_SHARED = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
-"""What of the images is the same on all ranks that read a row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +125,8 @@ class PackedBatch:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.vision is not None:
             values["vision"] = "images"
-            values |= {f"vision.{name}": getattr(self.vision, name) for name in _SHARED}
+            shared = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
+            values |= {f"vision.{name}": getattr(self.vision, name) for name in shared}
         for name, value in values.items():
             digest.update(name.encode() + b"\0")
             if isinstance(value, np.ndarray):

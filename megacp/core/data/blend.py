@@ -46,28 +46,21 @@ def whole_parts(weights: Sequence[Fraction]) -> list[int]:
     return rounded
 
 
-def _largest_lag(parts: Sequence[int]) -> np.ndarray:
-    """The dataset of each sample of a period by megatron-core's rule, int16 [sum(parts)]."""
-    total = sum(parts)
-    lags = list(parts)  # weight x samples - samples of the dataset, in units of 1 / total
-    chosen = array("h")
-    for number in range(total):
-        pick = lags.index(max(lags))
-        chosen.append(pick)
-        if number:  # before the first sample Megatron counts one: the first two see the same weights
-            lags = list(map(operator.add, lags, parts))
-        lags[pick] -= total
-    return np.frombuffer(chosen, np.int16)
-
-
 class BlendOrder:
     """Which dataset gives sample n of a blend, and how many samples it gave before; for any n >= 0."""
 
     def __init__(self, parts: Sequence[int]) -> None:
         """`parts`: of each dataset in a period, all above 0."""
+        chosen, lags = array("h"), list(parts)  # weight x samples - samples of the dataset, in units of 1 / total
+        for number in range(total := sum(parts)):
+            pick = lags.index(max(lags))
+            chosen.append(pick)
+            if number:  # before the first sample Megatron counts one: the first two see the same weights
+                lags = list(map(operator.add, lags, parts))
+            lags[pick] -= total
         self._parts = np.array(parts, np.int64)
-        self._dataset = _largest_lag(parts)  # [period]
-        self._before = np.empty(len(self._dataset), np.int32)  # [period]: earlier samples of the same dataset
+        self._dataset = np.frombuffer(chosen, np.int16)  # [period]
+        self._before = np.empty(total, np.int32)  # [period]: earlier samples of the same dataset
         for number, part in enumerate(parts):
             self._before[self._dataset == number] = np.arange(part)
 

@@ -1,8 +1,7 @@
 """Encoded images and videos as RGB pixels: what is read, how each kind becomes RGB, and what is refused.
 
-The outcome depends on the bytes alone. Images become RGB of 8 bits: grey and palettes as they are; 16-bit grey by its
-high byte (as Pillow does for 16-bit colour); CMYK by Pillow's formula; alpha and transparent colours over white. EXIF's
-orientation is applied.
+The outcome depends on the bytes alone. Images become upright RGB of 8 bits: 16-bit grey by its high byte, as 16-bit
+colour is by Pillow; CMYK by Pillow's formula; alpha and transparent colours over white.
 
 Frames and times of videos are those of the transformers library's Molmo2 video processor. A frame has the same pixels
 whichever others are asked for, so several ranks may decode one video: where containers have true times, decoding begins
@@ -21,7 +20,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -68,34 +67,23 @@ def _refuse_large(width: int, height: int, rules: ImageRules) -> None:
         )
 
 
-def _opened_image(data: bytes) -> Any:
-    """A PIL.Image.Image whose pixels are not yet decoded; of a JPEG with further pictures behind it the first."""
-    name = _kind(data, _IMAGE)
-    try:
-        plugin = importlib.import_module(f"PIL.{name}ImagePlugin")
-    except ImportError as error:
-        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
-    return getattr(plugin, f"{name}ImageFile")(io.BytesIO(data))
-
-
 def is_still(data: bytes) -> bool:
-    """Whether the bytes are an image file and no GIF of several frames, which alone of these is a video too."""
+    """Whether the bytes are an image file and no GIF, which alone of these may be a video too."""
     found = _IMAGE.match(data)
-    if found is None or found.lastgroup != "Gif":
-        return found is not None
-    try:
-        return not _opened_image(data).is_animated
-    except Exception:  # no pillow, or a damaged GIF: the decoder says what is wrong
-        return False
+    return found is not None and found.lastgroup != "Gif"
 
 
 def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
     """uint8 [height, width, 3], RGB, turned upright. ImageError says why the bytes cannot be used."""
-    from PIL import ImageOps
-
-    name = _kind(data, _IMAGE).upper()
+    kind = _kind(data, _IMAGE)
     try:
-        image = _opened_image(data)
+        plugin, exif = (importlib.import_module(f"PIL.{module}") for module in (f"{kind}ImagePlugin", "ImageOps"))
+    except ImportError as error:
+        raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
+    name = kind.upper()
+    try:
+        # of a JPEG with further pictures behind it the first
+        image = getattr(plugin, f"{kind}ImageFile")(io.BytesIO(data))
         _refuse_large(image.width, image.height, rules)
         if (frames := getattr(image, "n_frames", 1)) > 1:
             raise ImageError(f"the {name} has {frames} frames or pages, an image has one; a GIF or MP4 may be a video")
@@ -110,12 +98,12 @@ def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
             if bits < 8 and isinstance(key, int):
                 image.info["transparency"] = key * 255 // (2**bits - 1)
         with suppress(Exception):  # damaged EXIF counts as none; the pixels are turned before it is rewritten
-            ImageOps.exif_transpose(image, in_place=True)
+            exif.exif_transpose(image, in_place=True)
         return np.ascontiguousarray(_rgb(image))
     except ImageError:
         raise
     except Exception as error:  # foreign bytes: the plugins raise whatever their parser runs into
-        raise ImageError(f"the {name} is cut short or damaged ({_one_line(error)})") from error
+        raise ImageError(f"the {name} is cut short or damaged ({error!r})") from error
 
 
 def _rgb(image: Any) -> np.ndarray:
@@ -134,10 +122,6 @@ def _rgb(image: Any) -> np.ndarray:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
     return np.asarray(image.convert("RGB"))
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
@@ -178,26 +162,14 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
     except ImageError:
         raise
     except Exception as error:  # foreign bytes: FFmpeg's errors are of many classes
-        raise ImageError(f"the {name} video is cut short or damaged ({_one_line(error)})") from error
+        raise ImageError(f"the {name} video is cut short or damaged ({error!r})") from error
 
 
-class VideoInfo(NamedTuple):
-    """What a video says of itself; `fps` is the mean, `video_fps` of the rules where the file does not say."""
+def _timeline(data: bytes, rules: ImageRules) -> tuple[list[int], list[int], float]:
+    """Times of all frames and of the key frames to which one may seek, in units of the stream, rising; frames a second.
 
-    num_frames: int
-    fps: float
-
-
-class _Timeline(NamedTuple):
-    """Times of all frames and of the key frames to which one may seek, in units of the stream, rising."""
-
-    times: list[int]
-    keys: list[int]
-    info: VideoInfo
-
-
-def _timeline(data: bytes, rules: ImageRules) -> _Timeline:
-    """From the packets, none of which is decoded. ImageError, also for half a file that FFmpeg opens nevertheless."""
+    From the packets, none of which is decoded. ImageError, also for half a file that FFmpeg opens nevertheless.
+    """
     name, times, keys, end = _kind(data, _VIDEO), set[int](), set[int](), 0.0
     with _opened(data, rules) as (container, stream):
         begin = min(container.start_time or 0, 0) / 1e6  # headers count from 0, also where the first frame comes later
@@ -224,16 +196,16 @@ def _timeline(data: bytes, rules: ImageRules) -> _Timeline:
         if len(rising) > 1 and stream.time_base:
             true = (len(rising) - 1) / float((rising[-1] - rising[0]) * stream.time_base)
             fps = fps if abs(fps / true - 1) <= _RATE_TOLERANCE else true
-        seekable = container.format.name in _SEEKABLE
-        return _Timeline(rising, sorted(keys) if seekable else [], VideoInfo(len(rising), fps))
+        return rising, sorted(keys) if container.format.name in _SEEKABLE else [], fps
 
 
-def video_info(data: bytes, rules: ImageRules) -> VideoInfo:
-    """Frames and rate of an encoded video, without decoding one; ImageError, also for half a file."""
+def video_info(data: bytes, rules: ImageRules) -> tuple[int, float]:
+    """Frames of an encoded video, not decoded, and its mean rate (`video_fps` where it does not say); ImageError."""
     if is_still(data):
         load_pixels(data, rules)
-        return VideoInfo(1, rules.video_fps)
-    return _timeline(data, rules).info
+        return 1, rules.video_fps
+    times, _, fps = _timeline(data, rules)
+    return len(times), fps
 
 
 def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = None) -> Iterator[np.ndarray]:
@@ -245,8 +217,8 @@ def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = 
         if frames is None or 0 in frames:
             yield load_pixels(data, rules)
         return
-    times, keys, info = _timeline(data, rules)
-    taken = sample_frames(*info, rules)
+    times, keys, fps = _timeline(data, rules)
+    taken = sample_frames(len(times), fps, rules)
     wanted = [taken[i] for i in (range(len(taken)) if frames is None else frames) if i < len(taken)]
     # what lies between two groups of frames with a key frame before each is skipped
     for key, group in itertools.groupby(wanted, lambda number: bisect.bisect_right(keys, times[number]) - 1):

@@ -31,29 +31,26 @@ TOKEN_TEXTS = {
 """The special tokens by the names used here, and their texts in Molmo2's tokenizer."""
 _LARGEST_ID = (1 << 31) - 2
 """Tokens are stored in at most 4 bytes, and there is one id more than the largest."""
-_UNREACHABLE = np.float32(10e9)
 
 
 @dataclass(frozen=True)
 class ImageRules:
-    """How images and videos become crops and tokens; builtin types only, stored in the manifest."""
+    """How images and videos become crops and tokens; builtin types only, stored in the manifest.
+
+    Images and patches are measured in pixels, margins and pooling in patches (rows, columns).
+    """
 
     image_size: int = 378
-    """Side of a square crop in pixels."""
     patch_size: int = 14
-    """Side of a patch in pixels."""
     max_crops: int = 8
-    """High-resolution crops of an image at most; the low-resolution one comes on top."""
+    """High-resolution ones of an image; the low-resolution one comes on top."""
     overlap_margins: tuple[int, int] = (4, 4)
-    """Patches at the left/top and the right/bottom of a crop that a neighbour shows too."""
+    """What a neighbour shows too, at the left/top and the right/bottom of a crop."""
     image_pooling: tuple[int, int] = (2, 2)
-    """Patches (rows, columns) that become one token of an image."""
     video_pooling: tuple[int, int] = (3, 3)
-    """Patches (rows, columns) that become one token of a video frame."""
     max_frames: int = 64
-    """Frames of a video at most."""
     video_fps: float = 2.0
-    """Frames taken from a second of video at most."""
+    """Frames taken from a second at most."""
     time_mode: str = "per-frame"
     """per-frame: the time in seconds as text before each frame; off: no text."""
     use_column_tokens: bool = False
@@ -63,11 +60,9 @@ class ImageRules:
     video_column_tokens: bool = False
     """The same in video frames."""
     image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Subtracted from red, green, blue between 0 and 1."""
+    """Of red, green, blue between 0 and 1, as is the deviation."""
     image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """What the difference is divided by."""
     max_pixels: int = 89_478_485
-    """Larger images are refused."""
     token_ids: dict[str, int] = field(default_factory=dict, hash=False)
     """Id of each special token (TOKEN_TEXTS); those not named are found by `with_token_ids`."""
 
@@ -180,7 +175,7 @@ def _tiling(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
         scale = (canvas / np.array([height - margin, width - margin], np.float32)).min(axis=1)
     if (scale < 1).all():
         return tilings[int(scale.argmax())]
-    return tilings[int(np.where(scale < 1, _UNREACHABLE, scale).argmin())]
+    return tilings[int(np.where(scale < 1, np.float32(10e9), scale).argmin())]
 
 
 def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray, tuple[int, int]]:
@@ -218,18 +213,14 @@ def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
 
 
 def _layout(
-    grid: np.ndarray, pool: tuple[int, int], rules: ImageRules, kind: str, start: str, in_columns: bool
+    grid: np.ndarray | None, pool: tuple[int, int], rules: ImageRules, kind: str, start: str, in_columns: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of patches [h, w] and their pooling: a start token, rows of `image_patch`, an end token."""
-    pooling, (rows, columns) = pooling_windows(grid, pool)
+    """Tokens of patches [h, w] (None: of one crop) and their pooling: a start token, rows of `image_patch`, an end."""
+    crop = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
+    pooling, (rows, columns) = pooling_windows(crop if grid is None else grid, pool)
     ids = rules.token_ids
     row = [ids["image_patch"]] * columns + ([ids["image_col"]] if in_columns else [])
     return np.array([ids[start], *row * rows, ids[f"{kind}_end"]], np.int64), pooling
-
-
-def _square(rules: ImageRules) -> np.ndarray:
-    """Patch indices of one crop, [side, side]."""
-    return np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
 
 
 @functools.lru_cache(maxsize=256)
@@ -238,7 +229,7 @@ def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
     rows, columns = _tiling(width, height, rules)
     in_high, in_low = rules.use_column_tokens, rules.low_res_column_tokens
     pool = rules.image_pooling
-    low = _layout(_square(rules), pool, rules, "image", "low_res_image_start", in_high if in_low is None else in_low)
+    low = _layout(None, pool, rules, "image", "low_res_image_start", in_high if in_low is None else in_low)
     high = _layout(_high_res_grid(rows, columns, rules), pool, rules, "image", "image_start", in_high)
     return ImageLayout(rows * columns + 1, np.concatenate((low[0], high[0])), np.concatenate((low[1], high[1])))
 
@@ -247,7 +238,7 @@ def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
 def frame_layout(rules: ImageRules) -> ImageLayout:
     """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
     pool, in_columns = rules.video_pooling, rules.video_column_tokens
-    return ImageLayout(1, *_layout(_square(rules), pool, rules, "frame", "frame_start", in_columns))
+    return ImageLayout(1, *_layout(None, pool, rules, "frame", "frame_start", in_columns))
 
 
 def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -97,14 +97,8 @@ def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int, packs: 
         where = f"{_record(packs, segment)}, " if packs else ""
         told = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {image_patch})"
         raise ValueError(f"{where}document {segment} of its row: {told}")
-    return VisionInputs(
-        cum_crop_bounds=units.cum_crops,
-        cum_token_pooling_bounds=units.cum_pooled,
-        feature_rows=in_row,
-        boundaries=None,
-        patches=np.zeros((0, 0, 0), np.float32),
-        pooling=np.zeros((0, 1), np.int64),
-    )
+    patches, pooling = np.zeros((0, 0, 0), np.float32), np.zeros((0, 1), np.int64)
+    return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
 
 
 def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:

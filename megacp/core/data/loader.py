@@ -3,9 +3,7 @@
 A step is a function of dataset, seed, samples consumed, dp rank and dp size. So a run resumes from one integer, on any
 number of ranks, and sees every sample exactly once. The samples of a step are the same set for every dp size:
 microbatch j of rank r holds the step's samples from (j * dp_size + r) * m on.
-
-Rank and size of data parallelism come as integers. Ranks that differ only in tp, cp or pp read the same packs and
-compare `PackedBatch.fingerprint()`.
+Ranks that differ only in tp, cp or pp read the same packs and compare `PackedBatch.fingerprint()`.
 """
 
 from __future__ import annotations
@@ -44,11 +42,8 @@ class LoaderOptions:
     """How packs become steps; equal on all ranks."""
 
     micro_batch_size: int = 1
-    """Packs concatenated into one microbatch."""
     global_batch_size: int = 1
-    """Packs of one optimizer step over all data-parallel ranks."""
     seed: int = 0
-    """Of the order of samples."""
     attention_mask: str = "packed"
     """packed: documents do not see each other; causal: a pack is one document."""
     image_attention: str = "example"

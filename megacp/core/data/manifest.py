@@ -22,8 +22,6 @@ from megacp.core.storage.url import Url
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
-_LARGEST = 1 << 30
-"""Bytes of a manifest: half a million shards."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,7 @@ class TokenizerInfo:
     kind: str
     """byte | sentencepiece | huggingface | gpt2 (Tokenizer.kind)."""
     sha256: str
-    """Over the tokenizer's files; a fixed word's hash for the byte tokenizer."""
     vocab_size: int
-    """Token ids are 0 .. vocab_size - 1."""
     eos_id: int | None
     bos_id: int | None
     pad_id: int | None
@@ -60,9 +56,7 @@ class ShardEntry:
     num_packs: int
     num_segments: int
     num_tokens: int
-    """True tokens, without padding."""
     num_padded_tokens: int
-    """Tokens once every segment is padded to pad_multiple."""
     files: tuple[FileEntry, ...]
 
     @staticmethod
@@ -82,14 +76,11 @@ class DatasetManifest:
     """Hash of all that decides the bytes (inputs, tokenizer, lengths, rules); a build with another one is refused."""
     tokenizer: TokenizerInfo
     seq_length: int
-    """Padded tokens a pack may hold."""
     pad_multiple: int
-    """Every segment's padded length is a multiple of it."""
     sources: tuple[str, ...]
     """Input files; `source_file` of a segment is an index into it."""
     shards: tuple[ShardEntry, ...]
     num_rejected: int = 0
-    """Records refused (rejects.jsonl)."""
     image_rules: dict[str, Any] | None = None
     """How images become tokens; None in a text dataset."""
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -152,7 +143,18 @@ class DatasetManifest:
         """Read DIRECTORY/manifest.json; ValueError names the file and what is wrong with it."""
         path = place_of(directory) / MANIFEST_NAME
         try:
-            return _parsed(files.parse_json(read_content(path, _LARGEST)))
+            own = files.parse_json(read_content(path, 1 << 30))
+            if (version := own["format_version"]) != FORMAT_VERSION:
+                raise ValueError(f"format_version {version!r}, this program reads {FORMAT_VERSION}: build it again")
+            stated = own.pop("checksum", None)
+            if stated != (found := _checksum(own)):  # it stands for the types of all fields
+                raise ValueError(f"its checksum is {found}, it was written with {stated}: copy it, or build it again")
+            for name in _DERIVED:
+                del own[name]
+            own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
+            own["shards"] = tuple(ShardEntry.from_json(shard) for shard in own["shards"])
+            own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
+            return DatasetManifest(**own)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ValueError(
                 f"{path}: no such file; a finished dataset has one (was the build, or the upload, interrupted?)"
@@ -168,19 +170,3 @@ _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 def _checksum(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _parsed(values: dict[str, Any]) -> DatasetManifest:
-    """The manifest that JSON values state; their checksum stands for the types of all fields."""
-    if values["format_version"] != FORMAT_VERSION:
-        raise ValueError(
-            f"format_version {values['format_version']!r}, this program reads {FORMAT_VERSION}: build it again"
-        )
-    stated = values.pop("checksum", None)
-    if stated != (found := _checksum(values)):
-        raise ValueError(f"its checksum is {found}, it was written with {stated}: copy it again, or build it again")
-    own = {name: value for name, value in values.items() if name not in _DERIVED}
-    own["tokenizer"] = TokenizerInfo(**own["tokenizer"])
-    own["shards"] = tuple(ShardEntry.from_json(shard) for shard in own["shards"])
-    own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
-    return DatasetManifest(**own)

@@ -25,8 +25,6 @@ from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 MASKS = ("causal", "packed", "branches", "image", "mixed")
 """What a mock row's mask is made of: one document; several; several with branches, with image spans, with both."""
 _ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
-_WINDOW = 4
-"""Patches of a pooled token, some of them outside."""
 
 
 @dataclass(frozen=True)
@@ -62,42 +60,37 @@ class MockRules:
 
     def pack(self, i: int) -> Pack:
         """Pack `i` as a dataset would store it; spans are no part of it (see `mock_batch`)."""
-        return mock_pack(i, self)
-
-
-def mock_pack(index: int, rules: MockRules) -> Pack:
-    """Pack number `index` as a dataset would store it; spans are no part of it (see `mock_batch`)."""
-    rng = np.random.default_rng([rules.seed, index])
-    total = rules.seq_length
-    if rules.ragged:
-        total -= int(rng.integers(0, rules.seq_length // 4 + 1))
-    count = 1 if rules.mask == "causal" else int(rng.integers(1, max(min(5, total // 2), 1) + 1))
-    cuts = np.sort(rng.choice(np.arange(1, total), count - 1, replace=False))
-    padded = np.diff(np.concatenate(([0], cuts, [total])))
-    true = padded - (rng.integers(0, np.minimum(padded, 4)) if rules.ragged else 0)
-    starts = [_branch_starts(rng, length, rules.mask) for length in true.tolist()]
-    runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
-        (segment, branch, start, stop)
-        for segment, (places, length) in enumerate(zip(starts, true.tolist(), strict=True))
-        for branch, (start, stop) in enumerate(zip((0, *places), (*places, length), strict=True))
-    ]
-    branches = np.array([(start, stop - start) for _, branch, start, stop in runs if branch], BRANCH_DTYPE)
-    segments = np.zeros(count, SEGMENT_DTYPE)
-    segments["true_length"], segments["padded_length"] = true, padded
-    segments["num_branches"] = [len(places) for places in starts]
-    segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
-    segments["prefix_length"] = [places[0] if places else n for places, n in zip(starts, true, strict=True)]
-    num_tokens = int(true.sum())
-    steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, rules.vocab_size, num_tokens))
-    tokens = np.cumsum(steps) % rules.vocab_size
-    weights, images = None, None
-    if rules.ragged:  # three in ten are 0
-        weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(np.float32)
-    if rules.images is not None and rules.mask in ("image", "mixed"):
-        images = _with_images(tokens, runs, np.cumsum(true) - true, rules.images, rules.seed, index)
-        read_only = tokens >= rules.vocab_size  # tokens of images are not predicted
-        weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
-    return Pack(index, tokens, weights, segments, branches if len(branches) else None, images)
+        rng = np.random.default_rng([self.seed, i])
+        total = self.seq_length
+        if self.ragged:
+            total -= int(rng.integers(0, self.seq_length // 4 + 1))
+        count = 1 if self.mask == "causal" else int(rng.integers(1, max(min(5, total // 2), 1) + 1))
+        cuts = np.sort(rng.choice(np.arange(1, total), count - 1, replace=False))
+        padded = np.diff(np.concatenate(([0], cuts, [total])))
+        true = padded - (rng.integers(0, np.minimum(padded, 4)) if self.ragged else 0)
+        starts = [_branch_starts(rng, length, self.mask) for length in true.tolist()]
+        runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
+            (segment, branch, start, stop)
+            for segment, (places, length) in enumerate(zip(starts, true.tolist(), strict=True))
+            for branch, (start, stop) in enumerate(zip((0, *places), (*places, length), strict=True))
+        ]
+        branches = np.array([(start, stop - start) for _, branch, start, stop in runs if branch], BRANCH_DTYPE)
+        segments = np.zeros(count, SEGMENT_DTYPE)
+        segments["true_length"], segments["padded_length"] = true, padded
+        segments["num_branches"] = [len(places) for places in starts]
+        segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
+        segments["prefix_length"] = [places[0] if places else n for places, n in zip(starts, true, strict=True)]
+        num_tokens = int(true.sum())
+        steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, self.vocab_size, num_tokens))
+        tokens = np.cumsum(steps) % self.vocab_size
+        weights, images = None, None
+        if self.ragged:  # three in ten are 0
+            weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(np.float32)
+        if self.images is not None and self.mask in ("image", "mixed"):
+            images = _with_images(tokens, runs, np.cumsum(true) - true, self.images, self.seed, i)
+            read_only = tokens >= self.vocab_size  # tokens of images are not predicted
+            weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
+        return Pack(i, tokens, weights, segments, branches if len(branches) else None, images)
 
 
 def _branch_starts(rng: np.random.Generator, length: int, mask: str) -> list[int]:
@@ -114,7 +107,7 @@ def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading |
 
     `loading` decodes the images of one rank.
     """
-    packs = [mock_pack(i, rules) for i in numbers]
+    packs = [rules.pack(i) for i in numbers]
     if rules.images is not None or rules.mask not in ("image", "mixed"):
         return collate(packs, image_attention=rules.images.attention if rules.images else "example", loading=loading)
     batch = collate(packs)
@@ -150,7 +143,7 @@ def _with_images(
 ) -> PackImages:
     """Overwrite stretches of `tokens` with images and return their tables; two runs in three get some, while room is.
 
-    `runs`: as in `mock_pack`, where segment s begins at token `before[s]` of the pack.
+    `runs`: as in `MockRules.pack`, where segment s begins at token `before[s]` of the pack.
     """
     rng = np.random.default_rng([seed, pack, 1])
     rows: list[tuple[int, ...]] = []
@@ -200,7 +193,7 @@ class MockDecoder:
     def _drawn(self, seed: Sequence[int], crops: int, pooled: int) -> Pixels:
         rng = np.random.default_rng(seed)
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
-        windows = rng.integers(0, crops * self.patch_shape[0], (pooled, _WINDOW))
+        windows = rng.integers(0, crops * self.patch_shape[0], (pooled, 4))  # each pools four patches, some outside
         outside = rng.random(windows.shape) < 0.2
         outside[:, 0] = False  # a window has at least one patch
         return patches, np.where(outside, -1, windows)

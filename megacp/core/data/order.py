@@ -1,9 +1,8 @@
 """The order of samples: a function of the seed and the number of samples before, endless over epochs.
 
-Any place of any epoch costs O(1) time and memory, so a resumed run jumps to its place. Every epoch holds every sample
-once. A Feistel network permutes the numbers 0 .. 4^h - 1 whatever its round function; results outside the dataset are
-sent through again ("cycle walking"). Not numpy's permutation. It costs 8 bytes a pack in every process, and its stream
-may change between versions, which would change the order of a resumed run.
+Any place of any epoch costs O(1) time and memory, so a resumed run jumps to its place. A Feistel network permutes the
+numbers 0 .. 4^h - 1 whatever its round function; results outside the dataset are sent through again ("cycle walking").
+Numpy's permutation costs 8 bytes a pack in every process, and its stream may change between versions.
 """
 
 from __future__ import annotations

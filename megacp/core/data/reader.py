@@ -63,7 +63,6 @@ class Pack:
     """One pack as stored: true tokens of its segments, one after the other; `collate` adds the padding."""
 
     index: int
-    """Number in the dataset."""
     tokens: np.ndarray
     """[n] token ids, n = sum of the true lengths (read-only)."""
     weights: np.ndarray | None
@@ -73,7 +72,6 @@ class Pack:
     branches: np.ndarray | None = None
     """tables.BRANCH_DTYPE [sum of num_branches], in segment order; None = there are none."""
     images: PackImages | None = None
-    """None in a dataset without images."""
     sources: tuple[str, ...] = ()
     """Names of the input files, by `source_file` of a segment."""
 
@@ -187,6 +185,8 @@ class PackedDataset:
 
         self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
         """An open shard by its number; the one that was not used for longest is let go when there are too many."""
+        self.fingerprint = manifest.fingerprint
+        """Of sizes and hashes of all files. What differs from them is told when it is read."""
         with ThreadPoolExecutor(16) as pool:
             if reasons := list(filter(None, pool.map(self._look, range(len(manifest.shards))))):
                 raise ValueError(listed(reasons, 20, "; "))
@@ -198,11 +198,6 @@ class PackedDataset:
         except ValueError as error:
             return str(error)
         return ""
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the dataset as it was built: sizes and hashes of all files. What differs from them is told when read."""
-        return self.manifest.fingerprint
 
     def __len__(self) -> int:
         """Number of packs."""

@@ -17,12 +17,10 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-from zlib_ng.zlib_ng import crc32
+from zlib_ng.zlib_ng import crc32 as crc32
 
 from megacp.core.data.manifest import FileEntry
 from megacp.core.storage import files
-
-__all__ = ["IndexedReader", "StoredFile", "crc32", "padded_lengths", "table_of", "token_dtype"]
 
 PACK_DTYPE = np.dtype(
     [
@@ -62,10 +60,8 @@ UNIT_DTYPE = np.dtype(
 )
 CHECKSUM_DTYPE = np.dtype([("tokens", "<u4"), ("weights", "<u4")])  # of each pack; 0 in a shard without weights
 ITEM_CHECKSUM_DTYPE = np.dtype([("data", "<u4")])  # of each sequence of images.bin
-FLAG_SPLIT = 1
-"""Segment flag: a piece of a document cut by `--oversize split`."""
-FLAG_TRUNCATED = 2
-"""Segment flag: the rest of the document was left out by `--oversize truncate`."""
+FLAG_SPLIT = 1  # of a segment: a piece of a document cut by `--oversize split`
+FLAG_TRUNCATED = 2  # the rest of the document was left out by `--oversize truncate`
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
 """Of an .idx: magic, version, dtype code, number of sequences, number of document boundaries."""

@@ -86,11 +86,11 @@ class MediaReader:
         if media.kind == "image":
             height, width, _ = load_pixels(data, self._rules).shape
             return [Placed(image_layout(width, height, self._rules), len(items) - 1, -1)]
-        info = video_info(data, self._rules)
-        numbers = sample_frames(info.num_frames, info.fps, self._rules)
+        num_frames, fps = video_info(data, self._rules)
+        numbers = sample_frames(num_frames, fps, self._rules)
         for _ in video_pixels(data, self._rules):  # every taken frame can be decoded
             pass
-        units = [(number / info.fps, len(items) - 1, i) for i, number in enumerate(numbers)]
+        units = [(number / fps, len(items) - 1, i) for i, number in enumerate(numbers)]
         return self._timed(units)
 
     def _from_frames(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
