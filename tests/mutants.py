@@ -206,6 +206,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
     ("core/data_parallel/buckets.py", DP): [
+        ("partial_over, spec.weight_decay, spec.", "partial_over, spec.", "norms share a bucket with what decays"),
+        ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
+        ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
+        ("(slots), ALIGNMENT * reduce_size)", "(slots), ALIGNMENT)", "buckets do not divide by the ranks"),
         ("(bucket.plan.slots[number]).add_", "(bucket.plan.slots[number]).copy_", "microbatches overwrite each other"),
         ("is None else total.add_(found)", "is None else found", "sharded gradients of earlier microbatches are lost"),
         ("shard_start = axis.rank * self.shard_elements", "shard_start = 0", "every rank updates the first slice"),
@@ -221,12 +225,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("spec.counted and self.saves", "spec.counted", "copies of instances count in the norm"),
         ("[(self.copies, list(range(len(found))))] if self.copies.size > 1 else []", "[]", "instances are not summed"),
         ("for i in group]), axis)", "for i in group]), single_axis(str(axis)))", "partial sums stay partial"),
-    ],
-    ("core/data_parallel/layout.py", DP): [
-        ("partial_over, spec.weight_decay, spec.", "partial_over, spec.", "norms share a bucket with what decays"),
-        ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
-        ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
-        ("(start, ALIGNMENT * reduce_size)", "(start, ALIGNMENT)", "buckets do not divide by the ranks"),
     ],
     ("core/optim/sharded.py", DP): [
         ("settings.weight_decay if decayed else 0.0", "settings.weight_decay", "norms decay"),

@@ -33,7 +33,7 @@ from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import step_batches
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
-from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.build import grid_shape
 from megacp.core.models.costs import run_parameters

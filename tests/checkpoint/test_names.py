@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.checkpoint.names import boxes_of_slice, boxes_to_load, boxes_to_save, split_range
-from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
 
 

@@ -18,8 +18,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.data_parallel import buckets as module
 from megacp.core.data_parallel import shards
-from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.data_parallel.layout import ALIGNMENT, plan_buckets, slices_of
+from megacp.core.data_parallel.buckets import ALIGNMENT, FlatBuckets, plan_buckets, slices_of
 from megacp.core.distributed.collectives import gather_into, start_all_gather
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach

@@ -10,7 +10,7 @@ import torch
 
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.optim.sharded import Engine, FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares

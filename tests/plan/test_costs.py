@@ -11,43 +11,23 @@ from megacp.core.config.run import RunConfig
 from megacp.core.config.training import DataConfig
 from megacp.core.models import costs
 
-LLAMA_3_8B = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=14336,
-    num_attention_heads=32,
-    num_query_groups=8,
-    vocab_size=128256,
-    untie_embeddings_and_output_weights=True,
+LLAMA_3_8B, QWEN3_0_6B, OLMO2_7B = (
+    ModelConfig(32, 4096, 14336, 32, 8, vocab_size=128256, untie_embeddings_and_output_weights=True),
+    ModelConfig(28, 1024, 3072, 16, 8, 128, vocab_size=151936, qk_layernorm="head"),
+    ModelConfig(
+        *(32, 4096, 11008, 32),
+        vocab_size=100352,
+        qk_layernorm="all_heads",
+        norm_position="after",
+        untie_embeddings_and_output_weights=True,
+    ),
 )
-QWEN3_0_6B = ModelConfig(
-    num_layers=28,
-    hidden_size=1024,
-    ffn_hidden_size=3072,
-    num_attention_heads=16,
-    num_query_groups=8,
-    kv_channels=128,
-    vocab_size=151936,
-    qk_layernorm="head",
-)
-
-
-OLMO2_7B = ModelConfig(
-    num_layers=32,
-    hidden_size=4096,
-    ffn_hidden_size=11008,
-    num_attention_heads=32,
-    vocab_size=100352,
-    qk_layernorm="all_heads",
-    norm_position="after",
-    untie_embeddings_and_output_weights=True,
-)
+"""Layers, hidden size, MLP, heads, groups, width of a head."""
 PUBLISHED = [(LLAMA_3_8B, 8_030_261_248), (QWEN3_0_6B, 596_049_920), (OLMO2_7B, 7_298_617_344)]
 
 
-@pytest.mark.parametrize(("model", "published"), PUBLISHED)
-def test_known_models_have_their_published_number_of_parameters(model: ModelConfig, published: int) -> None:
-    assert costs.model_parameters(model) == published
+def test_known_models_have_their_published_number_of_parameters() -> None:
+    assert [costs.model_parameters(model) for model, _ in PUBLISHED] == [published for _, published in PUBLISHED]
 
 
 def test_a_rank_holds_its_part_of_a_layer_and_norms_whole() -> None:
@@ -72,14 +52,6 @@ def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
     assert layer.attention == 6 * 4 * (2 + 2) * 2  # pairs x heads x two products of width 2
     assert costs.model_flops(model, 3, 6).matmul == layer.matmul + 2 * 3 * 8 * 10
     assert layer.training == 3 * layer.matmul + 3.5 * layer.attention
-
-
-def test_long_rows_cost_more_than_six_times_parameters_times_tokens() -> None:
-    short = costs.model_flops(LLAMA_3_8B, 128, costs.causal_area(128)).training / 128
-    long = costs.model_flops(LLAMA_3_8B, 131072, costs.causal_area(131072)).training / 131072
-    body = costs.model_parameters(LLAMA_3_8B) - LLAMA_3_8B.vocab_size * LLAMA_3_8B.hidden_size
-    assert short == pytest.approx(6 * body, rel=0.01)
-    assert long > 1.5 * short
 
 
 def test_the_pipeline_is_cut_by_training_flops() -> None:

@@ -62,8 +62,7 @@ def kept_storages(found: dict[int, int]):
         {"qk_layernorm": "all_heads", "no_rope_freq": "1"},
         {"norm_position": "after", "no_rope_freq": "1"},
         {"norm_position": "after", "mlp_chunk_tokens": 20, "hidden_dropout": 0.1},
-        {"num_query_groups": 2, "kv_channels": 48},
-        {"hidden_dropout": 0.1},
+        {"num_query_groups": 2, "kv_channels": 48, "hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},
         {"freeze": "text"},
         {"lora_rank": 4, "norm_position": "after"},
@@ -123,15 +122,9 @@ def test_each_axis_shrinks_its_terms() -> None:
     apart = stage(config_of(**{TP: 4, "sequence_parallel": False}), 4)
     residual = 8 * 1024 * (4 * 256 + 2) * 4
     assert apart.activations == (one.activations - residual) // 4 + residual
-
-
-def test_recomputation_trades_activations_for_work() -> None:
-    names = ("none", "selective", "full")
-    held = [stage(config_of(recompute_granularity=name), 1).activations for name in names]
-    assert held == sorted(held, reverse=True) and len(set(held)) == 3
     works = [activations.block_work(config_of(recompute_granularity=name)) for name in ("none", "full")]
-    kept = [activations.layer_activations(config_of(), name) for name in ("none", "full")]
-    assert works[1] - works[0] == kept[0] - kept[1]
+    kept = [activations.layer_activations(config_of(), name) for name in ("none", "selective", "full")]
+    assert works[1] - works[0] == kept[0] - kept[2] > kept[0] - kept[1] > 0
 
 
 @pytest.mark.parametrize(

@@ -76,10 +76,7 @@ def test_columns_stand_where_a_run_asks_for_them() -> None:
         total = rows[int(number[0])].rstrip().rsplit("  ", 1)[1]
         assert total in [peak for _, peak in peaks]
         assert [word.split()[0] for word in phases.split(": ")[1].split(", ")] == list(PHASES)
-
-
-def test_an_unknown_vocabulary_is_said() -> None:
-    assert "--vocab-size is 0" in describe(small(vocab_size=0), 8, [[range(0, 3)], [range(3, 4)]])
+    assert "--vocab-size is 0" in describe(small(vocab_size=0), 8, stages)
 
 
 def test_numbers_read_well() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.batch import PackedBatch
-from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.training.step import ParallelModel
 from tests.reference.packs import random_batch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megacp.core.data_parallel.layout import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterSlice
 
 MODEL = "model"
 OPTIMIZER = "optimizer"

@@ -6,23 +6,94 @@ sum (the loss is already divided by the step's global denominator). After `finis
 of every summed bucket: exactly what the sharded optimizer updates.
 
 A gradient may be partial over further axes (`tp`, `embedding`): it is summed over them after the reduce-scatter, on the
-slice, in one all-reduce per axis. Whole gradients (ZeRO-1) are reduced once a step; sharded ones (ZeRO-2) once a
-microbatch, and added to this rank's slice.
+slice, in one all-reduce per axis. A bucket never mixes parameters that are treated differently. Whole gradients
+(ZeRO-1) are reduced once a step; sharded ones (ZeRO-2) once a microbatch, and added to this rank's slice.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from megacp.core.data_parallel.layout import BucketPlan, ParameterSlice, Slot, plan_buckets, slices_of
-from megacp.core.data_parallel.shards import ParameterShard, ShardedParameters
+from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.core.distributed.collectives import Pending, gather_into, start_reduce_scatter
 from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.parameter import ParameterSpec, spec_of
+
+ALIGNMENT = 64
+"""Every parameter and every rank's slice begins at a multiple of this many elements (128 bytes in bf16)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its bucket: elements `[start, start + parameter.numel())`."""
+
+    parameter: nn.Parameter
+    spec: ParameterSpec
+    start: int
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Parameters of one model chunk that are reduced, decayed, counted and stepped alike, in backward order."""
+
+    chunk: int
+    slots: tuple[Slot, ...]
+    elements: int
+    """Length of the flat buffers: a multiple of the reduce axis's size times `ALIGNMENT`."""
+
+
+def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
+    return math.ceil(elements / multiple) * multiple
+
+
+def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements: int) -> list[BucketPlan]:
+    """Cut the parameters of the model chunks into buckets of at most `bucket_elements` (a larger parameter is alone).
+
+    Within a chunk parameters go in reverse construction order; the last chunk's buckets come first, because its last
+    backward is the first to run. Buckets are ordered by their last parameter, the one that completes them.
+    """
+    groups: dict[tuple[int, tuple[object, ...]], list[list[Slot]]] = {}
+    place: dict[nn.Parameter, int] = {}
+    for chunk in reversed(range(len(chunks))):
+        for parameter in reversed(list(chunks[chunk].parameters())):
+            assert parameter not in place, f"a parameter of shape {tuple(parameter.shape)} is in two model chunks"
+            place[parameter], spec = len(place), spec_of(parameter)
+            like = (parameter.dtype, parameter.device, parameter.requires_grad)
+            treated = (spec.partial_over, spec.weight_decay, spec.counted, spec.lr_multiplier)
+            buckets = groups.setdefault((chunk, (*like, *treated)), [[]])
+            if buckets[-1] and _filled(buckets[-1]) + parameter.numel() > bucket_elements:
+                buckets.append([])
+            buckets[-1].append(Slot(parameter, spec, _filled(buckets[-1])))
+    plans = [
+        BucketPlan(chunk, tuple(slots), _aligned(_filled(slots), ALIGNMENT * reduce_size))
+        for (chunk, _), buckets in groups.items()
+        for slots in buckets
+    ]
+    return sorted(plans, key=lambda plan: place[plan.slots[-1].parameter])
+
+
+def _filled(slots: Sequence[Slot]) -> int:
+    return _aligned(slots[-1].start + slots[-1].parameter.numel()) if slots else 0
+
+
+def slices_of(plan: BucketPlan, begin: int, values: torch.Tensor) -> list[ParameterSlice]:
+    """What elements `[begin, begin + len(values))` of a bucket hold, parameter by parameter; padding is left out."""
+    slices = []
+    end = begin + values.numel()
+    for slot in plan.slots:
+        low = max(begin, slot.start)
+        high = min(end, slot.start + slot.parameter.numel())
+        if low < high:
+            part = values[low - begin : high - begin]
+            slices.append(ParameterSlice(slot.spec, tuple(slot.parameter.shape), low - slot.start, part))
+    return slices
 
 
 class Bucket:

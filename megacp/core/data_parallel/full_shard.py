@@ -18,8 +18,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from megacp.core.data_parallel.layout import ParameterSlice
-from megacp.core.data_parallel.shards import ParameterShard, ShardedParameters
+from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, spec_of

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megacp.core.data_parallel.layout import ParameterSlice
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis, single_axis, split_axis
 from megacp.core.distributed.parameter import ParameterSpec
@@ -20,6 +19,18 @@ from megacp.core.ops.kernel import accumulation_dtype
 
 JOINED_ELEMENTS = 1 << 26
 """Gradients that one all-reduce takes: as many bytes stand beside them meanwhile."""
+
+
+@dataclass(frozen=True)
+class ParameterSlice:
+    """Elements `[start, start + len(values))` of the row-major flattening of one local parameter (or of its state)."""
+
+    spec: ParameterSpec
+    shape: tuple[int, ...]
+    """Shape of the local parameter."""
+    start: int
+    values: torch.Tensor
+    """1-D view; writing to it writes to the parameter or the state."""
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ def set_defaults(values: Mapping[str, str]) -> None:
 def steady_heap() -> None:
     """Give large CPU tensors memory maps of their own; those of our own functions are used again (`large_blocks`).
 
-    gloo keeps small blocks between the large outputs of collectives; in glibc's heap the freed outputs could not be
-    used again. To set one option fixes the other one at 128 KiB, and most pages of a step would be cleared anew.
+    In glibc's heap gloo's small blocks keep freed outputs from being used again. To set one option fixes the other one
+    at 128 KiB, and most pages of a step would be cleared anew.
     """
     BLOCKS.active = True
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:

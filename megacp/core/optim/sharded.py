@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from megacp.core.config.training import TrainingConfig
-from megacp.core.data_parallel.layout import ParameterSlice
-from megacp.core.data_parallel.shards import ParameterShard, ShardedParameters
+from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis
 from megacp.core.monitor.timers import Phase, unmeasured

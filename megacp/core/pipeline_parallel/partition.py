@@ -24,19 +24,13 @@ def partition(
     squared layer counts (even parts). Then earlier parts hold fewer layers, since they hold more activations.
     """
     assert len(layer_costs) >= num_virtual_stages > 0, f"{len(layer_costs)} layers for {num_virtual_stages} stages"
-    # What the first and the last virtual stage bear, the first and the last layer bear: the parts are contiguous.
-    costs = _integers([*layer_costs, first_extra, last_extra])
-    last, first = costs.pop(), costs.pop()
+    fractions = [Fraction(cost) for cost in (*layer_costs, first_extra, last_extra)]
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))  # its inverse makes all of them whole numbers
+    *costs, first, last = (int(fraction * unit) for fraction in fractions)
+    # what the first and the last virtual stage bear, the first and the last layer bear: the parts are contiguous
     costs[0] += first
     costs[-1] += last
     return _evenest(costs, num_virtual_stages, _smallest_limit(costs, num_virtual_stages))
-
-
-def _integers(costs: Sequence[float]) -> list[int]:
-    """The costs in the largest unit that makes all of them whole numbers."""
-    fractions = [Fraction(cost) for cost in costs]
-    unit = math.lcm(*(fraction.denominator for fraction in fractions))
-    return [int(fraction * unit) for fraction in fractions]
 
 
 def _smallest_limit(costs: list[int], num_parts: int) -> int:

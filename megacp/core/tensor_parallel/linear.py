@@ -165,15 +165,21 @@ def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec
     return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
 
 
-class ColumnParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
+    """The parameters of a linear that is cut over tp."""
+
+    def __init__(self, specs: tuple[ParameterSpec, ParameterSpec], bias: bool, options: LinearOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.weight = options.parameter(specs[0])
+        self.bias = options.parameter(specs[1]) if bias else None
+
+
+class ColumnParallelLinear(ParallelLinear):
     """`x[t/tp, h] -> y[t, f/tp]`: the rows of every tensor of `linear` are cut over tp."""
 
     def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
-        super().__init__()
-        self.options = options
-        weight, bias = column_specs(linear, options)
-        self.weight = options.parameter(weight)
-        self.bias = options.parameter(bias) if linear.bias else None
+        super().__init__(column_specs(linear, options), linear.bias, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
@@ -181,15 +187,11 @@ class ColumnParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(ParallelLinear):
     """`x[t, f/tp] -> y[t/tp, h]`: the columns of one tensor are cut over tp; the bias is added once, after the sum."""
 
     def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
-        super().__init__()
-        self.options = options
-        weight, bias = row_specs(linear, options)
-        self.weight = options.parameter(weight)
-        self.bias = options.parameter(bias) if linear.bias else None
+        super().__init__(row_specs(linear, options), linear.bias, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
