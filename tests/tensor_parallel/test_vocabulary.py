@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megacp.core.distributed.collectives import all_gather
-from megacp.core.distributed.differentiable import slice_of
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.models.init import initialise
 from megacp.core.tensor_parallel.linear import LinearOptions
@@ -24,8 +23,6 @@ TOKENS, WIDTH, DENOMINATOR = 12, 6, 3.5
 CHUNKS = [0, 1, 5, 6, 12, 100]
 """All tokens at once; one; a number that does not divide them; one that does; all of them; more."""
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}  # float64, sums of a few dozen terms
-VOCABULARIES = [(13, 4), (9, 8), (14, 1)]
-"""Size and padding of a rank's rows. Over three ranks: 8, 5 and 0 true rows; 8, 1 and 0; 5, 5 and 4."""
 ALONE = single_axis("tp")
 
 
@@ -33,16 +30,15 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def problem(vocab: int, tokens: int = TOKENS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem(vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Hidden states, table, labels and float32 weights: both ends of the vocabulary, label 0 with weight 0, image
     tokens with ids beyond the table and weight 0.
     """
     g = torch.Generator().manual_seed(vocab)
-    labels, weights = torch.randint(0, vocab, (tokens,), generator=g), torch.rand(tokens, generator=g)
-    for place, label in zip(range(tokens), (0, vocab - 1, 0, vocab, vocab + 7), strict=False):
-        labels[place] = label
+    labels, weights = torch.randint(0, vocab, (TOKENS,), generator=g), torch.rand(TOKENS, generator=g)
+    labels[:5] = torch.tensor([0, vocab - 1, 0, vocab, vocab + 7])
     weights[2:6] = 0.0
-    return randn(tokens, WIDTH, seed=vocab), randn(vocab, WIDTH, seed=vocab + 1), labels, weights
+    return randn(TOKENS, WIDTH, seed=vocab), randn(vocab, WIDTH, seed=vocab + 1), labels, weights
 
 
 def made(
@@ -58,77 +54,39 @@ def made(
     return VocabularyTable(TableSpec("head.weight", vocab, width, 0.02), multiple, shared)
 
 
-def on_ranks(
-    rank: int, world_size: int, vocab: int, multiple: int, parallel: bool, tokens: int
-) -> dict[int, tuple[Tensor, Tensor, Pieces]]:
-    """For each chunk size the loss, the gradient of all hidden states and this rank's part of the table's.
-
-    The upstream gradient is -2.5.
-    """
-    tp = grid(tp=world_size).tp
-    table = made(vocab, multiple, tp, parallel)
-    sharded = table.options.sequence_parallel
-    x, weight, labels, weights = problem(vocab, tokens)
+def tied(
+    rank: int, world_size: int, vocab: int, multiple: int, parallel: bool
+) -> tuple[Tensor, dict[int, tuple[Tensor, Pieces]], int]:
+    """Logits seen by this rank, for each chunk size the loss and -2.5 times its gradient, and its true rows."""
+    table = made(vocab, multiple, grid(tp=world_size).tp, parallel)
+    _, weight, labels, weights = problem(vocab)
     fill(table, {"head.weight": weight})
     found = {}
     for chunk in CHUNKS:
         table.zero_grad()
-        leaf = (slice_of(x, tp) if sharded else x.clone()).requires_grad_()
-        loss = table.loss(leaf, Target(labels, weights, DENOMINATOR), chunk)
+        hidden = torch.tanh(table(labels % vocab))
+        assert len(hidden) == TOKENS // (world_size if parallel else 1)
+        loss = table.loss(hidden, Target(labels, weights, DENOMINATOR), chunk)
         (loss * -2.5).backward()
-        assert leaf.grad is not None and table.weight.grad is not None
+        assert table.weight.grad is not None
         assert (table.weight.grad[table.true_rows :] == 0).all(), "padded rows get no gradient"
-        dx = all_gather(leaf.grad, tp) if sharded else leaf.grad
-        found[chunk] = (loss.detach(), dx, pieces_of(table, {table.weight: table.weight.grad}))
-    losses = [loss for loss, _, _ in found.values()]
+        found[chunk] = loss.detach(), pieces_of(table, {table.weight: table.weight.grad})
+    losses = [loss for loss, _ in found.values()]
     assert max(losses) - min(losses) < 1e-14, "losses are summed once, over all tokens"
-    return found
-
-
-@pytest.mark.parametrize("tokens", [TOKENS, 0])
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize(("vocab", "multiple"), VOCABULARIES)
-@pytest.mark.slow
-def test_any_chunks_give_the_loss_and_the_gradients_of_one_process(
-    world_size: int, parallel: bool, vocab: int, multiple: int, tokens: int
-) -> None:
-    """Without tokens there are gradients, of zeros."""
-    arguments = (vocab, multiple, parallel, tokens)
-    results = [on_ranks(0, 1, *arguments)] if world_size == 1 else run_ranks(on_ranks, world_size, *arguments)
-    loss, dx, d_table = head_gradients(*problem(vocab, tokens), DENOMINATOR)
-    for chunk in CHUNKS:
-        for found, found_dx, _ in (result[chunk] for result in results):
-            torch.testing.assert_close(found, loss, **CLOSE)
-            torch.testing.assert_close(found_dx, -2.5 * dx, **CLOSE)
-        gradient = assemble(result[chunk][2] for result in results)["head.weight"]
-        torch.testing.assert_close(torch.from_numpy(gradient), -2.5 * d_table, **CLOSE)
-
-
-def tied(rank: int, world_size: int, vocab: int, multiple: int, parallel: bool) -> tuple[Tensor, Tensor, Pieces, int]:
-    """The loss, logits seen by this rank, gradient of the tied table, and its number of true rows."""
-    table = made(vocab, multiple, grid(tp=world_size).tp, parallel)
-    _, weight, labels, weights = problem(vocab)
-    fill(table, {"head.weight": weight})
-    hidden = table(labels % vocab)
-    assert len(hidden) == TOKENS // (world_size if parallel else 1)
-    logits = table.logits(torch.tanh(hidden))
-    loss = table.loss(torch.tanh(hidden), Target(labels, weights, DENOMINATOR), 3)
-    loss.backward()
-    assert table.weight.grad is not None
-    assert (table.weight.grad[table.true_rows :] == 0).all(), "padded rows get no gradient"
     assert table.weight.shape[0] % multiple == 0
-    return loss.detach(), logits.detach(), pieces_of(table, {table.weight: table.weight.grad}), table.true_rows
+    empty = table.loss(hidden[:0].detach(), Target(labels[:0], weights[:0], 1.0), 0)
+    assert empty == 0 and not torch.autograd.grad(empty, table.weight)[0].any()
+    return table.logits(hidden).detach(), found, table.true_rows
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
     ("vocab", "multiple", "true_rows_at_tp4"),
     # not divisible by tp; one row on the last rank; whole ranks without any true row
     [(13, 1, [4, 4, 4, 1]), (13, 4, [4, 4, 4, 1]), (9, 8, [8, 1, 0, 0]), (16, 4, [4, 4, 4, 4])],
 )
-def test_a_tied_table_and_its_loss_equal_one_process(
+def test_a_tied_table_and_its_loss_in_any_chunks_equal_one_process(
     world_size: int, parallel: bool, vocab: int, multiple: int, true_rows_at_tp4: list[int]
 ) -> None:
     arguments = (vocab, multiple, parallel)
@@ -137,12 +95,14 @@ def test_a_tied_table_and_its_loss_equal_one_process(
     hidden = torch.tanh(weight.requires_grad_()[labels % vocab])
     loss = head_loss(hidden, weight, labels, weights, DENOMINATOR)
     loss.backward()
-    for found, *_ in results:
-        torch.testing.assert_close(found, loss.detach(), **CLOSE)
-    seen = torch.cat([logits for _, logits, *_ in results], 1)
+    assert weight.grad is not None
+    seen = torch.cat([logits for logits, *_ in results], 1)
     torch.testing.assert_close(seen, (hidden @ weight.t()).detach(), **CLOSE)
-    found_gradient = assemble(pieces for *_, pieces, _ in results)["head.weight"]
-    torch.testing.assert_close(torch.from_numpy(found_gradient), weight.grad, **CLOSE)
+    for chunk in CHUNKS:
+        for _, found, _ in results:
+            torch.testing.assert_close(found[chunk][0], loss.detach(), **CLOSE)
+        gradient = assemble(found[chunk][1] for _, found, _ in results)["head.weight"]
+        torch.testing.assert_close(torch.from_numpy(gradient), -2.5 * weight.grad, **CLOSE)
     if world_size == 4:
         assert [rows for *_, rows in results] == true_rows_at_tp4
 

@@ -17,7 +17,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.training import step
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
-from tests.tensor_parallel.test_fused_gradient import SIZES
+from tests.tensor_parallel.test_weight_gradients import SIZES
 
 GRIDS: dict[str, dict[str, Any]] = {
     "one process": {},
