@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from megacp.core.data import tables
 from megacp.core.data.collate import collate
-from megacp.core.data.reader import Pack
+from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import padded_lengths
+from megacp.prepare.build.writer import Segment
+from tests.data.datasets import write_dataset
 from tests.reference import collate as reference
 
 
@@ -75,19 +77,13 @@ def test_the_last_token_of_a_document_predicts_nothing_but_runs_on_under_a_causa
     assert causal.position_ids.tolist() == [0, 1, 2, 0, 3, 4, 0, 1]
 
 
-def test_a_weight_stays_with_the_token_it_predicts() -> None:
-    # catches weights that are not shifted along: the answer's first token would not be learned
-    pack = make_pack(0, [([5, 6, 7, 8], [0.0, 0.0, 1.0, 0.5], 4, ())], weighted=True)
-    assert collate([pack]).loss_weights.tolist() == [0, 1, 0.5, 0]
-    assert collate([pack]).weight_sum == 1.5
-
-
 def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
-    pack = make_pack(0, [([1, 2, 3, 4, 5, 6, 7], [1.0] * 7, 8, (3, 5))], weighted=False)
+    pack = make_pack(0, [([1, 2, 3, 4, 5, 6, 7], [0.0, 1.0, 1.0, 0.5, 1.0, 0.25, 1.0], 8, (3, 5))], weighted=True)
     batch = collate([pack])
     assert batch.branch.tolist() == [0, 0, 0, 1, 1, 2, 2, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 0]
     assert batch.labels.tolist() == [2, 3, 0, 5, 0, 7, 0, 0]
+    assert batch.loss_weights.tolist() == [1, 1, 0, 1, 0, 1, 0, 0] and batch.weight_sum == 4  # of the token predicted
     with pytest.raises(ValueError, match=r"packs \[0\] have branches.*--attention-mask causal"):
         collate([pack], "causal")
 
@@ -103,22 +99,12 @@ def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:
 
 def test_what_the_store_writes_is_what_collate_reads(tmp_path: Path) -> None:
     # branches of a later pack must come from its own rows of branches.npy
-    from megacp.core.data.reader import PackedDataset
-    from megacp.prepare.build.writer import Segment
-    from tests.data.datasets import write_dataset
-
     first = [Segment(np.arange(6), branch_starts=(2, 4)), Segment(np.arange(3))]
     second = [Segment(np.arange(3)), Segment(np.arange(7), branch_starts=(3, 6), weights=np.full(7, 0.5, np.float32))]
     write_dataset(tmp_path, [[first, second]], pad_multiple=4)
     dataset = PackedDataset(tmp_path)
     batch = collate([dataset.pack(1), dataset.pack(0)])
-    ones, half = [1.0], [0.5]
-    expected = reference.collate(
-        [
-            [([0, 1, 2], ones * 3, 4, ()), (list(range(7)), half * 7, 8, (3, 6))],
-            [(list(range(6)), ones * 6, 8, (2, 4)), ([0, 1, 2], ones * 3, 4, ())],
-        ],
-        "packed",
-    )
-    for name, values in expected.items():
+    short = ([0, 1, 2], [1.0] * 3, 4, ())
+    later, earlier = (list(range(7)), [0.5] * 7, 8, (3, 6)), (list(range(6)), [1.0] * 6, 8, (2, 4))
+    for name, values in reference.collate([[short, later], [earlier, short]], "packed").items():
         assert getattr(batch, name).tolist() == values, name

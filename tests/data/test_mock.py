@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
 from megacp.core.data.mock import MASKS, MockRules, mock_batch
 
 
@@ -37,12 +36,6 @@ def test_masks_hold_what_their_names_say() -> None:
     assert documents["causal"] == 0 and all(count > 0 for mask, count in documents.items() if mask != "causal")
     assert branched == {"branches", "mixed"}
     assert spanned == {"image", "mixed"}
-
-
-def test_the_loader_reads_a_mock_dataset() -> None:
-    """Would catch a mock that lacks something the loader needs."""
-    with PackedLoader(MockRules(50, 32), LoaderOptions(2, 8, attention_mask="causal"), DataRank(1, 2)) as loader:
-        assert [len(batch) for batch in loader.next_step()] == [64, 64]
 
 
 def test_the_next_token_can_be_guessed_three_times_in_four() -> None:

@@ -18,7 +18,7 @@ from megacp.core.data.decoding import (
     video_info,
     video_pixels,
 )
-from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264, packed_avi
+from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
 
@@ -126,8 +126,6 @@ SOUND = {
     "H.264 in AVI": lambda: h264(40, "bframes=3:keyint=12", "avi"),
     "open groups in AVI": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "avi"),
     "one frame in AVI": lambda: h264(1, "bframes=3:keyint=12", "avi"),
-    "packed": lambda: packed_avi(40),
-    "packed, odd": lambda: packed_avi(31),
     "AVI with holes": lambda: video(40, "avi", every=2),
     "AVI with long holes": lambda: video(30, "avi", every=10),
 }
