@@ -18,8 +18,6 @@ from megacp.core.data.loader import DataRank, LoaderOptions, step_batches
 from megacp.core.data.reader import PackedDataset
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 
-parts_of_a_blend = st.lists(st.integers(1, 60), min_size=1, max_size=9)
-
 
 def off_by(parts: list[int], dataset: np.ndarray) -> Fraction:
     """The most samples that any share is off by after any number of samples: counted one by one, in fractions."""
@@ -46,15 +44,22 @@ def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=2, max_size=9))
-def test_shares_are_kept_and_a_period_ends_where_it_began(parts: list[int]) -> None:
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 10**15), st.integers(0, 40))
+def test_shares_are_kept_and_any_place_is_found_at_once(parts: list[int], start: int, count: int) -> None:
     """Would catch a rule that starves a dataset of small weight. Two datasets are within one sample, more near it."""
-    dataset, nth = BlendOrder(parts).places(0, 2 * sum(parts) + 3)
-    assert off_by(parts, dataset) < (1 if len(parts) == 2 else 2)
+    order = BlendOrder(parts)
+    dataset, nth = order.places(0, 2 * sum(parts) + 3)
+    assert off_by(parts, dataset) < (1 if len(parts) <= 2 else 2)
     assert np.bincount(dataset[: sum(parts)]).tolist() == parts
     for number in range(len(parts)):
         own = nth[dataset == number]
         assert own.tolist() == list(range(len(own)))
+    counts = order.counts(start)
+    assert counts.sum() == start
+    for one, number in zip(*(values.tolist() for values in order.places(start, count)), strict=True):
+        assert number == counts[one]
+        counts[one] += 1
+    assert counts.tolist() == order.counts(start + count).tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,37 +83,16 @@ def test_a_common_blend_has_megatrons_order_and_never_another() -> None:
     assert megatrons([0.6, 0.3, 0.1], 10) == (ours[0].tolist(), ours[1].tolist())
 
 
-@settings(max_examples=60)
-@given(parts_of_a_blend, st.integers(0, 10**15), st.integers(0, 40))
-def test_any_place_is_found_at_once_and_counts_agree_with_places(parts: list[int], start: int, count: int) -> None:
-    """Would catch an order that is generated from its beginning."""
-    order = BlendOrder(parts)
-    dataset, nth = order.places(start, count)
-    counts = order.counts(start)
-    assert counts.sum() == start
-    for one, number in zip(dataset.tolist(), nth.tolist(), strict=True):
-        assert number == counts[one]
-        counts[one] += 1
-    assert counts.tolist() == order.counts(start + count).tolist()
-
-
 # ---- weights
 
 
-def test_weights_are_exact_as_typed_and_need_not_add_up_to_one() -> None:
+def test_weights_are_exact_as_typed_or_become_parts_of_a_million() -> None:
     assert whole_parts([Fraction("0.1"), Fraction("0.2"), Fraction("0.7")]) == [1, 2, 7]
-    assert whole_parts([Fraction(30), Fraction(70)]) == [3, 7]
-    assert whole_parts([Fraction("12.5")]) == [1]
-
-
-def test_weights_of_many_digits_become_parts_of_a_million() -> None:
+    assert whole_parts([Fraction(30), Fraction(70)]) == [3, 7] and whole_parts([Fraction("12.5")]) == [1]
     weights = [Fraction(123_456_789), Fraction(987_654_321), Fraction(5_000)]
     parts = whole_parts(weights)
     assert FINEST - 3 < sum(parts) <= FINEST
-    assert all(
-        abs(Fraction(part, FINEST) - w / sum(weights)) < Fraction(1, FINEST)
-        for part, w in zip(parts, weights, strict=True)
-    )
+    assert all(0 <= FINEST * w / sum(weights) - part < 1 for part, w in zip(parts, weights, strict=True))
     with pytest.raises(ValueError, match="1e-09 of all weights, a dataset gets at least 1 of 1,000,000"):
         whole_parts([Fraction(1), Fraction(10**9 + 7)])
 
@@ -155,13 +139,19 @@ def test_resumed_at_any_sample_on_any_dp_size_the_order_goes_on(
     assert seen == blend.samples(start, 3 * batch, seed).tolist()
 
 
-def test_a_pack_keeps_its_tokens_and_has_a_number_of_its_own(tmp_path: Path) -> None:
-    blend = blended(tmp_path, {"a": 4, "b": 6}, ["1", "2"])
+def test_a_pack_keeps_its_tokens_and_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:
+    """Would catch a resumed run that goes on with other weights, and one that depends on where its data lies."""
+    sizes = {"a": 4, "b": 6}
+    blend = blended(tmp_path, sizes, ["1", "2"])
     assert len(blend) == 10
     for i in range(10):
-        dataset, number = (blend.datasets[0], i) if i < 4 else (blend.datasets[1], i - 4)
-        assert blend.pack(i).index == i
-        assert blend.pack(i).tokens.tolist() == dataset.pack(number).tokens.tolist()
+        pack, own = blend.pack(i), blend.datasets[i >= 4].pack(i - 4 * (i >= 4))
+        assert pack.index == i and pack.tokens.tolist() == own.tokens.tolist()
+    assert blended(tmp_path, sizes, ["0.1", "0.2"]).fingerprint == blend.fingerprint
+    assert blended(tmp_path, sizes, ["1", "3"]).fingerprint != blend.fingerprint
+    assert blended(tmp_path, dict(reversed(sizes.items())), ["2", "1"]).fingerprint != blend.fingerprint
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert blended(tmp_path, {"moved": 4, "b": 6}, ["1", "2"]).fingerprint == blend.fingerprint
 
 
 def test_text_and_images_share_a_row(tmp_path: Path) -> None:
@@ -217,15 +207,3 @@ def test_all_contradictions_of_a_blend_are_told_at_once(tmp_path: Path) -> None:
     assert len(told) == len(expected)
     for line, words in zip(told, expected, strict=True):
         assert line.startswith(words[0]) and all(word in line for word in words.split())
-
-
-def test_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:
-    """Would catch a resumed run that goes on with other weights, and one that depends on where its data lies."""
-    sizes = {"a": 4, "b": 6}
-    blend = blended(tmp_path, sizes, ["1", "2"])
-    assert blended(tmp_path, sizes, ["0.1", "0.2"]).fingerprint == blend.fingerprint
-    assert blended(tmp_path, sizes, ["1", "3"]).fingerprint != blend.fingerprint
-    assert blended(tmp_path, dict(reversed(sizes.items())), ["2", "1"]).fingerprint != blend.fingerprint
-    (tmp_path / "a").rename(tmp_path / "moved")
-    moved = PackBlend([PackedDataset(tmp_path / name) for name in ("moved", "b")], [Fraction(1), Fraction(2)])
-    assert moved.fingerprint == blend.fingerprint

@@ -58,19 +58,17 @@ def test_indexed_files_round_trip_in_every_dtype(
     assert reader.boundaries.tolist() == [0, *np.cumsum([len(lengths) for lengths in documents])]
 
 
-def test_token_dtype_follows_megatrons_rule() -> None:
-    assert token_dtype(65_499) == np.uint16 and token_dtype(65_500) == np.int32
-
-
-def test_a_value_that_does_not_fit_the_dtype_is_refused(tmp_path: Path) -> None:
+def test_ids_have_megatrons_dtype_and_a_value_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     # catches a silent wrap-around: 70,000 would become 4,464
+    assert token_dtype(65_499) == np.uint16 and token_dtype(65_500) == np.int32
     writer = IndexedWriter(tmp_path / "x", np.dtype("<u2"))
-    with pytest.raises(ValueError, match=r"x\.bin stores uint16 .*from 3 to 70000"):
-        writer.add_sequence(np.array([3, 70_000]))
-    with pytest.raises(ValueError, match="from -1 to 3"):
-        writer.add_sequence(np.array([3, -1]))
-    with pytest.raises(ValueError, match="got float64"):
-        writer.add_sequence(np.array([0.5]))
+    for values, told in (
+        ([3, 70_000], r"x\.bin stores uint16 .*from 3 to 70000"),
+        ([3, -1], "from -1 to 3"),
+        ([0.5], "got float64"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            writer.add_sequence(np.array(values))
     writer.abandon()
 
 
@@ -127,7 +125,6 @@ def test_megatron_core_reads_a_packed_shard_document_by_document(tmp_path: Path)
         ("x.idx", 40, None),
         ("x.idx", 20, None),
         ("x.bin", 12, None),
-        ("x.bin", 0, None),
     ],
 )
 def test_a_damaged_or_cut_file_is_named(tmp_path: Path, file: str, offset: int, value: bytes | None) -> None:
@@ -136,9 +133,6 @@ def test_a_damaged_or_cut_file_is_named(tmp_path: Path, file: str, offset: int, 
         writer.add_sequence(np.arange(length))
     writer.end_document()
     writer.close()
-    if value is None:
-        os.truncate(tmp_path / file, offset)
-    else:
-        damage(tmp_path / file, offset, value)
+    os.truncate(tmp_path / file, offset) if value is None else damage(tmp_path / file, offset, value)
     with pytest.raises(ValueError, match=file):
         opened(tmp_path / "x")
