@@ -163,9 +163,9 @@ def test_text_and_images_share_a_row(tmp_path: Path) -> None:
     blend = PackBlend(datasets, [Fraction(1), Fraction(1)])
     (batch,) = step_batches(blend, LoaderOptions(8, 8), DataRank(), 0)
     assert sorted(batch.pack_ids) == list(range(8))
-    assert batch.vision is not None and batch.vision.num_crops == 4
+    assert batch.vision.num_crops == 4
     (alone,) = step_batches(blend, LoaderOptions(1, 1), DataRank(), int(np.flatnonzero(blend.samples(0, 8, 0) < 4)[0]))
-    assert alone.vision is not None and alone.vision.num_crops == 0
+    assert alone.vision.num_crops == 0
 
 
 def changed(folder: Path, **values: Any) -> PackedDataset:

@@ -52,13 +52,9 @@ def rows_of_ranks(packs: list[Pack], ranks: int, strategy: str = "stored") -> li
 
 def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[int], list[int], list[int]]:
     """Span of each token, places, and both bounds, one token at a time."""
-    span: list[int] = []
-    places: list[int] = []
-    images: list[int] = []
-    pooled: list[int] = []
+    span, places, images, pooled = list[int](), list[int](), list[int](), list[int]()
     document = number = 0
     for pack in packs:
-        assert pack.images is not None
         taken, crops = 0, 0
         for index, segment in enumerate(pack.segments):
             document += 1
@@ -84,7 +80,6 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int
     packs = [RULES.pack(first + i) for i in range(count)]
     batch = collate(packs, image_attention=attention)
     span, places, images, pooled = spans_by_hand(packs, attention)
-    assert batch.vision is not None
     assert batch.span.tolist() == span and batch.vision.feature_rows.tolist() == places
     assert batch.vision.cum_crop_bounds.tolist() == images
     assert batch.vision.cum_token_pooling_bounds.tolist() == pooled
@@ -93,20 +88,8 @@ def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int
         assert len(np.unique(batch.document[batch.span == number])) == 1
 
 
-def test_windows_pool_patches_of_their_own_crops() -> None:
-    """Would catch a second image, or a frame of a video, that pools the patches of the first."""
-    (whole,) = rows_of_ranks([RULES.pack(number) for number in range(6)], 1)
-    assert whole.vision is not None
-    crops, ends = np.append(0, whole.vision.cum_crop_bounds), whole.vision.cum_token_pooling_bounds
-    pooling = whole.vision.pooling
-    unit = np.searchsorted(ends, np.arange(len(pooling)), side="right")[:, None]  # of each window
-    crop = pooling // whole.vision.patches.shape[1]
-    assert len(ends) > 6 and ((pooling < 0) | ((crops[unit] <= crop) & (crop < crops[unit + 1]))).all()
-
-
 def features(batch: PackedBatch) -> np.ndarray:
     """What a model would make of the pixels here, float64 [m]: each window's sum over its patches."""
-    assert batch.vision is not None
     flat = batch.vision.patches.reshape(-1, batch.vision.patches.shape[-1]).astype(np.float64).sum(1)
     windows = np.where(batch.vision.pooling >= 0, np.append(flat, 0)[batch.vision.pooling], 0)
     return np.sort(windows, 1).sum(1)
@@ -119,14 +102,12 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
     """Would catch a frame decoded twice or not at all, and windows that point into another rank's patches."""
     packs = [RULES.pack(first + i) for i in range(count)]
     (whole,) = rows_of_ranks(packs, 1)
-    assert whole.vision is not None
     for strategy in ("stored", "computed"):
         parts = rows_of_ranks(packs, ranks, strategy)
         found = np.concatenate([features(part) for part in parts])
         np.testing.assert_allclose(found, features(whole), rtol=1e-12)
         for rank, part in enumerate(parts):
             vision = part.vision
-            assert vision is not None and vision.boundaries is not None
             row = vision.boundaries[rank]
             assert len(vision.patches) == row["end_image_idx"] - row["start_image_idx"]
             assert len(vision.pooling) == row["end_pool_idx"] - row["start_pool_idx"]
@@ -136,26 +117,30 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_holds_all_images_where_they_are_replicated(ranks: int) -> None:
-    """Would catch a share of the images under the name of all, and windows or features in another order."""
-    packs = [RULES.pack(number) for number in (0, 3)]
+def test_every_rank_holds_all_images_where_they_are_replicated_each_with_its_own_patches(ranks: int) -> None:
+    """Would catch a share of the images under the name of all, and a frame that pools the patches of the first."""
+    packs = [RULES.pack(number) for number in range(6)]
     (whole,) = rows_of_ranks(packs, 1)
     for part in rows_of_ranks(packs, ranks, REPLICATE):
-        assert part.vision is not None and part.vision.strategy == REPLICATE
-        assert len(part.vision.patches) == part.vision.num_crops and part.fingerprint() == whole.fingerprint()
+        vision = part.vision
+        assert vision.strategy == REPLICATE and part.fingerprint() == whole.fingerprint()
         np.testing.assert_array_equal(features(part), features(whole))
+        crops, ends = np.append(0, vision.cum_crop_bounds), vision.cum_token_pooling_bounds
+        unit = np.searchsorted(ends, np.arange(len(vision.pooling)), side="right")[:, None]  # of each window
+        crop = vision.pooling // vision.patches.shape[1]
+        own = (crops[unit] <= crop) & (crop < crops[unit + 1])
+        assert len(ends) > 6 and len(vision.patches) == crops[-1] and (own | (vision.pooling < 0)).all()
 
 
 def test_a_rank_decodes_its_images_and_no_others_and_other_stages_none() -> None:
     packs = [RULES.pack(3)]
-    assert packs[0].images is not None
     asked = []
     for rank in range(4):
         decoder, idle = BrokenDecoder(), BrokenDecoder()
         collate(packs, loading=ImageLoading(decoder, rank, 4))
         asked.append(decoder.asked)
         empty = collate(packs, loading=ImageLoading(idle, rank, 4, decodes=False)).vision
-        assert not idle.asked and empty is not None and empty.patches.shape == (0, 6, 5)
+        assert not idle.asked and empty.patches.shape == (0, 6, 5)
     items = set(packs[0].images.units["item"].tolist())
     assert set().union(*asked) == items and all(len(one) < len(items) for one in asked)
 
@@ -167,14 +152,12 @@ def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
     with pytest.raises(ValueError, match=r"pack \d, record of a.jsonl at byte 0: (image|video) 1: half a JPEG"):
         collate(packs, loading=loading)
     left = collate(packs, loading=dataclasses.replace(loading, on_bad_image="skip"))
-    assert left.vision is not None
     bad = [document for document, _ in left.vision.bad_documents]
-    owners = []
-    first = 0
-    for pack in packs:
-        assert pack.images is not None
-        owners += [first + int(unit["segment"]) for unit in pack.images.units if unit["item"] == 1]
-        first += len(pack.segments)
+    owners = [
+        first + int(unit["segment"])
+        for first, pack in ((0, packs[0]), (len(packs[0].segments), packs[1]))
+        for unit in pack.images.units[pack.images.units["item"] == 1]
+    ]
     assert bad == sorted(set(owners)) and all("half a JPEG" in why for _, why in left.vision.bad_documents)
     assert np.isfinite(features(left)).all() and left.fingerprint() == batch.fingerprint()
     dropped = left.without_documents(bad)
@@ -196,19 +179,16 @@ def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
 
 def test_counts_that_differ_name_the_record_and_both_counts() -> None:
     pack = dataclasses.replace(RULES.pack(3), sources=("a.jsonl",))
-    assert pack.images is not None
-    unit = pack.images.units[0]
-    first = int(np.flatnonzero(pack.tokens == IMAGES.image_patch)[0])
-    fewer = pack.tokens.copy()
-    fewer[first] = 7
-    count = int(unit["pooled_stop"])
-    with pytest.raises(ValueError, match=rf"a.jsonl at byte 0.*: {count} image features and {count - 1} image-patch"):
-        collate([dataclasses.replace(pack, tokens=fewer)])
-    text = np.flatnonzero(pack.tokens < 50)
-    more = pack.tokens.copy()
-    more[text[0]] = IMAGES.image_patch
-    with pytest.raises(ValueError, match=r"image features and \d+ image-patch tokens \(id 50\)"):
-        collate([dataclasses.replace(pack, tokens=more)])
+    count = int(pack.images.units[0]["pooled_stop"])
+    of_images, of_text = np.flatnonzero(pack.tokens == IMAGES.image_patch), np.flatnonzero(pack.tokens < 50)
+    for place, token, told in (
+        (of_images[0], 7, rf"a.jsonl at byte 0.*: {count} image features and {count - 1} image-patch"),
+        (of_text[0], IMAGES.image_patch, r"image features and \d+ image-patch tokens \(id 50\)"),
+    ):
+        tokens = pack.tokens.copy()
+        tokens[place] = token
+        with pytest.raises(ValueError, match=told):
+            collate([dataclasses.replace(pack, tokens=tokens)])
 
 
 def test_the_loader_decodes_ahead_in_its_threads_and_steps_do_not_depend_on_it() -> None:
@@ -219,6 +199,6 @@ def test_the_loader_decodes_ahead_in_its_threads_and_steps_do_not_depend_on_it()
         with PackedLoader(RULES, options, DataRank(), 0, images) as loader:
             rows.append([batch for _ in range(3) for batch in loader.next_step()])
     for one, two in zip(*rows, strict=True):
-        assert one.fingerprint() == two.fingerprint() and one.vision is not None and two.vision is not None
+        assert one.fingerprint() == two.fingerprint()
         assert np.array_equal(one.vision.patches, two.vision.patches)
-        assert one.vision.boundaries is not None and len(one.vision.boundaries) == 2
+        assert len(one.vision.boundaries) == 2

@@ -32,7 +32,6 @@ def read_all(path: Path) -> None:
     dataset = PackedDataset(path)
     for i in range(len(dataset)):
         images = dataset.pack(i).images
-        assert images is not None
         for item in np.unique(images.units["item"]).tolist():
             images.read(item)
 
@@ -159,7 +158,6 @@ def test_verify_reads_what_hashes_cannot_tell(
     shard = PackedDataset(dataset_path).shard(0)
     checksums = np.array(shard.checksums)
     for column, reader in (("tokens", shard.tokens), ("weights", shard.weights)):
-        assert reader is not None
         checksums[column] = [crc32(reader.stored(*pair)) for pair in itertools.pairwise(reader.boundaries.tolist())]
     write_table(folder / "checksums.npy", checksums)
     sign(dataset_path)
@@ -173,7 +171,6 @@ def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
     write_dataset(tmp_path, [weighted_images(rng, 1) for _ in range(OPEN_SHARDS + 2)], image_rules=IMAGE_RULES)
     dataset = PackedDataset(tmp_path)
     first = dataset.pack(0).images
-    assert first is not None
     before, descriptors = first.read(0), len(os.listdir("/proc/self/fd"))
     for i in range(1, len(dataset)):
         dataset.pack(i)

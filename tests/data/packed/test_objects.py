@@ -40,7 +40,6 @@ def everything(dataset: PackedDataset) -> list[list[object]]:
     found: list[list[object]] = []
     for i in range(len(dataset)):
         pack = dataset.pack(i)
-        assert pack.images is not None and pack.weights is not None
         images = [pack.images.read(int(unit["item"])) for unit in pack.images.units]
         found.append([pack.tokens.tolist(), pack.weights.tolist(), images, pack.segments.tolist()])
     return found

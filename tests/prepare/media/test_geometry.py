@@ -70,8 +70,9 @@ def test_tokens_are_those_of_the_transformers_library(columns: bool, low_res_col
     for name in ("tiny", "no margins, odd pooling"):
         rules = dataclasses.replace(RULES[name], use_column_tokens=columns, low_res_column_tokens=low_res_columns)
         for width, height in SIZES["tiny"][:30]:
-            _, _, grid = reference.process_image(noise(width, height), rules)
+            _, pooling, grid = reference.process_image(noise(width, height), rules)
             layout = image_layout(width, height, rules)
+            assert np.array_equal(layout.pooling, pooling)
             assert layout.tokens.tolist() == spelled(reference.image_text(grid, rules), rules)
             assert int((layout.tokens == rules.token_ids["image_patch"]).sum()) == len(layout.pooling)
 
