@@ -65,27 +65,25 @@ def test_padding_is_inert_and_at_the_end() -> None:
     assert batch.with_padding_to(5) is batch
 
 
-def images(**changes: object) -> VisionInputs:
-    """Two units of one and two crops, with one and two pooled tokens, all held here."""
-    values: dict = {
-        "cum_crop_bounds": np.array([1, 3]),
-        "cum_token_pooling_bounds": np.array([1, 3]),
-        "feature_rows": np.array([1, 2, 4]),
-        "boundaries": None,
-        "patches": np.zeros((3, 4, 6), np.float32),
-        "pooling": np.array([[0, 3], [4, 11], [5, -1]]),
-    }
-    return VisionInputs(**{**values, **changes})
+IMAGES = VisionInputs(
+    cum_crop_bounds=np.array([1, 3]),
+    cum_token_pooling_bounds=np.array([1, 3]),
+    feature_rows=np.array([1, 2, 4]),
+    boundaries=None,
+    patches=np.zeros((3, 4, 6), np.float32),
+    pooling=np.array([[0, 3], [4, 11], [5, -1]]),
+)
+"""Two units of one and two crops, with one and two pooled tokens, all held here."""
 
 
 def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -> None:
     """Would catch ranks that take each other's rows for different ones, or rows with other images for the same."""
-    batch = dataclasses.replace(make(5), vision=images())
+    batch = dataclasses.replace(make(5), vision=IMAGES)
     prints = {make(5).fingerprint(), batch.fingerprint()}
     for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_crop_bounds": np.array([2, 3])}):
-        prints.add(dataclasses.replace(batch, vision=images(**change)).fingerprint())
+        prints.add(dataclasses.replace(batch, vision=dataclasses.replace(IMAGES, **change)).fingerprint())
     assert len(prints) == 4
-    nothing = images(patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64))
+    nothing = dataclasses.replace(IMAGES, patches=np.zeros((0, 4, 6), np.float32), pooling=np.zeros((0, 2), np.int64))
     assert dataclasses.replace(batch, vision=nothing).fingerprint() == batch.fingerprint()
     assert batch.with_padding_to(8).vision is batch.vision
 
@@ -94,7 +92,7 @@ def test_a_dropped_document_is_inert_and_the_rest_stays() -> None:
     document = np.array([0, 0, 1, 1, -1], np.int32)
     weights = np.array([1, 1, 1, 1, 0], np.float32)
     batch = make(5, document=document, loss_weights=weights, span=np.array([1, 1, 2, 2, 0], np.int32))
-    left = dataclasses.replace(batch, vision=images()).without_documents([0])
+    left = dataclasses.replace(batch, vision=IMAGES).without_documents([0])
     assert left.document.tolist() == [-1, -1, 1, 1, -1] and left.loss_weights.tolist() == [0, 0, 1, 1, 0]
     assert left.labels.tolist()[:2] == [0, 0] and left.span.tolist() == [0, 0, 2, 2, 0]
     assert left.tokens is batch.tokens and left.vision is not None

@@ -39,18 +39,12 @@ def ids(batches: list[PackedBatch]) -> list[int]:
     return [i for batch in batches for i in batch.pack_ids]
 
 
-# ---- order
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 1000))
 def test_every_epoch_is_a_permutation_and_always_the_same(length: int, seed: int, epoch: int) -> None:
     assert sorted(permuted(np.arange(length), length, seed, epoch).tolist()) == list(range(length))
     # golden: a run that resumes with a newer program must continue the same order
     assert permuted(np.arange(12), 12, seed=1234, epoch=0).tolist() == [9, 10, 8, 7, 11, 2, 0, 3, 5, 1, 6, 4]
-
-
-# ---- ranks and resume
 
 
 @pytest.mark.slow
@@ -128,9 +122,6 @@ def test_close_ends_the_threads_and_can_be_repeated() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("pack-loader")]
     with pytest.raises(RuntimeError, match="closed"):
         loader.next_step()
-
-
-# ---- validation
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])

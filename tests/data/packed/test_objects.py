@@ -75,14 +75,11 @@ def test_a_flipped_bit_is_told_when_its_pack_is_read(local: Path, tmp_path: Path
         dataset.pack(0)
 
 
-@pytest.mark.parametrize("name", [MANIFEST_NAME, "shard_00001/tokens.bin", "shard_00001/segments.npy"])
-def test_half_an_upload_is_refused_by_name(local: Path, name: str) -> None:
-    url = uploaded(local, leave_out=name)
-    with pytest.raises(ValueError, match=rf"{url / name}: no such file"):
-        PackedDataset(url)
-
-
-def test_a_cut_object_is_refused_by_name(local: Path) -> None:
+def test_half_an_upload_and_a_cut_object_are_refused_by_name(local: Path) -> None:
+    for name in (MANIFEST_NAME, "shard_00001/tokens.bin", "shard_00001/segments.npy"):
+        url = uploaded(local, leave_out=name)
+        with pytest.raises(ValueError, match=rf"{url / name}: no such file"):
+            PackedDataset(url)
     url = uploaded(local)
     file = url / "shard_00000" / "images.bin"
     file.write(file.content(1 << 20)[:-5])

@@ -1,4 +1,4 @@
-"""Damaged, missing, exchanged and foreign files of a dataset: each ends in a ValueError that names it, at once."""
+"""The packed dataset on disk: exact round trips, atomic shards; a damaged, missing or foreign file is named."""
 
 from __future__ import annotations
 
@@ -16,8 +16,96 @@ from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
 from megacp.core.data.tables import StoredFile, crc32
 from megacp.prepare.build.indexed_writer import write_table
+from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.verify import verify
 from tests.data.datasets import IMAGE_RULES, damage, random_packs, sign, weighted_images, write_dataset
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_packs_come_back_exactly(tmp_path: Path, weighted: bool) -> None:
+    rng = np.random.default_rng(3)
+    shards = [random_packs(rng, 6, vocab_size=100_000), random_packs(rng, 3, vocab_size=100_000)]
+    if weighted:  # weights begin in the middle of the first shard: what came before is ones
+        for pack in shards[0][3:]:
+            pack[0] = dataclasses.replace(pack[0], weights=rng.random(len(pack[0].tokens)).astype(np.float32))
+    manifest = write_dataset(tmp_path, shards, vocab_size=100_000, pad_multiple=4)
+    dataset = PackedDataset(tmp_path)
+    assert len(dataset) == 9 and dataset.manifest == manifest
+    for i, segments in enumerate(shards[0] + shards[1]):
+        pack = dataset.pack(i)
+        assert pack.index == i and np.array_equal(pack.tokens, np.concatenate([s.tokens for s in segments]))
+        assert pack.segments["source_offset"].tolist() == [s.source_offset for s in segments]
+        assert (pack.segments["padded_length"] % 4 == 0).all()
+        expected = np.concatenate([np.ones(len(s.tokens)) if s.weights is None else s.weights for s in segments])
+        assert (pack.weights is not None) == (weighted and i < 6)
+        assert pack.weights is None or np.array_equal(pack.weights, expected.astype(np.float32))
+    assert verify(tmp_path) == []
+    assert dataset.manifest.num_tokens == sum(len(s.tokens) for shard in shards for pack in shard for s in pack)
+    with pytest.raises(IndexError, match="pack 9 of"):
+        dataset.pack(9)
+
+
+def test_weights_of_one_are_not_stored_and_change_no_byte(tmp_path: Path) -> None:
+    packs = random_packs(np.random.default_rng(0), 3)
+    ones = [[dataclasses.replace(s, weights=np.ones(len(s.tokens), np.float32)) for s in pack] for pack in packs]
+    manifest = write_dataset(tmp_path / "a", [packs])
+    assert manifest == write_dataset(tmp_path / "b", [ones])  # with the hashes of all files
+    assert "weights.bin" not in [file.name for file in manifest.shards[0].files]
+
+
+def test_a_shard_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    packs = random_packs(np.random.default_rng(0), 2)
+    target = tmp_path / "shard_00000"
+    with pytest.raises(KeyboardInterrupt), ShardWriter(target, 100, 32) as writer:
+        writer.add_pack(packs[0])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    killed = ShardWriter(target, 100, 32)  # a build that is killed leaves its temporary directory
+    killed.add_pack(packs[0])
+    killed._tokens.abandon()  # the operating system closes what a killed process held open
+    with ShardWriter(target, 100, 32) as writer:
+        writer.add_pack(packs[1])
+        entry = writer.commit()
+    assert [path.name for path in tmp_path.iterdir()] == ["shard_00000"]
+    assert {file.name: file.size for file in entry.files} == {p.name: p.stat().st_size for p in target.iterdir()}
+    with ShardWriter(target, 100, 32) as writer:
+        writer.add_pack(packs[1])
+        with pytest.raises(ValueError, match="exists already; nothing was overwritten"):
+            writer.commit()
+        assert writer.commit(replace=True) == entry
+    with ShardWriter(tmp_path / "empty", 100, 32) as writer, pytest.raises(ValueError, match="at least one pack"):
+        writer.commit()
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([], "0 segments"),
+        ([Segment(np.arange(20)), Segment(np.arange(13))], "2 segments with 36 padded tokens.*--seq-length 32"),
+        ([Segment(np.zeros(0, np.int64))], r"integers \[n\], n >= 1"),
+        ([Segment(np.ones(3))], "got float64"),
+        ([Segment(np.array([1, 100]), source_offset=77)], "offset 77: token ids 1..100, the vocabulary is 0..99"),
+        ([Segment(np.arange(3), weights=np.ones(2))], r"weights must be \(3,\)"),
+        ([Segment(np.arange(3), weights=np.array([1, -1, 1]))], "not negative"),
+        ([Segment(np.arange(3), weights=np.array([1, np.inf, 1]))], "finite"),
+        ([Segment(np.arange(3), branch_starts=(2, 2))], "branches must start"),
+        ([Segment(np.arange(3), branch_starts=(3,))], "branches must start"),
+    ],
+)
+def test_a_bad_pack_is_refused_and_leaves_the_shard_usable(
+    tmp_path: Path, segments: list[Segment], message: str
+) -> None:
+    good = [Segment(np.arange(5))]
+    entries = []
+    for name in ("a", "b"):
+        with ShardWriter(tmp_path / name, 100, 32, pad_multiple=4) as writer:
+            writer.add_pack(good)
+            if name == "b":
+                with pytest.raises(ValueError, match=f"b pack 1.*{message}"):
+                    writer.add_pack(segments)
+            writer.add_pack(good)
+            entries.append(dataclasses.replace(writer.commit(), name=""))
+    assert entries[0] == entries[1]
 
 
 @pytest.fixture
@@ -36,10 +124,6 @@ def read_all(path: Path) -> None:
             images.read(item)
 
 
-def flip(path: Path, bit: int) -> None:
-    damage(path, bit // 8, bytes([path.read_bytes()[bit // 8] ^ 1 << bit % 8]))
-
-
 def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path: Path) -> None:
     """Would catch a token, a weight, an image or a table that is trained on as the disk happens to give it."""
     read_all(dataset_path)
@@ -47,7 +131,7 @@ def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path:
     for path in [*sorted((dataset_path / "shard_00001").iterdir()), dataset_path / "manifest.json"]:
         for bit in rng.choice(8 * path.stat().st_size, 12, replace=False).tolist():
             sound = path.read_bytes()
-            flip(path, bit)
+            damage(path, bit // 8, bytes([sound[bit // 8] ^ 1 << bit % 8]))
             try:
                 same = path.name == "manifest.json" and json.loads(path.read_bytes()) == json.loads(sound)
             except ValueError:
@@ -118,17 +202,6 @@ def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None
             tables.table_of(StoredFile(path), tables.PACK_DTYPE)
     write_table(path, np.zeros(3, tables.PACK_DTYPE))
     assert len(tables.table_of(StoredFile(path), tables.PACK_DTYPE)) == 3
-
-
-def test_other_documents_of_the_same_lengths_are_told_when_they_are_read(tmp_path: Path) -> None:
-    """Would catch ranks that train on different data under one manifest."""
-    packs = random_packs(np.random.default_rng(0), 6)
-    write_dataset(tmp_path / "a", [packs])
-    write_dataset(tmp_path / "b", [[[dataclasses.replace(s, tokens=99 - s.tokens) for s in pack] for pack in packs]])
-    for name in ("manifest.json", "shard_00000/checksums.npy"):
-        (tmp_path / "b" / name).write_bytes((tmp_path / "a" / name).read_bytes())
-    with pytest.raises(ValueError, match=r"b/shard_00000/tokens\.bin: its pack 3 has the checksum"):
-        PackedDataset(tmp_path / "b").pack(3)
 
 
 def test_verify_tells_each_damaged_file_in_one_line(dataset_path: Path) -> None:
