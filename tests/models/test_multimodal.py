@@ -17,7 +17,7 @@ from megacp.core.models.language import LanguageModelChunk
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 from tests.reference.training import Values, config_of
-from tests.reference.vision import PATCH_DIM, TINY, Renamed, document_with_images, random_units, their_model, their_name
+from tests.reference.vision import PATCH_DIM, THEIRS, TINY, Renamed, document_with_images, random_units, their_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 
@@ -72,10 +72,10 @@ def assert_equal(found: tuple[np.ndarray, dict[str, np.ndarray]], expected: Any)
     """float64 through 3 + 1 layers, every tensor against its own largest element."""
     values, gradients = expected
     assert np.abs(found[0] - values).max() <= 1e-10 * np.abs(values).max() and np.abs(values).max() > 0.1
-    assert {their_name(name) for name in found[1]} == set(gradients)
+    assert {THEIRS[name] for name in found[1]} == set(gradients)
     largest = max(np.abs(gradient).max() for gradient in gradients.values())
     for name, gradient in found[1].items():  # a key's bias moves no softmax: its gradient is 0 up to rounding
-        twin = gradients[their_name(name)]
+        twin = gradients[THEIRS[name]]
         assert np.abs(gradient - twin).max() <= 1e-10 * max(np.abs(twin).max(), 1e-3 * largest), name
 
 

@@ -39,7 +39,7 @@ class Simulation:
 
 @dataclass
 class _Stage:
-    """One stage on its way through its list."""
+    """One stage on its way through its list; keys are (microbatch, chunk)."""
 
     actions: Sequence[Action]
     clock: float = 0.0
@@ -50,8 +50,20 @@ class _Stage:
     deferred: set[tuple[int, int]] = field(default_factory=set)  # backwards whose weight gradients have not run
     done: set[Action] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.puts_off = {(a.microbatch, a.chunk) for a in self.actions if a.kind is Kind.WEIGHTS}
+    def compute(self, action: Action, duration: float, puts_off: bool) -> None:
+        """`puts_off`: the list has an action of its own for these weight gradients."""
+        key = (action.microbatch, action.chunk)
+        self.clock, self.busy = self.clock + duration, self.busy + duration
+        if action.kind is Kind.FORWARD:
+            self.held.add(key)
+            self.peak = max(self.peak, len(self.held))
+        elif action.kind is Kind.BACKWARD:
+            self.held.discard(key)
+            self.deferred |= {key} if puts_off else set()
+        else:
+            self.deferred.discard(key)
+            # counted after the next of them: one that follows its backward at once has not waited
+            self.peak_put_off = max(self.peak_put_off, len(self.deferred))
 
 
 def in_flight_bound(stage: int, num_stages: int, num_microbatches: int, num_chunks: int) -> int:
@@ -78,105 +90,67 @@ def simulate(
     the wrong receive, is never received, or an action runs twice or before what it needs.
     """
     times = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time, Kind.WEIGHTS: weights_time}
-    run = _Run(num_chunks, times, send_window, [_Stage(actions) for actions in stages])
-    while sum(run.advance(stage) for stage in range(len(stages))):
+    runs, count = [_Stage(actions) for actions in stages], len(stages)
+    puts_off = [{(a.microbatch, a.chunk) for a in actions if a.kind is Kind.WEIGHTS} for actions in stages]
+    sent: dict[Channel, list[tuple[int, int, float]]] = defaultdict(list)  # microbatch, virtual stage of sender, time
+    taken: dict[Channel, list[float]] = defaultdict(list)
+
+    def goes_on(stage: int) -> bool:
+        """Run the next action of a stage, unless another stage must do something before."""
+        run = runs[stage]
+        if len(run.done) == len(run.actions):
+            return False
+        action = run.actions[len(run.done)]
+        place = virtual_stage(stage, count, action.chunk)
+        if action.kind in COMPUTE:
+            deferred = (action.microbatch, action.chunk) in puts_off[stage]
+            both = action.kind is Kind.BACKWARD and not deferred and any(puts_off)
+            run.compute(action, times[action.kind] + (weights_time if both else 0.0), deferred)
+        else:
+            channel = channel_of(action, stage, count)
+            out, back = sent[channel], taken[channel]
+            if action.kind in SENDS:
+                if send_window is not None and len(out) - len(back) >= send_window:
+                    return False
+                if send_window is not None and len(out) >= send_window:
+                    run.clock = max(run.clock, back[len(out) - send_window])
+                out.append((action.microbatch, place, run.clock))
+            elif len(out) == len(back):
+                return False
+            else:
+                microbatch, sender, arrival = out[len(back)]
+                source = place - 1 if action.kind is Kind.RECV_FORWARD else place + 1
+                assert (microbatch, sender) == (action.microbatch, source), f"the {channel} brings another message"
+                run.clock = max(run.clock, arrival)
+                back.append(run.clock)
+        assert action not in run.done, f"stage {stage} runs twice: {action}"
+        for needed in _needs(action.kind, place > 0, place < count * num_chunks - 1):
+            before = Action(needed, action.microbatch, action.chunk)
+            assert before in run.done, f"stage {stage} runs {action} without an earlier {needed.value}"
+        run.done.add(action)
+        return True
+
+    while any([goes_on(stage) for stage in range(count)]):  # all of them, in turn
         pass
-    for state in run.stages:
-        assert len(state.done) == len(state.actions), f"a deadlock before {state.actions[len(state.done)]}"
-        assert not state.held and not state.deferred or not any(a.kind is Kind.BACKWARD for a in state.actions)
-    assert all(len(run.taken[channel]) == len(sent) for channel, sent in run.sent.items()), "a message nobody receives"
+    for run in runs:
+        assert len(run.done) == len(run.actions), f"a deadlock before {run.actions[len(run.done)]}"
+        assert not run.held and not run.deferred or not any(a.kind is Kind.BACKWARD for a in run.actions)
+    assert all(len(taken[channel]) == len(out) for channel, out in sent.items()), "a message nobody receives"
     return Simulation(
-        makespan=max(stage.clock for stage in run.stages),
-        busy=tuple(stage.busy for stage in run.stages),
-        peak_in_flight=tuple(stage.peak for stage in run.stages),
-        peak_put_off=tuple(stage.peak_put_off for stage in run.stages),
+        makespan=max(run.clock for run in runs),
+        busy=tuple(run.busy for run in runs),
+        peak_in_flight=tuple(run.peak for run in runs),
+        peak_put_off=tuple(run.peak_put_off for run in runs),
     )
 
 
-@dataclass
-class _Run:
-    num_chunks: int
-    times: dict[Kind, float]
-    send_window: int | None
-    stages: list[_Stage]
-    sent: dict[Channel, list[tuple[int, int, float]]] = field(default_factory=lambda: defaultdict(list))
-    """Of each channel the messages: microbatch, virtual stage of the sender, time."""
-    taken: dict[Channel, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def advance(self, stage: int) -> int:
-        """Run one stage until it has to wait; the number of actions it ran."""
-        state = self.stages[stage]
-        before = len(state.done)
-        while len(state.done) < len(state.actions):
-            action = state.actions[len(state.done)]
-            if self.waits(stage, action):
-                break
-            assert action not in state.done, f"stage {stage} runs twice: {action}"
-            for needed in self.needs(stage, action):
-                needs = Action(needed, action.microbatch, action.chunk)
-                assert needs in state.done, f"stage {stage} runs {action} without an earlier {needed.value}"
-            if action.kind in COMPUTE:
-                self.compute(state, action)
-            else:
-                self.communicate(stage, action)
-            state.done.add(action)
-        return len(state.done) - before
-
-    def waits(self, stage: int, action: Action) -> bool:
-        """Whether another stage must do something before `action` can go on."""
-        if action.kind in COMPUTE:
-            return False
-        channel = channel_of(action, stage, len(self.stages))
-        under_way = len(self.sent[channel]) - len(self.taken[channel])
-        if action.kind in SENDS:
-            return self.send_window is not None and under_way >= self.send_window
-        return under_way == 0
-
-    def compute(self, state: _Stage, action: Action) -> None:
-        key = (action.microbatch, action.chunk)
-        duration = self.times[action.kind]
-        if action.kind is Kind.BACKWARD and key not in state.puts_off and any(s.puts_off for s in self.stages):
-            duration += self.times[Kind.WEIGHTS]
-        state.clock += duration
-        state.busy += duration
-        if action.kind is Kind.FORWARD:
-            state.held.add(key)
-            state.peak = max(state.peak, len(state.held))
-        elif action.kind is Kind.BACKWARD:
-            state.held.discard(key)
-            # with an action of their own weight gradients wait for it, if only for a moment
-            state.deferred |= {key} & state.puts_off
-        else:
-            state.deferred.discard(key)
-            # counted after the next of them: one that follows its backward at once has not waited
-            state.peak_put_off = max(state.peak_put_off, len(state.deferred))
-
-    def communicate(self, stage: int, action: Action) -> None:
-        state = self.stages[stage]
-        place = virtual_stage(stage, len(self.stages), action.chunk)
-        channel = channel_of(action, stage, len(self.stages))
-        sent, taken = self.sent[channel], self.taken[channel]
-        if action.kind in SENDS:
-            if self.send_window is not None and len(sent) >= self.send_window:
-                state.clock = max(state.clock, taken[len(sent) - self.send_window])
-            sent.append((action.microbatch, place, state.clock))
-            return
-        source = place - 1 if action.kind is Kind.RECV_FORWARD else place + 1
-        microbatch, sender, arrival = sent[len(taken)]
-        assert (microbatch, sender) == (action.microbatch, source), f"the {channel} brings another message"
-        state.clock = max(state.clock, arrival)
-        taken.append(state.clock)
-
-    def needs(self, stage: int, action: Action) -> list[Kind]:
-        """What the same stage must have done for the same (microbatch, chunk) before `action`."""
-        place, last = virtual_stage(stage, len(self.stages), action.chunk), len(self.stages) * self.num_chunks - 1
-        match action.kind:
-            case Kind.FORWARD:
-                return [Kind.RECV_FORWARD] if place > 0 else []
-            case Kind.BACKWARD:
-                return [Kind.FORWARD] + ([Kind.RECV_BACKWARD] if place < last else [])
-            case Kind.WEIGHTS | Kind.SEND_BACKWARD:
-                return [Kind.BACKWARD]
-            case Kind.SEND_FORWARD | Kind.RECV_BACKWARD:
-                return [Kind.FORWARD]
-        return []
+def _needs(kind: Kind, has_before: bool, has_after: bool) -> list[Kind]:
+    """What a stage must have done for the same (microbatch, chunk) before; whether there are stages on either side."""
+    return {
+        Kind.FORWARD: [Kind.RECV_FORWARD] * has_before,
+        Kind.BACKWARD: [Kind.FORWARD] + [Kind.RECV_BACKWARD] * has_after,
+        Kind.WEIGHTS: [Kind.BACKWARD],
+        Kind.SEND_BACKWARD: [Kind.BACKWARD],
+        Kind.SEND_FORWARD: [Kind.FORWARD],
+        Kind.RECV_BACKWARD: [Kind.FORWARD],
+    }.get(kind, [])

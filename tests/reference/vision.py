@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megacp.core.config.run import flatten
 from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.huggingface.convert.molmo2 import MOLMO2
+from tests.reference.training import config_of
 
 VOCAB, EXTRA = 89, 8
 IMAGE_START, IMAGE_PATCH, IMAGE_END = VOCAB, VOCAB + 1, VOCAB + 2
@@ -32,52 +35,16 @@ TINY: dict[str, Any] = {
 """On top of `reference.training.SMALL`: crops of 4 x 4 patches of 4 x 4 pixels."""
 
 PATCHES, PATCH_DIM = 16, 48
+VALUES = flatten(config_of(TINY, {}))
 
 
 def their_model(layers: Sequence[int] = (-1, -3)) -> Any:
     """transformers' Molmo2 of the sizes of SMALL | TINY, random, with every weight far from its initial value."""
     import transformers
 
-    vision = {
-        "hidden_size": 24,
-        "intermediate_size": 36,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 6,
-        "hidden_act": "gelu_pytorch_tanh",
-        "image_size": [16, 16],
-        "patch_size": 4,
-    }
-    adapter = {
-        "vision_feature_layer": list(layers),
-        "hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 6,
-        "intermediate_size": 40,
-        "text_hidden_size": 32,
-    }
-    text = {
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 8,
-        "vocab_size": VOCAB,
-        "additional_vocab_size": EXTRA,
-        "num_hidden_layers": 4,
-        "intermediate_size": 48,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000.0},
-    }
-    config = transformers.Molmo2Config(
-        vision_config=vision,
-        adapter_config=adapter,
-        text_config=text,
-        image_start_token_id=IMAGE_START,
-        image_patch_id=IMAGE_PATCH,
-        image_end_token_id=IMAGE_END,
-    )
+    content = MOLMO2.config({**VALUES, "vision_feature_layers": tuple(layers)})
+    ids = {"image_start_token_id": IMAGE_START, "image_patch_id": IMAGE_PATCH, "image_end_token_id": IMAGE_END}
+    config = transformers.Molmo2Config(**content, **ids)
     torch.manual_seed(0)
     model = transformers.Molmo2ForConditionalGeneration._from_config(config, attn_implementation="sdpa")
     with torch.no_grad():  # norms away from 1, biases and positions away from 0, scores away from 0
@@ -86,46 +53,15 @@ def their_model(layers: Sequence[int] = (-1, -3)) -> Any:
     return model.eval()
 
 
-_WHOLE = {
-    "embedding.weight": "model.language_model.embed_tokens.weight",
-    "final_norm.weight": "model.language_model.norm.weight",
-    "head.weight": "lm_head.weight",
-    "vision.position_embedding.weight": "model.vision_tower.positional_embedding",
-    "vision.patch_embedding.weight": "model.vision_tower.patch_embedding.weight",
-    "vision.patch_embedding.bias": "model.vision_tower.patch_embedding.bias",
-}
-_ROOTS = {
-    "layers.": "model.language_model.layers.",
-    "vision.blocks.": "model.vision_tower.layers.",
-    "connector.attention.": "model.multi_modal_projector.image_pooling_2d.",
-    "connector.mlp.": "model.multi_modal_projector.image_projector.",
-}
-_TEXT = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_VISION = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2", "mlp.up": "mlp.fc1", "mlp.down": "mlp.fc2"}
-
-
-def their_name(name: str) -> str:
-    """The name that transformers gives to one of our global tensors."""
-    if name in _WHOLE:
-        return _WHOLE[name]
-    root = next(root for root in _ROOTS if name.startswith(root))
-    rest, kind = name.removeprefix(root).rsplit(".", 1)
-    layer, _, inner = rest.partition(".") if root in ("layers.", "vision.blocks.") else ("", "", rest)
-    special = {"layers.": _TEXT, "vision.blocks.": _VISION}.get(root, {})
-    if inner in special:
-        inner = special[inner]
-    else:
-        *path, last = inner.split(".")
-        last = {"output": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm"}.get(last, f"{last}_proj")
-        inner = ".".join(["self_attn" if part == "attention" else part for part in path] + [last])
-    return ".".join(part for part in (_ROOTS[root].rstrip("."), layer, inner, kind) if part)
+THEIRS = {link.ours[0].name: link.theirs[0].name for link in MOLMO2.links(VALUES)}
+"""The name that transformers gives to each of our global tensors."""
 
 
 class Renamed(dict[str, torch.Tensor]):
     """Their state dict, read by our names."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return super().__getitem__(their_name(name))
+        return super().__getitem__(THEIRS[name])
 
 
 def random_units(
