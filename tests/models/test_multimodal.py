@@ -17,7 +17,7 @@ from megacp.core.models.language import LanguageModelChunk
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 from tests.reference.training import Values, config_of
-from tests.reference.vision import PATCH_DIM, THEIRS, TINY, Renamed, document_with_images, random_units, their_model
+from tests.reference.vision import PATCH_DIM, THEIRS, TINY, document_with_images, random_units, their_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 
@@ -30,7 +30,7 @@ WINDOWS = {"images": ((3, 1, 2), (5, 4, 3), 4), "video": ((1, 1, 1), (4, 4, 2), 
 
 def chunk_of(values: Values, state: dict[str, torch.Tensor], shape: dict[str, int]) -> LanguageModelChunk:
     (chunk,) = build_chunks(config_of({**TINY, **values}, shape), grid(**shape))
-    fill(chunk, Renamed(state))
+    fill(chunk, {ours: state[theirs] for ours, theirs in THEIRS.items()})
     return chunk
 
 

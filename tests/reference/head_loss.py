@@ -1,22 +1,22 @@
-"""The loss of a head written out: one process, the whole table, token by token in float64, gradients by autograd."""
+"""The loss of a head in one process, by torch in float64, and the most memory that a piece of work holds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megacp.core.large_blocks import BLOCKS
 
 
 def head_loss(x: Tensor, table: Tensor, labels: Tensor, weights: Tensor, denominator: float) -> Tensor:
-    """Scalar: each counted token's `log(sum(exp(logits))) - logits[label]`, weighed, over the denominator.
-
-    `x[t, h]`, `table[vocabulary, h]`. A token of weight 0 is left out, so its label may be any number.
-    """
-    total = (x.sum() + table.sum()) * 0.0
-    for row, label, weight in zip(x, labels.tolist(), weights.double(), strict=True):
-        if weight:
-            logits = table @ row
-            total = total + weight * (torch.log(torch.exp(logits).sum()) - logits[label])
-    return total / denominator
+    """Scalar, of `x[t, h]`, `table[vocabulary, h]`. A token of weight 0 is left out, its label may be any number."""
+    counted = weights != 0
+    terms = torch.nn.functional.cross_entropy(x[counted] @ table.t(), labels[counted], reduction="none")
+    return (terms * weights[counted].double()).sum() / denominator
 
 
 def head_gradients(
@@ -25,5 +25,20 @@ def head_gradients(
     """The loss and its gradients `dx[t, h]`, `d_table[vocabulary, h]`."""
     x, table = (value.detach().double().requires_grad_() for value in (x, table))
     loss = head_loss(x, table, labels, weights, denominator)
-    dx, d_table = torch.autograd.grad(loss, (x, table))
-    return loss.detach(), dx, d_table
+    return loss.detach(), *torch.autograd.grad(loss, (x, table))
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """Most bytes held at once over those held before; what operations make inside and let go counts too."""
+    with (
+        mock.patch.object(BLOCKS, "active", False),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace,
+    ):
+        kept = work()
+    del kept
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -121,10 +121,3 @@ def image_text(grid: list[int], rules: ImageRules) -> str:
 def video_text(grid: list[int], times: list[float], rules: ImageRules) -> str:
     """The tokens of a video with the times between, by their texts, for [frames, rows, columns]."""
     return _library("processing", "Molmo2Processor").get_video_string(_texts(rules), torch.tensor(grid), times)
-
-
-def interpolated(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """uint8 [h, w, 3] -> float32 [height, width, 3], as `resize` does before it rounds."""
-    batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None].float()
-    found = _Backend().resize(batch, SimpleNamespace(height=height, width=width), 2, antialias=False)
-    return found[0].permute(1, 2, 0).numpy()

@@ -1,6 +1,8 @@
-"""Packing as the textbook says it: one item at a time, every open pack looked at. Slow and obvious."""
+"""Packing one item at a time, image shards by trying every partition. Slow and obvious."""
 
 from __future__ import annotations
+
+import itertools
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -34,3 +36,13 @@ def first_fit(
         else:
             packs.append([item])
     return packs
+
+
+def least_largest_cost(costs: list[int], ranks: int) -> int:
+    """The optimum over all contiguous partitions into `ranks` parts, empty ones allowed."""
+    n = len(costs)
+    partitions = itertools.combinations_with_replacement(range(n + 1), ranks - 1)
+    return min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, n)))  # every choice of inner cuts
+        for cuts in partitions
+    )

@@ -26,6 +26,14 @@ LAYER_SHAPES = {
     "norm.weight": (HIDDEN,),
     "filter.weight": (4, 3, 5),
 }
+FUSED = {
+    "qkv": ([f"attention.{part}.weight" for part in "qkv"], 0),
+    "bias": (["attention.q.bias"], 0),
+    "down": (["mlp.down.weight"], 1),
+    "norm": (["norm.weight"], None),
+    "filter": (["filter.weight"], None),
+}
+"""Local parameters of a layer: what stands in them one after the other, and the dimension cut over tp."""
 
 
 def global_shapes() -> dict[str, tuple[int, ...]]:
@@ -41,11 +49,11 @@ def decayed(name: str) -> bool:
 
 def values(salt: object, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     """Random global tensors, a function of name and salt only."""
-    found = {}
-    for name, shape in global_shapes().items():
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode()))
-        found[name] = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-    return found
+    seeds = {name: torch.Generator().manual_seed(zlib.crc32(f"{name}/{salt}".encode())) for name in global_shapes()}
+    return {
+        name: torch.randn(shape, generator=seeds[name], dtype=torch.float64).to(dtype)
+        for name, shape in global_shapes().items()
+    }
 
 
 class Toy(nn.Module):
@@ -58,7 +66,8 @@ class Toy(nn.Module):
         if stage == 0:
             self.embedding = self._vocabulary(tied, counted=True)
         for layer in range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages):
-            self._layer(layer)
+            for attribute, (parts, dim) in FUSED.items():
+                self._add(f"{layer}_{attribute}", [f"layers.{layer}.{part}" for part in parts], dim)
         if stages > 1 and stage == stages - 1:
             self.head = self._vocabulary(tied, counted=False)
         start = values("start", dtype)
@@ -73,18 +82,8 @@ class Toy(nn.Module):
         spec = ParameterSpec((piece,), partial_over=tied, counted=counted)
         return attach(nn.Parameter(torch.zeros(rows, HIDDEN, dtype=self.dtype)), spec)
 
-    def _layer(self, layer: int) -> None:
-        prefix = f"layers.{layer}"
-        names = [f"{prefix}.attention.{part}.weight" for part in "qkv"]
-        self._add(f"{layer}_qkv", names, dim=0)
-        self._add(f"{layer}_bias", [f"{prefix}.attention.q.bias"], dim=0)
-        self._add(f"{layer}_down", [f"{prefix}.mlp.down.weight"], dim=1)
-        self._add(f"{layer}_norm", [f"{prefix}.norm.weight"], dim=None)
-        self._add(f"{layer}_filter", [f"{prefix}.filter.weight"], dim=None)
-
     def _add(self, attribute: str, names: list[str], dim: int | None) -> None:
-        pieces = []
-        start = 0
+        pieces, start = [], 0
         for name in names:
             whole = global_shapes()[name]
             shape, offsets = list(whole), [0] * len(whole)

@@ -57,13 +57,6 @@ THEIRS = {link.ours[0].name: link.theirs[0].name for link in MOLMO2.links(VALUES
 """The name that transformers gives to each of our global tensors."""
 
 
-class Renamed(dict[str, torch.Tensor]):
-    """Their state dict, read by our names."""
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return super().__getitem__(THEIRS[name])
-
-
 def random_units(
     rng: np.random.Generator, crops: Sequence[int], pooled: Sequence[int], window: int
 ) -> tuple[np.ndarray, np.ndarray]:

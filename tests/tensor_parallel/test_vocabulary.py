@@ -15,8 +15,7 @@ from megacp.core.models.init import initialise
 from megacp.core.tensor_parallel.linear import LinearOptions
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable, cross_entropy
 from tests.ranks import grid, run_ranks
-from tests.reference.allocations import peak_bytes_of
-from tests.reference.head_loss import head_gradients, head_loss
+from tests.reference.head_loss import head_gradients, head_loss, peak_bytes_of
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 
 TOKENS, WIDTH, DENOMINATOR = 12, 6, 3.5

@@ -14,7 +14,7 @@ from megacp.core.data.image_shards import (
     compute_image_shard_boundaries,
     units_of,
 )
-from tests.reference.image_shards import least_largest_cost
+from tests.reference.packing import least_largest_cost
 
 UNITS = st.lists(st.integers(1, 9), max_size=8)
 
