@@ -22,8 +22,7 @@ def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
-    bias = weights.get(f"{name}.bias")
-    return F.linear(x, weights[f"{name}.weight"], bias)
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
 def mask_of(batch: Any) -> Tensor:
@@ -38,8 +37,7 @@ def mask_of(batch: Any) -> Tensor:
 
 def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]:
     """YaRN by its paper: the speeds, and the factor on q and k."""
-    found = []
-    ends = []
+    found, ends = [], []
     for turns in (32.0, 1.0):
         wanted = turns * 2 * math.pi / model.rope_original_max_positions
         ends.append(-math.log(wanted) / math.log(model.rotary_base) * dim / 2)
@@ -65,14 +63,16 @@ def turn(x: Tensor, positions: Tensor, model: Any) -> Tensor:
 def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     dim = model.kv_channels or model.hidden_size // heads
-    q, k, v = (linear(x, weights, f"{name}.{part}") for part in "qkv")
-    if model.qk_layernorm == "all_heads":
-        q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
-        k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
-    q, k, v = (part.view(len(x), -1, dim) for part in (q, k, v))
-    if model.qk_layernorm == "head":
-        q = norm(q, weights[f"{name}.q_norm.weight"], model.norm_epsilon)
-        k = norm(k, weights[f"{name}.k_norm.weight"], model.norm_epsilon)
+    found = {}
+    for part in "qkv":
+        value = linear(x, weights, f"{name}.{part}")
+        if part != "v" and model.qk_layernorm == "all_heads":
+            value = norm(value, weights[f"{name}.{part}_norm.weight"], model.norm_epsilon)
+        value = value.view(len(x), -1, dim)
+        if part != "v" and model.qk_layernorm == "head":
+            value = norm(value, weights[f"{name}.{part}_norm.weight"], model.norm_epsilon)
+        found[part] = value
+    q, k, v = found.values()
     positions = torch.from_numpy(batch.position_ids)
     if not (model.no_rope_freq and (int(name.split(".")[1]) + 1) % int(model.no_rope_freq) == 0):
         q, k = turn(q, positions, model), turn(k, positions, model)

@@ -39,16 +39,10 @@ class _Backend:
         )
 
     def rescale_and_normalize(
-        self,
-        images: torch.Tensor,
-        do_rescale: bool,
-        rescale_factor: float,
-        do_normalize: bool,
-        image_mean: list[float],
-        image_std: list[float],
+        self, images: torch.Tensor, do_rescale: bool, rescale_factor: float, do_normalize: bool, *mean_and_std: Any
     ) -> torch.Tensor:
         assert do_rescale and do_normalize
-        mean, std = (torch.tensor(values) * (1.0 / rescale_factor) for values in (image_mean, image_std))
+        mean, std = (torch.tensor(values) * (1.0 / rescale_factor) for values in mean_and_std)
         return (images.float() - mean[:, None, None]) / std[:, None, None]
 
 

@@ -72,17 +72,8 @@ def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) ->
     """One document: frames that all see each other, `text` causal tokens in front of each, `after` behind the last."""
     one = [0] * text + [1] * tokens_of_frame
     span = np.array(one * frames + [0] * after, np.int32)
-    zeros = np.zeros(len(span), np.int32)
-    return PackedBatch(
-        tokens=np.arange(len(span)),
-        labels=np.zeros(len(span), np.int64),
-        loss_weights=np.ones(len(span), np.float32),
-        position_ids=np.arange(len(span)),
-        document=zeros,
-        branch=zeros,
-        span=span,
-        pack_ids=(0,),
-    )
+    zeros, numbers, ones = np.zeros(len(span), np.int32), np.arange(len(span)), np.ones(len(span), np.float32)
+    return PackedBatch(numbers, 0 * numbers, ones, numbers, zeros, zeros, span, pack_ids=(0,))
 
 
 def metadata(batch: PackedBatch) -> Metadata:
