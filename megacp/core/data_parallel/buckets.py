@@ -17,6 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -110,9 +111,8 @@ class Bucket:
             view = self._view(self.parameters, slot)
             view.copy_(slot.parameter.data)
             slot.parameter.data = view
-        self.shard = ParameterShard(
-            self.parameter_shard, first.dtype, plan.slots[0].spec, lambda x: slices_of(plan, self.shard_start, x)
-        )
+        held = partial(slices_of, plan, self.shard_start)
+        self.shard = ParameterShard(self.parameter_shard, first.dtype, plan.slots[0].spec, held)
         self._gradients: torch.Tensor | None = None
 
     @staticmethod
