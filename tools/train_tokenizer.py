@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacp.core.config.arguments import OneLineParser
+from megacp.core.config.cli import OneLineParser
 from megacp.prepare.records.record import Accepted
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, train
 

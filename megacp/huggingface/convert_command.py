@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from megacp.core.config.arguments import OneLineParser
+from megacp.core.config.cli import OneLineParser
 from megacp.core.distributed.grid import GridShape, single_axis
 from megacp.core.distributed.launch import World, join, meet, stop, world_from_environment
 from megacp.huggingface.convert.chat import CHOICES

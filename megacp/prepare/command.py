@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megacp.core.config.arguments import OneLineParser
+from megacp.core.config.cli import OneLineParser
 
 if TYPE_CHECKING:
     from megacp.core.data.geometry import ImageRules

@@ -180,7 +180,10 @@ def test_size_one_is_the_identity_without_a_process_group() -> None:
 
 
 def pass_around(rank: int, world_size: int) -> list[list[float]]:
-    """`size` shifts bring every tensor home; each rank sees the tensors of the ranks before it, nearest first."""
+    """`size` shifts bring every tensor home; each rank sees the tensors of the ranks before it, nearest first.
+
+    Then a strided input and two shifts under way at once, the sent tensors dropped before the wait.
+    """
     axis = grid(cp=world_size).cp
     x = torch.full((3, 2), float(rank), dtype=torch.float64)
     seen = []
@@ -190,25 +193,19 @@ def pass_around(rank: int, world_size: int) -> list[list[float]]:
         assert shift.wait() is x, "a second wait must return at once"
         assert (x == x[0, 0]).all()
         seen.append(x[0, 0].item())
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_shift_passes_to_the_next_rank_and_receives_from_the_previous(world_size: int) -> None:
-    run_ranks(shift_views_and_overlap, world_size)
-    for rank, seen in enumerate(run_ranks(pass_around, world_size)):
-        assert seen == [(rank - step) % world_size for step in range(1, world_size + 1)]
-
-
-def shift_views_and_overlap(rank: int, world_size: int) -> None:
-    """Strided input, two shifts under way at once, the sent tensors dropped before the wait."""
-    axis = grid(cp=world_size).cp
     first = collectives.start_shift(torch.full((2, 50_000), float(rank)).t(), axis)
     second = collectives.start_shift(torch.full((7,), 10.0 + rank, dtype=torch.bfloat16), axis)
     gc.collect()
     before = (rank - 1) % world_size
     assert (second.wait() == 10.0 + before).all()
     assert (first.wait() == before).all() and first.wait().shape == (50_000, 2)
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shift_passes_to_the_next_rank_and_receives_from_the_previous(world_size: int) -> None:
+    for rank, seen in enumerate(run_ranks(pass_around, world_size)):
+        assert seen == [(rank - step) % world_size for step in range(1, world_size + 1)]
 
 
 def messages_in_order(rank: int, world_size: int) -> list[float]:

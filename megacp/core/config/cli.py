@@ -6,7 +6,9 @@ their docstrings, so there is no second table of flags.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megacp.core.config.run import RunConfig, fields, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
@@ -16,6 +18,14 @@ _DESCRIPTION = (
     "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may stand anywhere and "
     "more than once: its keys are these flags, and of flags and files the last one wins."
 )
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser of other commands, that prints no usage with its errors."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print `error: ...` and exit 2."""
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
 
 def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
