@@ -46,21 +46,20 @@ def run_tasks(
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                task = waiting.pop()
-                running[pool.submit(_work, task)] = task
+                future = pool.submit(_work, waiting[-1])
+                running[future] = waiting.pop()
             processes = list(pool._processes.values())
             for done in wait(running, return_when=FIRST_COMPLETED).done:
-                try:
-                    kind, value = done.result()
-                except BrokenProcessPool as error:
-                    at = "; ".join(describe(task) for task in running.values())
-                    raise WorkerFailed(f"a worker was killed or ended (out of memory?) {at}") from error
+                kind, value = done.result()
                 task = running.pop(done)
                 if kind == "wrong input":
                     raise value
                 if kind == "failed":
                     raise WorkerFailed(f"a worker failed {describe(task)}:\n{value}")
                 yield value
+    except BrokenProcessPool as error:  # of `submit` too, where the worker died before
+        at = "; ".join(describe(task) for task in running.values() or waiting[-1:])
+        raise WorkerFailed(f"a worker was killed or ended (out of memory?) {at}") from error
     finally:
         for process in processes:
             process.terminate()
