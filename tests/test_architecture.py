@@ -325,20 +325,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 32_230,
-    "megacp/core": 18_260,
-    "megacp/prepare": 6_840,
+    "megacp": 30_990,
+    "megacp/core": 17_020,
+    "megacp/prepare": 6_835,
     "megacp/huggingface": 5_170,
     "megacp/verify": 941,
     "megacp/plan": 800,
     "bench tools": 2_705,
-    "tests": 32_150,
+    "tests": 31_070,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (136, 19_270)}
+REACHED = {"megacp.train": (130, 18_050)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_500
-FLAGS = 109
+FLAGS = 105
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

@@ -60,7 +60,8 @@ def test_rules_come_from_flags_or_a_file_and_flags_win(corpus: Path, tmp_path: P
 def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.yaml").write_text("patchsize: 4\n")
     for flags, named in (
-        (["--patch-size", 16, "--max-crops-per-pack", 8, "--seq-length", 10], ["--patch-size 16", "--max-crops-per-"]),
+        (["--patch-size", 16], ["--patch-size 16"]),
+        (["--max-crops-per-pack", 8, "--image-urls", "x"], ["--max-crops-per-pack 8", "--image-urls x"]),
         (["--image-pooling", "2,x"], ["--image-pooling"]),
         (["--image-rules", tmp_path / "none.yaml"], ["none.yaml"]),
         (["--image-rules", tmp_path / "bad.yaml"], ["patchsize"]),
