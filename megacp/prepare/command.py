@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -19,7 +20,6 @@ from megacp.core.config.cli import OneLineParser
 
 if TYPE_CHECKING:
     from megacp.core.data.geometry import ImageRules
-    from megacp.prepare.build.progress import BuildSummary
     from megacp.prepare.build.settings import BuildSettings
 
 EXAMPLES = """examples:
@@ -224,29 +224,26 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from megacp.prepare.build.parts import BuildPart
-    from megacp.prepare.build.run import build, build_part
+    from megacp.prepare.build.run import build
 
-    if args.units is None:
-        return _report(args, build(_settings(args), sys.stderr, args.overwrite))
-    part = BuildPart.parse(args.units)
-    if args.overwrite:
-        raise ValueError(f"--overwrite with --units {part} would delete what other parts have built: remove the folder")
-    print(f"{args.output}: {build_part(_settings(args), sys.stderr, part).sentence}")
+    part = None
+    if args.units is not None:
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.units)
+        if match is None or not int(match[1]) < int(match[2]):
+            raise ValueError(f"--units {args.units}: expected I/N with 0 <= I < N, as in 0/16 and 15/16")
+        if args.overwrite:
+            raise ValueError(
+                f"--overwrite with --units {args.units} would delete what other parts have built: remove the folder"
+            )
+        part = int(match[1]), int(match[2])
+    print(f"{args.output}: {build(_settings(args), sys.stderr, args.overwrite, part).sentence}")
     return 0
 
 
 def _finish(args: argparse.Namespace) -> int:
     from megacp.prepare.build.run import build
 
-    return _report(args, build(_settings(args), sys.stderr, builds_missing=False))
-
-
-def _report(args: argparse.Namespace, summary: BuildSummary) -> int:
-    if summary.already_complete:
-        print(f"{args.output} is already complete: {summary.manifest.num_packs:,} packs; nothing to do")
-    else:
-        print(f"{args.output}: {summary.sentence}")
+    print(f"{args.output}: {build(_settings(args), sys.stderr, builds_missing=False).sentence}")
     return 0
 
 

@@ -31,7 +31,6 @@ def test_a_beginning_ends_with_a_whole_word_where_words_are_short() -> None:
 
 
 def test_the_speed_of_a_build_counts_images_that_lie_in_files_of_their_own() -> None:
-    progress = BuildProgress(io.StringIO(), 1000)
-    progress.add(10, 1000, 100, 128, image_bytes=80_000_000)
+    progress = BuildProgress(io.StringIO(), 1000, bytes=1000, image_bytes=80_000_000)
     assert progress.read_bytes == 80_000_000 and "MB/s" in progress.line() and " 0.0 MB/s" not in progress.line()
     assert rate(80_000_000, 2.0) == "40.0 MB/s" and rate(3000, 2.0) == "1.5 kB/s"

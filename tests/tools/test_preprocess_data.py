@@ -137,13 +137,12 @@ def children(pid: int) -> list[int]:
 
 def started(args: list[object], output: Path) -> subprocess.Popen[str]:
     """A build that has finished a shard and goes on."""
-    journal = output / "journal.jsonl"
-    before = journal.read_bytes().count(b"\n") if journal.exists() else 1
+    before = len(list(output.glob(".build/[0-9]*.json")))
     process = subprocess.Popen(
         command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     end = time.monotonic() + 30
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > before):
+    while len(list(output.glob(".build/[0-9]*.json"))) <= before:
         assert process.poll() is None and time.monotonic() < end, process.communicate()
         time.sleep(0.005)
     return process

@@ -205,15 +205,17 @@ class NoLocksError(OSError):
     """The file system has no locks."""
 
 
-def lock(path: StrPath) -> int:
+def lock(path: StrPath, shared: bool = False) -> int:
     """Take the POSIX record lock of a file, made where there is none; the descriptor that holds it until it is closed.
+
+    `shared`: beside others that share it.
 
     Raises BlockingIOError when another process holds it, NoLocksError where the file system has no locks, ValueError
     where a link or no regular file stands. The file is never removed: a lock on a file without a name keeps nobody out.
     """
     descriptor = open_own(path, os.O_RDWR)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as taken:  # systems differ in which
         os.close(descriptor)
         raise BlockingIOError(taken.errno, "another process holds the lock") from taken

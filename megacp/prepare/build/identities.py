@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megacp.core.storage.files import replacement
+from megacp.prepare.build.upload import STATE
 
 IDENTITY_DTYPE = np.dtype([("digest", "S16"), ("source", "<i4"), ("offset", "<i8"), ("line", "<i8")])
 
@@ -27,7 +28,7 @@ class Repeated(NamedTuple):
 
 def identity_file(output: str | Path, unit: int) -> Path:
     """Where the digests of a unit's record ids are kept while the build runs."""
-    return Path(output) / ".ids" / f"{unit:05d}.npy"
+    return Path(output) / STATE / f"{unit:05d}.npy"
 
 
 def digest(identity: str) -> bytes:

@@ -1,17 +1,16 @@
-"""The directory of a build: its lock, and `journal.jsonl`, which says what is finished.
+"""The directory of a build: its lock, `.build/settings.json`, and a file in `.build` for each finished unit.
 
-The first line holds everything that decides the bytes, so that a rerun with other settings is refused by name. Each
-other line is one finished unit, made durable after its shard has its final name. A line torn by a crash is cut off, and
-its unit is built again.
+The settings are all that decides the bytes: a rerun with others is refused by name. A unit's file is made, in one
+rename, after its shard has its final name. Whoever builds a unit writes the same bytes, so parts need no order.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,77 +19,53 @@ from typing import Any
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
 from megacp.prepare.build.unit import IMAGES_DIRECTORY, UnitResult
-from megacp.prepare.build.upload import FAILED_IMAGES_NAME, JOURNAL_NAME, REJECTS_NAME, TOKENIZER_DIRECTORY
+from megacp.prepare.build.upload import FAILED_IMAGES_NAME, REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
 from megacp.prepare.records.record import Refusal
 
-PARTS_DIRECTORY = ".parts"
-"""Of the journals and locks of a build by `--units`, until it is finished."""
 _LOCK_NAME = ".lock"
-_LARGEST = 1 << 32
-"""Bytes of a journal, which holds a line for each refused record."""
-_HELD: set[Path] = set()
-"""Locks that builds of this process hold: record locks do not keep out the process that has them."""
-_HELD_CHANGES = threading.Lock()
-
-
-class BusyError(ValueError):
-    """Another build holds the directory."""
+_LARGEST = 1 << 30
+"""Bytes of a unit's file, which names each refused record."""
 
 
 @contextmanager
-def locked(directory: Path, name: str = _LOCK_NAME) -> Iterator[None]:
-    """Hold DIRECTORY against other builds; BusyError when one is running, in this process or another.
+def locked(directory: Path, shared: bool = False) -> Iterator[None]:
+    """Hold DIRECTORY against builds of other processes; `shared`: beside those that build parts. Dying releases it.
 
-    Dying releases it. The lock file stays: a lock on a removed file keeps out no other build. `name`: of that file.
+    ValueError: others hold it.
     """
-    held = directory.resolve() / name
-    busy = f"{directory}: another build is writing to it; wait for it or choose another --output"
-    with _HELD_CHANGES:
-        if held in _HELD:
-            raise BusyError(busy)
-        try:
-            descriptor = files.lock(directory / name)
-        except (BlockingIOError, PermissionError) as error:
-            if _is_locked(error):
-                raise BusyError(busy) from error
-            raise ValueError(f"{directory}: cannot be locked: {error}") from error
-        _HELD.add(held)
+    try:
+        descriptor = files.lock(directory / _LOCK_NAME, shared)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{directory}: another build is writing to it; wait for it or choose another --output"
+        ) from error
     try:
         yield
     finally:
-        with _HELD_CHANGES:
-            os.close(descriptor)
-            _HELD.remove(held)
-
-
-def _is_locked(error: OSError) -> bool:
-    """Whether a lock was refused because it is held; a folder without write permission names a file."""
-    return error.filename is None
+        os.close(descriptor)
 
 
 def is_dataset(directory: Path) -> bool:
     """Whether a build, finished or not, has begun here."""
-    return (directory / MANIFEST_NAME).exists() or (directory / JOURNAL_NAME).exists()
+    return (directory / MANIFEST_NAME).exists() or (directory / STATE).exists()
 
 
-def remove_dataset(directory: Path) -> None:
-    """Delete what builds write, and nothing else."""
-    for name in (MANIFEST_NAME, JOURNAL_NAME, REJECTS_NAME, FAILED_IMAGES_NAME):
-        (directory / name).unlink(missing_ok=True)
-    for path in (directory / TOKENIZER_DIRECTORY, *directory.glob("shard_*")):
-        shutil.rmtree(path, ignore_errors=True)
-    remove_leftovers(directory)
+def remove_partial(directory: Path) -> None:
+    """Delete what killed builds and lost workers were just writing."""
+    for folder in (".", STATE, TOKENIZER_DIRECTORY):
+        for path in (directory / folder).glob(".*.partial"):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Delete what is of use to a build alone, and what killed builds and lost workers were just writing."""
-    for name in (IMAGES_DIRECTORY, PARTS_DIRECTORY, ".ids"):
-        shutil.rmtree(directory / name, ignore_errors=True)
-    for path in [*directory.glob(".*.partial"), *(directory / TOKENIZER_DIRECTORY).glob(".*.partial")]:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+    """Delete what is of use to a build alone."""
+    remove_partial(directory)
+    shutil.rmtree(directory / IMAGES_DIRECTORY, ignore_errors=True)
+    for path in (directory / STATE).glob("*.npy"):
+        path.unlink()
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:
@@ -98,123 +73,97 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"--output {directory} is not a directory")
     directory.mkdir(parents=True, exist_ok=True)
-    own = (_LOCK_NAME, ".partial")  # left by a build that was killed before its first line
+    own = (_LOCK_NAME, ".partial")  # left by a build that was killed before it began
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
     if foreign and not is_dataset(directory):
         raise ValueError(
             f"--output {directory} holds files but no dataset ({', '.join(foreign[:5])}); nothing was overwritten, "
             "choose an empty or a new directory"
         )
-    if overwrite:
-        with locked(directory):
-            remove_dataset(directory)
+    if not overwrite:
+        return
+    with locked(directory):
+        remove_leftovers(directory)
+        for name in (MANIFEST_NAME, REJECTS_NAME, FAILED_IMAGES_NAME):
+            (directory / name).unlink(missing_ok=True)
+        for path in (directory / STATE, directory / TOKENIZER_DIRECTORY, *directory.glob("shard_*")):
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    return [f"{name}: {_short(old.get(name))} before, {_short(new.get(name))} now" for name in names]
+def unit_name(unit: int) -> str:
+    """Name of a finished unit's file in the directory of a build."""
+    return f"{STATE}/{unit:05d}.json"
+
+
+class Journal:
+    """What is finished of a build; `results` by unit."""
+
+    def __init__(self, directory: Path, decisive: dict[str, Any], stored: Mapping[str, int] | None = None) -> None:
+        """Open or begin. `decisive`: the settings that decide the bytes; `stored`: bytes of all files at a URL by name.
+
+        ValueError lists every setting that differs from those the directory was begun with.
+        """
+        self._directory = directory
+        self.decisive = json.loads(json.dumps(decisive))  # tuples become lists, as they come back from the file
+        text = json.dumps(self.decisive, sort_keys=True).encode()
+        self.fingerprint = hashlib.sha256(text).hexdigest()
+        path = directory / STATE / SETTINGS_NAME
+        if not path.exists() and (directory / MANIFEST_NAME).exists():
+            raise ValueError(
+                f"{directory} holds a dataset of an earlier version, or a merged dataset; nothing was overwritten, "
+                "--overwrite replaces it"
+            )
+        before = files.read_json(path) if path.exists() else self.decisive
+        finished = [_read(path) for path in sorted((directory / STATE).glob("[0-9]*.json"))]
+        if finished and (before != self.decisive or any(print != self.fingerprint for print, _ in finished)):
+            differences = [
+                f"{name}: {_short(before.get(name))} before, {_short(self.decisive.get(name))} now"
+                for name in sorted({*before, *self.decisive})
+                if before.get(name) != self.decisive.get(name)
+            ]
+            raise ValueError(
+                f"{directory} was begun with other settings or other input; nothing was overwritten, "
+                "--overwrite starts again. " + "; ".join(differences)
+            )
+        if not path.exists() or before != self.decisive:  # where nothing is finished, nothing is lost
+            path.parent.mkdir(exist_ok=True)
+            files.write_atomically(path, text)
+        self.results = {result.unit: result for _, result in finished if self._is_there(result.entry, stored)}
+
+    def _is_there(self, entry: ShardEntry | None, stored: Mapping[str, int] | None) -> bool:
+        """Whether all files of a shard have their size, in the directory or where they were sent."""
+        if entry is None:
+            return True
+        for file in entry.files:
+            path = self._directory / entry.name / file.name
+            if stored is not None:
+                if stored.get(f"{entry.name}/{file.name}") != file.size:
+                    return False
+            elif not path.is_file() or path.stat().st_size != file.size:
+                return False
+        return True
+
+    def add(self, result: UnitResult) -> None:
+        """Enter a finished unit, durably."""
+        self.results[result.unit] = result
+        values = {**dataclasses.asdict(result), "settings": self.fingerprint}
+        for name in ("refusals", "dropped"):
+            values[name] = [refusal.to_json() for refusal in getattr(result, name)]
+        files.write_atomically(self._directory / unit_name(result.unit), json.dumps(values, sort_keys=True).encode())
+
+
+def _read(path: Path) -> tuple[str, UnitResult]:
+    """The fingerprint of the settings of a finished unit, and what became of it."""
+    try:
+        values = files.read_json(path, _LARGEST)
+        fingerprint, shard = values.pop("settings"), values.pop("entry")
+        for name in ("refusals", "dropped"):
+            values[name] = tuple(Refusal(**refusal) for refusal in values[name])
+        return fingerprint, UnitResult(entry=ShardEntry.from_json(shard) if shard else None, **values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, and its unit is built again") from error
 
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-class Journal:
-    """journal.jsonl of one directory; `results` holds what is finished, by unit."""
-
-    def __init__(
-        self,
-        directory: Path,
-        decisive: dict[str, Any],
-        name: str = JOURNAL_NAME,
-        stored: Mapping[str, int] | None = None,
-    ) -> None:
-        """Open or begin; `decisive` are the settings that decide the bytes, `name` is that of the file.
-
-        `stored` are the bytes of files that lie elsewhere.
-
-        ValueError lists every setting that differs from those the directory was begun with.
-        """
-        self.path = directory / name
-        self.results: dict[int, UnitResult] = {}
-        decisive = json.loads(json.dumps(decisive))  # tuples become lists, as they come back from the file
-        self.inputs = decisive.get("input", [])
-        """The identities of the input files when the build began."""
-        header = {"settings": decisive}
-        if not self.path.exists():
-            files.write_atomically(self.path, _line(header))
-            return
-        data = files.read_regular(self.path, _LARGEST)
-        whole = data[: data.rfind(b"\n") + 1]
-        before, results = self._parse(whole)
-        if not before.keys() & decisive.keys():
-            raise ValueError(f"{directory} holds a merged dataset; nothing was overwritten, --overwrite replaces it")
-        differences = _differences(before, decisive)
-        has_parts = any((directory / PARTS_DIRECTORY).glob("*.jsonl"))
-        if differences and not results and not has_parts:  # nothing was finished, so nothing is lost
-            files.write_atomically(self.path, _line(header))
-            return
-        if differences:
-            raise ValueError(
-                f"{directory} was begun with other settings or other input; nothing was overwritten, "
-                "--overwrite starts again. " + "; ".join(differences)
-            )
-        for result in results:  # a later line replaces an earlier one
-            if result.entry is None or _is_there(directory, result.entry, stored):
-                self.results[result.unit] = result
-            else:
-                self.results.pop(result.unit, None)
-        if len(whole) < len(data):
-            files.write_atomically(self.path, whole)
-
-    def _parse(self, text: bytes) -> tuple[dict[str, Any], list[UnitResult]]:
-        """The settings, and a result for each further line."""
-        number = 0
-        try:
-            first, *lines = text.splitlines()
-            before = json.loads(first)["settings"]
-            results = [_from_json(json.loads(line)) for number, line in enumerate(lines, 2)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self.path} is damaged (line {number}: {error}); --overwrite starts again") from error
-        return before, results
-
-    def add(self, result: UnitResult) -> None:
-        """Enter a finished unit, durably."""
-        self.results[result.unit] = result
-        with open(self.path, "ab") as stream:
-            stream.write(_line(_to_json(result)))
-            files.sync_file(stream)
-
-    def settle(self) -> None:
-        """Rewrite the lines in the order of units, so that equal builds have equal journals."""
-        header = files.read_regular(self.path, _LARGEST).split(b"\n", 1)[0] + b"\n"
-        lines = [_line(_to_json(self.results[unit])) for unit in sorted(self.results)]
-        files.write_atomically(self.path, header + b"".join(lines))
-
-
-def _is_there(directory: Path, entry: ShardEntry, stored: Mapping[str, int] | None) -> bool:
-    """Whether all files of a shard have their size, in the directory or where they were sent."""
-    if stored is not None:
-        return all(stored.get(f"{entry.name}/{file.name}") == file.size for file in entry.files)
-    paths = [(directory / entry.name / file.name, file.size) for file in entry.files]
-    return all(path.is_file() and path.stat().st_size == size for path, size in paths)
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True).encode() + b"\n"
-
-
-def _to_json(result: UnitResult) -> dict[str, Any]:
-    values = dataclasses.asdict(result)
-    values["shard"] = values.pop("entry")
-    for name in ("refusals", "dropped"):
-        values[name] = [refusal.to_json() for refusal in getattr(result, name)]
-    return values
-
-
-def _from_json(values: dict[str, Any]) -> UnitResult:
-    shard = values.pop("shard")
-    for name in ("refusals", "dropped"):
-        values[name] = tuple(Refusal(**refusal) for refusal in values[name])
-    return UnitResult(entry=ShardEntry.from_json(shard) if shard else None, **values)

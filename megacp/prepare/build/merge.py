@@ -23,7 +23,7 @@ from megacp.core.storage import files
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.indexed_writer import write_table
-from megacp.prepare.build.journal import Journal, is_dataset, locked, prepare_directory
+from megacp.prepare.build.journal import is_dataset, locked, prepare_directory
 from megacp.prepare.build.run import copy_tokenizer
 from megacp.prepare.build.unit import shard_name
 from megacp.prepare.build.upload import REJECTS_NAME, TOKENIZER_DIRECTORY
@@ -93,8 +93,6 @@ def _merged(
             f"--output {directory} holds a dataset; nothing was overwritten, give --overwrite to replace it"
         )
     with locked(directory):
-        merged = [manifest.fingerprint for manifest in manifests]
-        Journal(directory, {"merged from": merged})  # a later `build` into this directory is refused
         shards: list[ShardEntry] = []
         shift = 0
         for path, manifest in zip(inputs, manifests, strict=True):
@@ -106,7 +104,7 @@ def _merged(
         copy_tokenizer(sorted((Path(inputs[0]) / TOKENIZER_DIRECTORY).glob("*")), directory)
         result = dataclasses.replace(
             first,
-            config_fingerprint=hashlib.sha256("\n".join(merged).encode()).hexdigest(),
+            config_fingerprint=hashlib.sha256("\n".join(one.fingerprint for one in manifests).encode()).hexdigest(),
             sources=tuple(source for manifest in manifests for source in manifest.sources),
             shards=tuple(shards),
             num_rejected=sum(manifest.num_rejected for manifest in manifests),

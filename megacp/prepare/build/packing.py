@@ -1,13 +1,14 @@
 """Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget for image crops.
 
 Every item has one pack, and the result is deterministic. Best-fit decreasing is not walked item by item: all items of
-one length that go to packs of one free space move in one step. A segment tree over free space finds the best fit.
+one length that go to packs of one free space move in one step.
 
 "Length" is whatever must fit: pass padded lengths. Items keep their arrival order inside a pack.
 """
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,84 +77,47 @@ def _check_fit(name: str, amounts: np.ndarray, capacity: int, least: int) -> Non
         )
 
 
-class FreeSpaceTree:
-    """The set of free-space values 0..capacity that some pack has, as a segment tree with 64 children a node.
-
-    Each level is a list of 64-bit words, a bit for each non-empty child. `next_at_least` touches at most two words a
-    level; 3 levels reach a capacity of 262,143.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._levels = [[0] * (capacity // 64 + 1)]
-        while len(self._levels[-1]) > 1:
-            self._levels.append([0] * ((len(self._levels[-1]) - 1) // 64 + 1))
-
-    def add(self, value: int) -> None:
-        for words in self._levels:
-            words[value >> 6] |= 1 << (value & 63)
-            value >>= 6
-
-    def remove(self, value: int) -> None:
-        for words in self._levels:
-            words[value >> 6] &= ~(1 << (value & 63))
-            if words[value >> 6]:
-                return
-            value >>= 6
-
-    def next_at_least(self, value: int) -> int:
-        """The smallest member >= value, or -1."""
-        for depth, words in enumerate(self._levels):
-            word = words[value >> 6] >> (value & 63) if value >> 6 < len(words) else 0
-            if word:
-                value += (word & -word).bit_length() - 1  # the lowest bit that is set
-                for lower in reversed(self._levels[:depth]):  # down to the smallest value below that node
-                    word = lower[value]
-                    value = value << 6 | (word & -word).bit_length() - 1
-                return value
-            value = (value >> 6) + 1  # nothing left in this word: look right of it, one level up
-        return -1
-
-
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     """Exact best-fit decreasing: longest item first, into the pack where least space is left over.
 
     lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order. Among packs of equal free space
     those that reached it last are filled as one group, in their order: `[6, 6, 3, 3]` in 10 is `[6, 3], [6, 3]`.
     Packs are numbered by their longest item. ValueError when an item does not fit.
-    Time: O(n) array work plus one tree search per step (at most a few per distinct length in practice).
+    Time: O(n) array work plus a bisection per step (at most a few per distinct length in practice).
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     _check_fit("lengths", lengths, capacity, least=1)
     pack_of = np.empty(len(lengths), np.int64)  # [n]: the answer
     order = np.argsort(-lengths, kind="stable")  # [n]: items, longest first, equal ones as they arrived
     values, counts = np.unique(lengths, return_counts=True)  # [distinct], rising
-    tree = FreeSpaceTree(capacity)
+    free_spaces: list[int] = []  # rising; the values that some pack has left
     packs_with_free: dict[int, list[int]] = {}  # the packs of each free space, last filled at the end
 
     def put(packs: list[int], free: int) -> None:
         if free and packs:
             if free not in packs_with_free:
                 packs_with_free[free] = []
-                tree.add(free)
+                bisect.insort(free_spaces, free)
             packs_with_free[free] += packs
 
     num_packs, done = 0, 0  # `order[:done]` has packs
     for length, remaining in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while remaining:
-            free = tree.next_at_least(length)
-            if free < 0:  # open all the packs this length can fill at once
+            best = bisect.bisect_left(free_spaces, length)
+            if best == len(free_spaces):  # open all the packs this length can fill at once
                 free, each = capacity, capacity // length
                 needed = -(-remaining // each)
                 packs = list(range(num_packs, num_packs + needed))
                 num_packs += needed
             else:  # a pack that was the best fit stays it until the length no longer fits
+                free = free_spaces[best]
                 each, available = free // length, packs_with_free[free]
                 needed = min(len(available), -(-remaining // each))
                 packs = available[-needed:]
                 del available[-needed:]
                 if not available:
                     del packs_with_free[free]
-                    tree.remove(free)
+                    del free_spaces[best]
             placed = min(remaining, needed * each)  # `each` items go to every pack, fewer to the last
             pack_of[order[done : done + placed]] = np.repeat(packs, each)[:placed]
             last = placed - (needed - 1) * each  # items in the last of these packs

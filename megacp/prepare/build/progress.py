@@ -1,4 +1,4 @@
-"""The progress of a build on stderr, a bar on a terminal and a line now and then elsewhere; and what a build did."""
+"""The progress of a build on stderr: one line that changes on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from datetime import timedelta
 from typing import TextIO
 
 from megacp.core.data.manifest import DatasetManifest
-from megacp.prepare.build.parts import BuildPart
 from megacp.prepare.build.unit import UnitResult
 
-_WIDTH = 24
 _EVERY_SECONDS = 10.0
 """Between two lines when the stream is no terminal."""
 
@@ -35,48 +33,39 @@ class BuildProgress:
         self._terminal = self.stream.isatty()
         self._started = self._shown = time.monotonic()
 
-    def add(self, documents: int, size: int, tokens: int, places: int, image_bytes: int = 0) -> None:
-        """One more unit is done."""
-        self.documents += documents
+    def add(self, result: UnitResult, size: int, seq_length: int) -> None:
+        """One more unit, of `size` bytes of input, is done."""
+        self.documents += result.documents
         self.bytes += size
-        self.tokens += tokens
-        self.places += places
-        self.image_bytes += image_bytes
+        if result.entry is not None:
+            self.tokens += result.entry.num_tokens
+            self.places += result.entry.num_packs * seq_length
+            self.image_bytes += sum(file.size for file in result.entry.files if file.name == "images.bin")
         now = time.monotonic()
         if self._terminal or now - self._shown >= _EVERY_SECONDS:
             self._shown = now
-            self._write(f"\r\x1b[K{self.line()}" if self._terminal else f"{self.line()}\n")
+            print(f"\r\x1b[K{self.line()}" if self._terminal else self.line(), file=self.stream, flush=True)
+
+    def finish(self) -> None:
+        """Leave the line of a terminal."""
+        if self._terminal and self.documents:
+            print(file=self.stream)
 
     def line(self) -> str:
         """The progress in one line."""
-        seconds = max(self.seconds, 1e-9)
+        seconds = max(time.monotonic() - self._started, 1e-9)
         done = (self.resumed_bytes + self.bytes) / max(1, self.total_bytes)
         left = (self.total_bytes - self.resumed_bytes - self.bytes) * seconds / max(1, self.bytes)
-        filled = "#" * round(_WIDTH * done)
         return (
-            f"[{filled:<{_WIDTH}}] {done:4.0%}  {self.documents / seconds:,.0f} docs/s  "
-            f"{rate(self.read_bytes, seconds)}  {self.tokens / seconds:,.0f} tokens/s  "
-            f"packed {self.tokens / max(1, self.places):.2%}  {timedelta(seconds=round(left))} left"
+            f"{done:4.0%}  {self.documents / seconds:,.0f} docs/s  {rate(self.read_bytes, seconds)}  "
+            f"{self.tokens / seconds:,.0f} tokens/s  packed {self.tokens / max(1, self.places):.2%}  "
+            f"{timedelta(seconds=round(left))} left"
         )
 
     @property
     def read_bytes(self) -> int:
         """Bytes read: of the input, or of images where those are more (a tar's are part of it, and count once)."""
         return max(self.bytes, self.image_bytes)
-
-    @property
-    def seconds(self) -> float:
-        """Since it was made."""
-        return time.monotonic() - self._started
-
-    def finish(self) -> None:
-        """Clear the bar of a terminal."""
-        if self._terminal:
-            self._write("\r\x1b[K")
-
-    def _write(self, text: str) -> None:
-        self.stream.write(text)
-        self.stream.flush()
 
 
 def rate(size: int, seconds: float) -> str:
@@ -89,9 +78,10 @@ def rate(size: int, seconds: float) -> str:
 class BuildSummary:
     """What a build did."""
 
-    manifest: DatasetManifest
+    manifest: DatasetManifest | None
+    """None for a part of a build."""
     results: tuple[UnitResult, ...]
-    """Of all units."""
+    """Of all units, or those of the part."""
     read_bytes: int
     """Of the input, or of images where those are more; by this run."""
     seconds: float
@@ -107,46 +97,28 @@ class BuildSummary:
         return sum(result.documents for result in self.results)
 
     @property
-    def learned_tokens(self) -> int:
-        """Tokens that some token before them predicts with a loss weight."""
-        return sum(result.learned_tokens for result in self.results)
-
-    @property
     def unlearned(self) -> int:
         """Documents of which nothing is learned."""
         return sum(result.unlearned for result in self.results)
 
     @property
-    def sentence(self) -> str:
-        """What was made, how fast, and what was there before."""
-        manifest = self.manifest
-        unlearned = f" ({self.unlearned:,} teach nothing)" if self.unlearned else ""
-        resumed = f" ({self.units_resumed} of {len(self.results)} shards were there)" if self.units_resumed else ""
-        return (
-            f"{self.documents:,} documents{unlearned}, {manifest.num_tokens:,} tokens "
-            f"({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
-            f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
-            f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, {rate(self.read_bytes, self.seconds)}, "
-            f"tokenizer {manifest.tokenizer.kind} ({self.tokenizer_engine}){resumed}"
-        )
-
-
-@dataclass(frozen=True)
-class PartSummary:
-    """What a build of one part did."""
-
-    part: BuildPart
-    results: tuple[UnitResult, ...]
-    """Of its units."""
-    units_resumed: int
-    """Finished by an earlier run."""
-    seconds: float
+    def learned_tokens(self) -> int:
+        """Tokens that some token before them predicts with a loss weight."""
+        return sum(result.learned_tokens for result in self.results)
 
     @property
     def sentence(self) -> str:
-        """What was made, and what was there before."""
-        documents = sum(result.documents for result in self.results)
+        """What was made, how fast, and what was there before."""
+        manifest, there = self.manifest, f"{self.units_resumed} of {len(self.results)} shards were there"
+        if manifest is None:
+            return f"{self.documents:,} documents ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
+        if self.already_complete:
+            return f"already complete: {manifest.num_packs:,} packs; nothing to do"
         return (
-            f"part {self.part}, {len(self.results):,} units ({self.units_resumed:,} were there), "
-            f"{documents:,} documents; {self.seconds:.1f} s. `finish` makes a dataset of all parts"
+            f"{self.documents:,} documents{f' ({self.unlearned:,} teach nothing)' if self.unlearned else ''}, "
+            f"{manifest.num_tokens:,} tokens ({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
+            f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
+            f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, {rate(self.read_bytes, self.seconds)}, "
+            f"tokenizer {manifest.tokenizer.kind} ({self.tokenizer_engine})"
+            f"{f' ({there})' if self.units_resumed else ''}"
         )

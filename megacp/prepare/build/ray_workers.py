@@ -17,13 +17,12 @@ import pickle
 import platform
 import signal
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megacp.core.storage.files import source_digest
-from megacp.prepare.build.workers import Handler, WorkerFailed
+from megacp.prepare.build.workers import Handler, WorkerFailed, answer_of, result_of
 
 _TRIES = 4
 """How often a task is begun whose workers are lost."""
@@ -71,18 +70,14 @@ def run_on_ray(
                 for answer in ray.wait(list(flying), timeout=_SECONDS_BETWEEN_LOOKS)[0]:
                     task, number = flying.pop(answer)
                     try:
-                        kind, value = ray.get(answer)
+                        outcome = ray.get(answer)
                     except lost as error:
                         if number == _TRIES:
                             reason = str(error).strip().splitlines()[0]
                             raise WorkerFailed(f"{_TRIES} workers were lost {describe(task)}: {reason}") from error
                         waiting.appendleft((task, number + 1))
                         continue
-                    if kind == "wrong input":
-                        raise value
-                    if kind == "failed":
-                        raise WorkerFailed(f"a worker failed {describe(task)}:\n{value}")
-                    yield value
+                    yield result_of(outcome, describe(task))
         finally:
             for answer in flying:
                 with contextlib.suppress(Exception):  # the connection may be what failed
@@ -146,9 +141,4 @@ def _work(packed: bytes, folder: str, here: dict[str, str], task: Any) -> tuple[
         reasons = [f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in other]
         where = f"--executor ray: {platform.node()} is not like this process: "
         return "wrong input", ValueError(where + "; ".join(reasons))
-    try:
-        return "result", _handler(packed)(task)
-    except ValueError as error:
-        return "wrong input", error
-    except Exception:
-        return "failed", traceback.format_exc()
+    return answer_of(_handler(packed), task)

@@ -23,8 +23,6 @@ from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLE
 from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
-ON_ERROR = ("fail", "skip")
-EXECUTORS = ("local", "ray")
 HOUSE_FORM = ("refuse", "ignore")
 """Of --chat-template: messages are written in the house's own form."""
 
@@ -142,25 +140,23 @@ def problems(settings: BuildSettings) -> list[str]:
     if not paths:
         found.append("--input needs at least one file")
     least = {
-        "--seq-length": settings.seq_length,
-        "--pad-multiple": settings.pad_multiple,
-        "--workers": settings.workers,
-        "--max-record-bytes": settings.max_record_bytes,
-        "--window-tokens": settings.window_tokens,
+        "--seq-length": (settings.seq_length, 1),
+        "--pad-multiple": (settings.pad_multiple, 1),
+        "--workers": (settings.workers, 1),
+        "--max-record-bytes": (settings.max_record_bytes, 1),
+        "--window-tokens": (settings.window_tokens, 1),
+        "--unit-bytes": (settings.unit_bytes, 0),
+        "--max-errors": (settings.max_errors, 0),
+        "--seed": (settings.seed, 0),
+        "--cp-degrees": (min(settings.cp_degrees, default=1), 1),
     }
-    found += [f"{flag} is {value}, it must be at least 1" for flag, value in least.items() if value < 1]
-    if settings.unit_bytes < 0:
-        found.append(f"--unit-bytes is {settings.unit_bytes}, it must be at least 1, or 0 for a size that fits")
-    if settings.max_errors is not None and settings.max_errors < 0:
-        found.append(f"--max-errors is {settings.max_errors}, it must be at least 0")
+    for flag, (value, low) in least.items():
+        if value is not None and value < low:
+            found.append(f"{flag} is {value}, it must be at least {low}")
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
         found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
     if settings.oversize not in OVERSIZE_RULES:
         found.append(f"--oversize is {settings.oversize!r}, allowed are {', '.join(OVERSIZE_RULES)}")
-    if settings.on_error not in ON_ERROR:
-        found.append(f"--on-error is {settings.on_error!r}, allowed are {', '.join(ON_ERROR)}")
-    if settings.executor not in EXECUTORS:
-        found.append(f"--executor is {settings.executor!r}, allowed are {', '.join(EXECUTORS)}")
     if settings.ray_address is not None and settings.executor != "ray":
         found.append(f"--ray-address {settings.ray_address} needs --executor ray")
     if settings.max_errors is not None and settings.on_error != "skip":
@@ -171,10 +167,6 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
     if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):
         found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
-    if settings.seed is not None and settings.seed < 0:
-        found.append(f"--seed is {settings.seed}, it must be at least 0")
-    if bad := [degree for degree in settings.cp_degrees if degree < 1]:
-        found.append(f"--cp-degrees: {bad} are not at least 1")
     return found + _image_problems(settings)
 
 

@@ -6,24 +6,26 @@ write the same shards. Documents are packed window by window, which bounds memor
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import platform
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
 from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.core.storage.url import is_url
-from megacp.prepare.build.document import Spool, Stored, segment_of
 from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.identities import digest, identity_file, write_identities
-from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
+from megacp.prepare.build.packing import best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
-from megacp.prepare.build.writer import ShardWriter
+from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.fetch import ImageFetcher
 from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, unnamed_members
 from megacp.prepare.records.chat_template import ChatTemplate
@@ -102,7 +104,8 @@ class _Entry(NamedTuple):
     parts: tuple[tuple[Part, ...], ...]
     """Prefix, then branches."""
     weight: float
-    items: tuple[Stored, ...]
+    items: tuple[tuple[int, int], ...]
+    """Offset and size of its encoded images in the spool."""
 
     def refusal(self, reason: str) -> Refusal:
         path, line = where(self.extent, self.line, self.offset)
@@ -117,9 +120,8 @@ class UnitBuilder:
         if settings.workers > 1 or settings.executor != "local":
             one_thread()  # workers have a core each
         self._tokenizer = settings.load_tokenizer()
-        rules = settings.image_rules
         self._template = settings.load_template(self._tokenizer)
-        token_ids = rules.token_ids if rules else {}
+        token_ids = settings.image_rules.token_ids if settings.image_rules else {}
         self._maker = DocumentMaker(self._tokenizer, settings.append_eod, token_ids, self._template)
 
     def __call__(self, task: UnitTask) -> UnitResult:
@@ -127,14 +129,25 @@ class UnitBuilder:
 
         BadRecord: the first refused record under on_error "fail". StorageFault: the disk is full, a file is not read.
         """
-        with storage_faults(Path(self._settings.output)):
-            run = _UnitRun(self._settings, (self._tokenizer, self._template), self._maker, task)
-            try:
-                result = run.run()
-            finally:
-                run.close()
-            if result.entry is not None and self._settings.upload is not None:
-                self._settings.upload.shard(result.entry)
+        settings = self._settings
+        with contextlib.ExitStack() as held:
+            held.enter_context(storage_faults(Path(settings.output)))
+            media = spool = fetcher = None
+            if settings.image_rules is not None:
+                if settings.fetches_images:
+                    folder = Path(settings.image_cache or Path(settings.output) / IMAGES_DIRECTORY)
+                    root = settings.image_root if is_url(settings.image_root) else None
+                    fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM, root)
+                    held.callback(fetcher.close)
+                media = MediaReader(settings.image_rules, settings.image_root, fetcher)
+                # of encoded images, from their reading until their pack is written; a file without a name
+                spool = held.enter_context(tempfile.TemporaryFile(dir=settings.output))
+            ahead_of = RECORDS_AHEAD if fetcher is not None else 0
+            result = _UnitRun(
+                settings, self._tokenizer, self._template, self._maker, task, media, spool, ahead_of
+            ).run()
+            if result.entry is not None and settings.upload is not None:
+                settings.upload.shard(result.entry)
             return result
 
 
@@ -144,30 +157,23 @@ class _UnitRun:
     def __init__(
         self,
         settings: BuildSettings,
-        texts: tuple[Tokenizer, ChatTemplate | None],
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
         maker: DocumentMaker,
         task: UnitTask,
+        media: MediaReader | None,
+        spool: IO[bytes] | None,
+        ahead_of: int,
     ) -> None:
         self._settings, self._maker, self._task = settings, maker, task
-        self._tokenizer, self._template = texts
-        self._media: MediaReader | None = None
-        self._fetcher: ImageFetcher | None = None
-        self._spool: Spool | None = None
-        if settings.image_rules is not None:
-            if settings.fetches_images:
-                folder = Path(settings.image_cache or Path(settings.output) / IMAGES_DIRECTORY)
-                root = settings.image_root if is_url(settings.image_root) else None
-                self._fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM, root)
-            self._media = MediaReader(settings.image_rules, settings.image_root, self._fetcher)
-            self._spool = Spool(Path(settings.output))
+        self._tokenizer, self._template = tokenizer, template
+        self._media, self._spool, self._ahead = media, spool, ahead_of
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._seen: dict[bytes, tuple[Extent, int, int]] = {}
         self._documents = self._unlearned = self._learned_tokens = 0
         self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
         self._windows = 0
-        # a node that was given up may still write the same unit
-        self._owner = f"{platform.node()}-{os.getpid()}" if settings.executor == "ray" else ""
 
     def run(self) -> UnitResult:
         settings, unit = self._settings, self._task.unit
@@ -175,7 +181,8 @@ class _UnitRun:
         window: list[Document] = []
         tokens = 0
         sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
-        with ShardWriter(directory, *sizes, settings.cp_degrees, self._owner) as writer:
+        owner = f"{platform.node()}-{os.getpid()}"  # a node that was given up may still write the same unit
+        with ShardWriter(directory, *sizes, settings.cp_degrees, owner) as writer:
             for chunk in self._chunks():
                 for document in self._documents_of(chunk):
                     window.append(document)
@@ -185,7 +192,8 @@ class _UnitRun:
                     window, tokens = [], 0
             self._flush(window, writer)
             entry = writer.commit(replace=True) if writer.num_packs else None
-        self._write_identities()
+        rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
+        write_identities(identity_file(settings.output, unit.index), rows)
         return UnitResult(
             unit.index,
             entry,
@@ -196,13 +204,6 @@ class _UnitRun:
             self._learned_tokens,
             self._unlearned,
         )
-
-    def close(self) -> None:
-        """Give back what it holds open."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-        if self._spool is not None:
-            self._spool.close()
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._settings.on_error == "fail":
@@ -215,7 +216,7 @@ class _UnitRun:
         characters = 0
         for extent in self._task.unit.extents:
             items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
-            for item, parsed in ahead(items, self._parsed, RECORDS_AHEAD if self._fetcher is not None else 0):
+            for item, parsed in ahead(items, self._parsed, self._ahead):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
@@ -271,15 +272,19 @@ class _UnitRun:
 
     def _expanded(
         self, texts: tuple[tuple[SamplePart, ...], ...], members: dict[str, bytes]
-    ) -> tuple[tuple[tuple[Part, ...], ...], tuple[Stored, ...]]:
-        """Prefix and branches with their images as units, and where the bytes of those are kept."""
+    ) -> tuple[tuple[tuple[Part, ...], ...], tuple[tuple[int, int], ...]]:
+        """Prefix and branches with their images as units, and offset and size of the bytes of those in the spool."""
         if self._media is None or self._spool is None:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
             raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
         items: list[bytes] = []
         parts = tuple(self._media.expand(text, members, items) for text in texts)
-        return parts, tuple(self._spool.add(data) for data in items)
+        stored = []
+        for data in items:
+            stored.append((self._spool.seek(0, os.SEEK_END), len(data)))
+            self._spool.write(data)
+        return parts, tuple(stored)
 
     def _check_identity(self, identity: str, extent: Extent, record: Record) -> None:
         key = digest(identity)
@@ -346,21 +351,31 @@ class _UnitRun:
         cut_flag = FLAG_TRUNCATED if truncate else FLAG_SPLIT
         places = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True))
         crops = np.array([window[d].num_crops for d, _, _ in places], np.int64)
-        packing = self._packing(padded_lengths(pieces.lengths, settings.pad_multiple), crops)
+        padded = padded_lengths(pieces.lengths, settings.pad_multiple)
+        if settings.max_crops_per_pack is None:
+            packing = best_fit_decreasing(padded, settings.seq_length)
+        else:
+            packing = two_budgets(padded, crops, settings.seq_length, settings.max_crops_per_pack)
         for p in range(len(packing)):
             members = [places[i] for i in packing.pack(p).tolist()]
-            segments = [segment_of(window[d], start, stop, cut_flag, self._spool) for d, start, stop in members]
+            segments = [self._segment(window[d], start, stop, cut_flag) for d, start, stop in members]
             writer.add_pack(segments)
             self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
         if self._spool is not None:
-            self._spool.clear()
+            self._spool.truncate(0)
 
-    def _packing(self, lengths: np.ndarray, crops: np.ndarray) -> Packing:
-        settings = self._settings
-        if settings.max_crops_per_pack is None:
-            return best_fit_decreasing(lengths, settings.seq_length)
-        return two_budgets(lengths, crops, settings.seq_length, settings.max_crops_per_pack)
+    def _segment(self, document: Document, start: int, stop: int, cut_flag: int) -> Segment:
+        """Tokens start..stop of a document as a segment; one with branches or images is never cut."""
+        origin = document.origin
+        if start == 0 and stop == len(document.tokens):
+            items = tuple(functools.partial(self._read_back, *item) for item in origin.items)
+            place = origin.source, origin.offset, 0
+            return Segment(document.tokens, document.weights, *place, document.branch_starts, 0, document.units, items)
+        weights = None if document.weights is None else document.weights[start:stop]
+        return Segment(document.tokens[start:stop], weights, origin.source, origin.offset, start, (), cut_flag)
 
-    def _write_identities(self) -> None:
-        rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
-        write_identities(identity_file(self._settings.output, self._task.unit.index), rows)
+    def _read_back(self, offset: int, size: int) -> bytes:
+        """An encoded image from the spool."""
+        assert self._spool is not None
+        self._spool.seek(offset)
+        return self._spool.read(size)

@@ -50,13 +50,8 @@ def run_tasks(
                 running[future] = waiting.pop()
             processes = list(pool._processes.values())
             for done in wait(running, return_when=FIRST_COMPLETED).done:
-                kind, value = done.result()
-                task = running.pop(done)
-                if kind == "wrong input":
-                    raise value
-                if kind == "failed":
-                    raise WorkerFailed(f"a worker failed {describe(task)}:\n{value}")
-                yield value
+                answer = done.result()
+                yield result_of(answer, describe(running.pop(done)))
     except BrokenProcessPool as error:  # of `submit` too, where the worker died before
         at = "; ".join(describe(task) for task in running.values() or waiting[-1:])
         raise WorkerFailed(f"a worker was killed or ended (out of memory?) {at}") from error
@@ -85,12 +80,27 @@ def _refuse(error: ValueError) -> None:
 
 
 def _work(task: Any) -> tuple[str, Any]:
+    return answer_of(_handlers[0], task)
+
+
+def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
+    """What became of a task in a worker, and its result or why there is none."""
     try:
-        return "result", _handlers[0](task)
+        return "result", handler(task)
     except ValueError as error:
         return "wrong input", error
     except Exception:
         return "failed", traceback.format_exc()
+
+
+def result_of(answer: tuple[str, Any], at: str) -> Any:
+    """The result of an `answer_of`; raises what a worker refused, WorkerFailed for anything else."""
+    kind, value = answer
+    if kind == "wrong input":
+        raise value
+    if kind == "failed":
+        raise WorkerFailed(f"a worker failed {at}:\n{value}")
+    return value
 
 
 def _end_with_parent() -> None:

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.build import packing
 from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from tests.reference import packing as reference
 
@@ -47,20 +46,6 @@ def test_packs_of_equal_free_space_are_filled_in_their_order() -> None:
     for lengths, packs in (([6, 6, 3, 3], [[0, 2], [1, 3]]), ([6, 6, 6, 3], [[0], [1], [2, 3]])):
         result = best_fit_decreasing(np.array(lengths), 10)
         assert [result.pack(p).tolist() for p in range(len(result))] == packs
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.sets(st.integers(0, 20_000), max_size=30), st.lists(st.integers(0, 20_000), max_size=30))
-def test_free_space_tree_finds_the_next_member(members: set[int], asked: list[int]) -> None:
-    # catches an off-by-one at a 64-boundary of a level
-    tree = packing.FreeSpaceTree(20_000)
-    for value in members:
-        tree.add(value)
-    for value in list(members)[::2]:
-        tree.remove(value)
-        members.remove(value)
-    for value in [*asked, *members, 0, 63, 64, 4095, 4096, 20_000]:
-        assert tree.next_at_least(value) == min((m for m in members if m >= value), default=-1)
 
 
 def test_200k_lognormal_lengths_are_packed_999_permille_full() -> None:

@@ -271,14 +271,3 @@ def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path)
     made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 0)])
     made.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).begins_with == 0
-
-
-def test_a_build_that_an_earlier_version_began_is_not_called_damaged(tmp_path: Path) -> None:
-    source = write(tmp_path / "a.jsonl", {"text": "a b"})
-    run([source], tmp_path / "d")
-    journal = tmp_path / "d" / "journal.jsonl"
-    lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    del lines[0]["settings"]["record_rules"], lines[1]["learned_tokens"], lines[1]["unlearned"]
-    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match="begun with other settings.*record_rules: null before"):
-        run([source], tmp_path / "d")

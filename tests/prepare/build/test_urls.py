@@ -19,9 +19,7 @@ import pytest
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.reader import PackedDataset
 from megacp.core.storage.url import UnreachableError, Url
-from megacp.prepare.build.journal import JOURNAL_NAME
-from megacp.prepare.build.parts import BuildPart
-from megacp.prepare.build.run import BuildSummary, build, build_part, kept_tokenizer
+from megacp.prepare.build.run import BuildSummary, build, kept_tokenizer
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.unit import BadRecord
 from megacp.prepare.build.upload import FAILED_IMAGES_NAME
@@ -138,8 +136,14 @@ def to_url(inputs: str, output: Url, work: Path, overwrite: bool = False, **chan
     return build(settings, io.StringIO(), overwrite)
 
 
-def content(url: Url, leave_out: Sequence[str] = (MANIFEST_NAME, JOURNAL_NAME)) -> dict[str, bytes]:
-    return {name: (url / name).content(1 << 20) for name in url.sizes_below() if name not in leave_out}
+def content(url: Url) -> dict[str, bytes]:
+    """What a dataset is, without what names its sources."""
+    names = [name for name in url.sizes_below() if name != MANIFEST_NAME and not name.startswith(".build/")]
+    return {name: (url / name).content(1 << 20) for name in names}
+
+
+def everything(url: Url) -> dict[str, bytes]:
+    return {name: (url / name).content(1 << 20) for name in url.sizes_below()}
 
 
 def test_a_build_from_a_url_to_a_url_has_the_bytes_of_one_on_a_disk(corpus: list[Path], tmp_path: Path) -> None:
@@ -147,7 +151,7 @@ def test_a_build_from_a_url_to_a_url_has_the_bytes_of_one_on_a_disk(corpus: list
     local = {name: data for name, data in builds.files(tmp_path / "local").items() if not name.startswith(".")}
     url = memory()
     to_url(f"{uploaded(corpus)}/*.jsonl", url, tmp_path / "work")
-    assert content(url) == {name: data for name, data in local.items() if name not in (MANIFEST_NAME, JOURNAL_NAME)}
+    assert content(url) == {name: data for name, data in local.items() if name != MANIFEST_NAME}
     there = PackedDataset(url)
     assert [there.pack(i).tokens.tolist() for i in range(len(there))] == [
         pack.tokens.tolist() for pack in map(PackedDataset(tmp_path / "local").pack, range(len(there)))
@@ -162,12 +166,12 @@ def test_parts_send_their_shards_and_finish_sends_the_manifest(corpus: list[Path
     to_url(inputs, whole, tmp_path / "whole")
     flags: dict[str, Any] = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, "work_dir": str(work)}
     settings = BuildSettings(input=(inputs,), output=str(url), **flags)
-    first = build_part(settings, io.StringIO(), BuildPart(1, 2))
-    assert first.results and build_part(settings, io.StringIO(), BuildPart(1, 2)).units_resumed == len(first.results)
+    first = build(settings, io.StringIO(), part=(1, 2))
+    assert first.results and build(settings, io.StringIO(), part=(1, 2)).units_resumed == len(first.results)
     assert sum(name.endswith("tokens.bin") for name in url.sizes_below()) == len(first.results)
-    with pytest.raises(ValueError, match=r"lacks \d+ units"):
+    with pytest.raises(ValueError, match=r"lacks \d+ of \d+ units"):
         build(settings, io.StringIO(), builds_missing=False)
-    build_part(settings, io.StringIO(), BuildPart(0, 2))
+    build(settings, io.StringIO(), part=(0, 2))
     summary = build(settings, io.StringIO(), builds_missing=False)
     assert summary.units_resumed == len(summary.results)
     assert content(url) == content(whole) and len(PackedDataset(url)) == len(PackedDataset(whole))
@@ -178,7 +182,7 @@ def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(
 ) -> None:
     inputs, url, work = f"{uploaded(corpus)}/*.jsonl", memory(), tmp_path / "work"
     to_url(inputs, url, work)
-    before = content(url, ())
+    before = everything(url)
     assert to_url(inputs, url, work).already_complete
     (url / "shard_00001" / "tokens.bin").unlink()
     with pytest.raises(ValueError, match=rf"{url}/shard_00001/tokens.bin: no such file, the manifest says \d+ bytes"):
@@ -188,15 +192,14 @@ def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(
         with pytest.raises(UnreachableError):
             to_url(inputs, url, work)
     assert not (url / MANIFEST_NAME).exists()  # nobody takes it for a finished dataset meanwhile
-    assert to_url(inputs, url, work).units_resumed > 0
-    assert content(url, ()) == before
+    assert not to_url(inputs, url, work).already_complete
+    assert everything(url) == before
 
 
 def test_a_build_goes_on_where_another_machine_began(
     corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Would catch a directory that is lost with its machine, and all shards with it."""
-    monkeypatch.setattr("megacp.prepare.build.upload._EVERY_SECONDS", 0.0)
     inputs, url = f"{uploaded(corpus)}/*.jsonl", memory()
     original, sent = Url.upload, []
 
@@ -217,7 +220,7 @@ def test_a_build_goes_on_where_another_machine_began(
     assert summary.manifest.num_packs
     whole = memory()
     to_url(inputs, whole, tmp_path / "three")
-    assert content(url, ()) == content(whole, ())
+    assert everything(url) == everything(whole)
 
 
 def test_a_changed_object_is_seen_and_refused_by_name(corpus: list[Path], tmp_path: Path) -> None:
