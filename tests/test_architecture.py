@@ -325,14 +325,14 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 30_990,
+    "megacp": 30_620,
     "megacp/core": 17_020,
-    "megacp/prepare": 6_835,
+    "megacp/prepare": 6_465,
     "megacp/huggingface": 5_170,
     "megacp/verify": 941,
     "megacp/plan": 800,
     "bench tools": 2_705,
-    "tests": 31_070,
+    "tests": 31_020,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (130, 18_050)}
