@@ -129,7 +129,6 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
         ("--chat-template", _TEMPLATES, {"default": "refuse", "metavar": "T"}),
         ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
-        ("--allow-unlearned", "keep records of which nothing is learned (they are refused)", {"action": "store_true"}),
     ],
     ("tokens", ""): [
         ("--tokenizer", _TOKENIZERS, {"required": True, "metavar": "KIND_OR_PATH"}),

@@ -182,7 +182,7 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
         lines = (tmp_path / "text.jsonl").read_text().splitlines(keepends=True)[:count]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
         build = ["build", "--input", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
-        flags = ["--tokenizer", "byte", "--seq-length", "64", "--workers", "1", "--allow-unlearned"]
+        flags = ["--tokenizer", "byte", "--seq-length", "64", "--workers", "1"]
         assert preprocess.main([*build, *flags]) == 0
     found = []
     for name in ("both", "one"):

@@ -64,8 +64,6 @@ def remove_leftovers(directory: Path) -> None:
     """Delete what is of use to a build alone."""
     remove_partial(directory)
     shutil.rmtree(directory / IMAGES_DIRECTORY, ignore_errors=True)
-    for path in (directory / STATE).glob("*.npy"):
-        path.unlink()
 
 
 def prepare_directory(directory: Path, overwrite: bool) -> None:

@@ -15,19 +15,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-import numpy as np
-
 from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import fetched, open_input, place_of, size_of
 from megacp.core.storage.url import Url
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.faults import storage_faults
-from megacp.prepare.build.identities import identity_file, repeated
 from megacp.prepare.build.journal import Journal, locked, prepare_directory, remove_leftovers, remove_partial, unit_name
 from megacp.prepare.build.progress import BuildProgress, BuildSummary
 from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem, with_place
-from megacp.prepare.build.unit import WINDOW_DOCUMENTS, BadRecord, UnitBuilder, UnitTask, where
+from megacp.prepare.build.unit import WINDOW_DOCUMENTS, BadRecord, UnitBuilder
 from megacp.prepare.build.upload import FAILED_IMAGES_NAME, REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
@@ -109,7 +106,7 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
 
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
-    same = "ignore_keys context_roles allow_unlearned tokenizer_engine seq_length oversize pad_multiple append_eod seed"
+    same = "ignore_keys context_roles tokenizer_engine seq_length oversize pad_multiple append_eod seed"
     same += " text_key max_record_bytes window_tokens cp_degrees"
     images = ("image_root", "max_crops_per_pack") if settings.image_rules is not None else ()
     values = {name: getattr(settings, name) for name in (*same.split(), *images)}
@@ -149,18 +146,12 @@ class _Build:
         self._progress = BuildProgress(stream, total, total - sum(self._sizes[unit.index] for unit in missing))
 
     def _missing(self) -> list[Unit]:
-        """The units that are still to be built; before there is a manifest, a finished one has its ids too."""
-        needs_ids, results = not (self._directory / MANIFEST_NAME).exists(), self._journal.results
-        return [
-            unit
-            for unit in self._units
-            if (result := results.get(unit.index)) is None
-            or (needs_ids and result.has_ids and not identity_file(self._directory, unit.index).exists())
-        ]
+        """The units that are still to be built."""
+        return [unit for unit in self._units if unit.index not in self._journal.results]
 
     def part(self) -> BuildSummary:
         """Build the units of a part and nothing else."""
-        self._build(map(UnitTask, self._missing()))
+        self._build(self._missing())
         return self._summary(None, already_complete=False)
 
     def whole(self, builds_missing: bool) -> BuildSummary:
@@ -180,13 +171,11 @@ class _Build:
         (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
         if self._upload is not None:
             self._upload.withdraw()
-        self._build(map(UnitTask, self._missing()))
-        if duplicates := self._duplicates():  # at most once: dropping a record cannot make another a duplicate
-            self._build(UnitTask(self._units[unit], again) for unit, again in sorted(duplicates.items()))
+        self._build(missing)
         self._check_use()
         return self._summary(self._write(), already_complete=False)
 
-    def _build(self, tasks: Iterator[UnitTask]) -> None:
+    def _build(self, units: Sequence[Unit]) -> None:
         self._check_refusals()
         if self._upload is not None:
             self._upload.send(f"{STATE}/{SETTINGS_NAME}")
@@ -196,7 +185,7 @@ class _Build:
 
             run = functools.partial(run_on_ray, address=self._settings.ray_address)
         try:
-            for result in run(UnitBuilder, self._settings, list(tasks), self._settings.workers, _describe):
+            for result in run(UnitBuilder, self._settings, units, self._settings.workers, _describe):
                 self._journal.add(result)
                 if self._upload is not None:
                     self._upload.send(unit_name(result.unit))
@@ -232,24 +221,6 @@ class _Build:
                 f"--input: {documents} documents, and none of their tokens is learned: no assistant says anything, "
                 "or all weights are 0; no dataset was made"
             )
-
-    def _duplicates(self) -> dict[int, dict[bytes, str]]:
-        """For each unit the ids in it that an earlier unit holds, with the reason to refuse them.
-
-        BadRecord names the first pair under on_error "fail".
-        """
-        have = [unit.index for unit in self._units if self._journal.results[unit.index].has_ids]
-        found: dict[int, dict[bytes, str]] = {}
-        for unit, row, first in repeated({unit: identity_file(self._directory, unit) for unit in have}):
-            there = self._place(first)
-            if self._settings.on_error == "fail":
-                raise BadRecord(f"{self._place(row)}: duplicate id, the first is at {there}")
-            found.setdefault(unit, {})[bytes(row["digest"])] = there
-        return found
-
-    def _place(self, row: np.void) -> str:
-        extent = next(e for unit in self._units for e in unit.extents if e.source == int(row["source"]))
-        return "{}:{}".format(*where(extent, int(row["line"]), int(row["offset"])))
 
     def _write(self) -> DatasetManifest:
         """The files that make the directory a dataset, manifest last."""
@@ -295,9 +266,9 @@ def _write_lines(path: Path, refusals: Sequence[Refusal]) -> None:
     files.write_atomically(path, b"".join(lines))
 
 
-def _describe(task: UnitTask) -> str:
-    parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in task.unit.extents]
-    return f"while working on unit {task.unit.index}: {', '.join(parts)}"
+def _describe(unit: Unit) -> str:
+    parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in unit.extents]
+    return f"while working on unit {unit.index}: {', '.join(parts)}"
 
 
 def copy_tokenizer(paths: Sequence[Path], directory: Path) -> None:

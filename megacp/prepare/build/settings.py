@@ -71,8 +71,6 @@ class BuildSettings:
     """The date that a template writes, as YYYY-MM-DD."""
     prepend_bos: bool | None = None
     """Whether a token begins every document; None: as the tokenizer's files say."""
-    allow_unlearned: bool = False
-    """Whether records may be there of which nothing is learned."""
     work_dir: str | None = None
     """Directory in which a dataset for a URL is built."""
     upload_to: str | None = None

@@ -12,7 +12,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -22,7 +22,6 @@ from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.core.storage.url import is_url
 from megacp.prepare.build.faults import storage_faults
-from megacp.prepare.build.identities import digest, identity_file, write_identities
 from megacp.prepare.build.packing import best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
@@ -45,22 +44,6 @@ _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
 WINDOW_DOCUMENTS = 1 << 18
 """Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
-_UNLEARNED = (
-    "nothing of this record is learned: it has neither plain text nor words of an assistant, all weights are 0, or "
-    "--oversize truncate cuts the learned text off; --allow-unlearned keeps such records"
-)
-_SINGLE_TOKEN = (
-    "nothing of this record is learned: it is a single token, which no token before it predicts; --append-eod or "
-    "--prepend-bos gives it a second one, --allow-unlearned keeps such records"
-)
-
-
-@dataclass(frozen=True)
-class UnitTask:
-    """A unit, and the records in it whose `id` an earlier unit holds already: digest -> why it is refused."""
-
-    unit: Unit
-    duplicates: dict[bytes, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,7 +57,6 @@ class UnitResult:
     """Bad records."""
     dropped: tuple[Refusal, ...]
     """Good records that `--oversize drop` left out."""
-    has_ids: bool
     learned_tokens: int = 0
     """Tokens that some token before them predicts with a loss weight."""
     unlearned: int = 0
@@ -124,8 +106,8 @@ class UnitBuilder:
         token_ids = settings.image_rules.token_ids if settings.image_rules else {}
         self._maker = DocumentMaker(self._tokenizer, settings.append_eod, token_ids, self._template)
 
-    def __call__(self, task: UnitTask) -> UnitResult:
-        """Write the unit's shard and identity file.
+    def __call__(self, unit: Unit) -> UnitResult:
+        """Write the unit's shard.
 
         BadRecord: the first refused record under on_error "fail". StorageFault: the disk is full, a file is not read.
         """
@@ -143,9 +125,8 @@ class UnitBuilder:
                 # of encoded images, from their reading until their pack is written; a file without a name
                 spool = held.enter_context(tempfile.TemporaryFile(dir=settings.output))
             ahead_of = RECORDS_AHEAD if fetcher is not None else 0
-            result = _UnitRun(
-                settings, self._tokenizer, self._template, self._maker, task, media, spool, ahead_of
-            ).run()
+            run = _UnitRun(settings, self._tokenizer, self._template, self._maker, unit, media, spool, ahead_of)
+            result = run.run()
             if result.entry is not None and settings.upload is not None:
                 settings.upload.shard(result.entry)
             return result
@@ -160,23 +141,22 @@ class _UnitRun:
         tokenizer: Tokenizer,
         template: ChatTemplate | None,
         maker: DocumentMaker,
-        task: UnitTask,
+        unit: Unit,
         media: MediaReader | None,
         spool: IO[bytes] | None,
         ahead_of: int,
     ) -> None:
-        self._settings, self._maker, self._task = settings, maker, task
+        self._settings, self._maker, self._unit = settings, maker, unit
         self._tokenizer, self._template = tokenizer, template
         self._media, self._spool, self._ahead = media, spool, ahead_of
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
-        self._seen: dict[bytes, tuple[Extent, int, int]] = {}
         self._documents = self._unlearned = self._learned_tokens = 0
         self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
         self._windows = 0
 
     def run(self) -> UnitResult:
-        settings, unit = self._settings, self._task.unit
+        settings, unit = self._settings, self._unit
         directory = Path(settings.output) / shard_name(unit.index)
         window: list[Document] = []
         tokens = 0
@@ -192,15 +172,12 @@ class _UnitRun:
                     window, tokens = [], 0
             self._flush(window, writer)
             entry = writer.commit(replace=True) if writer.num_packs else None
-        rows = [(key, extent.source, offset, line) for key, (extent, line, offset) in self._seen.items()]
-        write_identities(identity_file(settings.output, unit.index), rows)
         return UnitResult(
             unit.index,
             entry,
             self._documents,
             tuple(self._refusals),
             tuple(self._dropped),
-            bool(self._seen),
             self._learned_tokens,
             self._unlearned,
         )
@@ -214,7 +191,7 @@ class _UnitRun:
         """Parsed records in the input's order, some at a time."""
         chunk: list[_Entry] = []
         characters = 0
-        for extent in self._task.unit.extents:
+        for extent in self._unit.extents:
             items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
             for item, parsed in ahead(items, self._parsed, self._ahead):
                 if isinstance(item, Refusal):
@@ -250,8 +227,6 @@ class _UnitRun:
                 raise sample or RecordError("it was not parsed")
             self._check_template(sample, extent, record)
             parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
-            if sample.identity is not None:
-                self._check_identity(sample.identity, extent, record)
         except RecordError as error:
             path, line = where(extent, record.line, record.offset)
             self._refuse(Refusal(path, line, record.offset, str(error), error.url))
@@ -286,16 +261,6 @@ class _UnitRun:
             self._spool.write(data)
         return parts, tuple(stored)
 
-    def _check_identity(self, identity: str, extent: Extent, record: Record) -> None:
-        key = digest(identity)
-        elsewhere = self._task.duplicates.get(key)
-        if key in self._seen:
-            first, line, offset = self._seen[key]
-            elsewhere = "{}:{}".format(*where(first, line, offset))
-        if elsewhere is not None:
-            raise RecordError(f"duplicate id {identity!r}, the first is at {elsewhere}")
-        self._seen[key] = (extent, record.line, record.offset)
-
     def _documents_of(self, chunk: list[_Entry]) -> Iterator[Document]:
         for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):
             if encoded.problem is not None:
@@ -316,13 +281,9 @@ class _UnitRun:
                 origin = Origin(entry.extent.source, entry.offset, entry.weight, entry.items)
                 document = self._maker.document(encoded, origin)
                 kept = self._settings.longest_piece if self._settings.oversize == "truncate" else len(document.tokens)
-                teaches = document.teaches(kept)
-                if teaches or self._settings.allow_unlearned:
-                    self._documents += 1
-                    self._unlearned += not teaches
-                    yield document
-                else:
-                    self._refuse(entry.refusal(_SINGLE_TOKEN if len(document.tokens) == 1 else _UNLEARNED))
+                self._documents += 1
+                self._unlearned += not document.teaches(kept)
+                yield document
 
     def _excess(self, encoded: Encoded) -> tuple[str, bool] | None:
         """What a record has too much of for any pack, and whether cutting it is allowed; None when it fits."""
@@ -342,7 +303,7 @@ class _UnitRun:
         if not window:
             return
         if settings.seed is not None:
-            generator = np.random.default_rng((settings.seed, self._task.unit.index, self._windows))
+            generator = np.random.default_rng((settings.seed, self._unit.index, self._windows))
             window = [window[i] for i in generator.permutation(len(window))]
         self._windows += 1
         lengths = np.array([len(document.tokens) for document in window])

@@ -66,8 +66,6 @@ class Sample:
     branches: tuple[tuple[SamplePart, ...], ...] = ()
     weight: float = 1.0
     """Multiplies the weight of every piece."""
-    identity: str | None = None
-    """The record's `id`."""
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
 

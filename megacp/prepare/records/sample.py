@@ -24,7 +24,7 @@ from megacp.prepare.records.record import (
     described,
 )
 
-RECORD_KEYS = ("id", "weight", "branches")
+RECORD_KEYS = ("weight", "branches")
 """Of a record beside what it says."""
 
 
@@ -44,16 +44,13 @@ def parse_record(
         raise RecordError(f"a record must be a JSON object, found {described(record)}")
     rules = RecordRules(text_key, media, accepted, template is not None)
     said = said_by(record, rules, RECORD_KEYS)
-    identity, branches = record.get("id"), record.get("branches")
-    if identity is not None and (isinstance(identity, bool) or not isinstance(identity, str | int)):
-        raise RecordError(f"`id` is {described(identity)}, it must be a string or an integer")
+    branches = record.get("branches")
     if branches is not None and (not isinstance(branches, list) or not branches):
         raise RecordError(f"`branches` must be a list of at least one continuation, found {described(branches)}")
     found = [_branch(branch, i, rules) for i, branch in enumerate(branches or ())]
     talks = any(isinstance(each, Talk) for each in (said, *(branch for branch, _ in found)))
     made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
-    weight = weight_of(record, "weight")
-    return replace(made, weight=weight, identity=None if identity is None else str(identity), talks=talks)
+    return replace(made, weight=weight_of(record, "weight"), talks=talks)
 
 
 def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -> Sample:
@@ -108,8 +105,8 @@ def _branch(value: Any, i: int, rules: RecordRules) -> tuple[Said, float]:
         return plain_text(value, where), 1.0
     if not isinstance(value, dict):
         raise RecordError(f"`{where}` is {described(value)}, it must be a string or an object")
-    if lost := [key for key in ("branches", "id") if value.get(key) is not None]:
-        raise RecordError(f"`{where}.{lost[0]}`: a branch has none; branches of branches are written out as branches")
+    if value.get("branches") is not None:
+        raise RecordError(f"`{where}.branches`: branches of branches are written out as branches")
     weight = 1.0 if rules.accepted.ignore_weights else weight_of(value, f"{where}.weight")
     return said_by(value, rules, ("weight",), where), weight
 

@@ -65,20 +65,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     assert visible(tmp_path / "d") == visible(tmp_path / "one")
 
 
-def test_ids_that_two_parts_hold_are_found_by_finish(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    write_records(a, 60)
-    a.write_text(a.read_text() + a.read_text().splitlines()[3] + "\n")
-    for name, on_error in (("fail", "fail"), ("skip", "skip")):
-        for index in range(2):
-            part([a], tmp_path / name, index, 2, on_error=on_error)
-    with pytest.raises(ValueError, match=r"a.jsonl:61: duplicate id, the first is at .*a.jsonl:4"):
-        finish([a], tmp_path / "fail")
-    assert finish([a], tmp_path / "skip", on_error="skip").manifest.num_rejected == 1
-    run([a], tmp_path / "one", on_error="skip")
-    assert visible(tmp_path / "skip") == visible(tmp_path / "one")
-
-
 @pytest.mark.slow
 def test_parts_of_other_processes_build_at_the_same_time(tmp_path: Path) -> None:
     """Would catch an array of which all but one task are refused, and one task that is started twice."""

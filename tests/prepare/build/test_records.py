@@ -43,9 +43,8 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([{"text": "some code", "messages": [ASSISTANT]}], {}, ":1: .*--ignore-keys"),
     ([{"text": "x" * 300}], {}, ":1: .* --seq-length 128.*--oversize"),
     ([{"text": "Q", "branches": ["one", "second"]}], {}, ":1: "),
-    ([{"text": "a"}], {"append_eod": False}, ":1: .*--append-eod"),
-    *(([TALK, record], {"oversize": "truncate"}, ":2: .*--allow-unlearned") for record in UNLEARNED),
-    (UNLEARNED[::2], {"allow_unlearned": True}, "2 documents, and none of their tokens is learned"),
+    ([{"text": "a"}], {"append_eod": False}, "1 documents, and none of their tokens is learned"),
+    (UNLEARNED[::2], {}, "2 documents, and none of their tokens is learned"),
     ([TALK], {"ignore_keys": ("text", "weight", "x")}, "--ignore-keys text,weight"),
     ([TALK], {"context_roles": ("assistant",)}, "--context-roles assistant"),
     ([TALK], {"chat_template_date": "2026-01-02"}, "--chat-template-date 2026-01-02"),
@@ -72,8 +71,7 @@ def test_a_flag_lets_through_what_it_names(tmp_path: Path) -> None:
     b = write(tmp_path / "b.jsonl", {"messages": [{"role": "gpt", "content": "x"}, ASSISTANT]})
     assert run([b], tmp_path / "b", context_roles=("gpt",)).documents == 1
     c = write(tmp_path / "c.jsonl", TALK, *UNLEARNED)
-    assert run([c], tmp_path / "skip", oversize="truncate", on_error="skip").documents == 1
-    summary = run([c], tmp_path / "c", oversize="truncate", allow_unlearned=True)
+    summary = run([c], tmp_path / "c", oversize="truncate")
     assert (summary.documents, summary.unlearned) == (5, 4)
 
 

@@ -15,7 +15,8 @@ from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.prepare.build.run import kept_tokenizer
-from megacp.prepare.build.unit import UnitBuilder, UnitTask
+from megacp.prepare.build.unit import UnitBuilder
+from megacp.prepare.records.read import Unit
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, files, run, write_records
@@ -73,7 +74,7 @@ def test_a_build_killed_anywhere_and_run_again_has_the_same_bytes(
     class Dies(UnitBuilder):
         left = survived
 
-        def __call__(self, task: UnitTask) -> Any:
+        def __call__(self, task: Unit) -> Any:
             result = super().__call__(task)  # the shard is there, the journal does not know it yet
             if Dies.left == 0:
                 raise _Killed
@@ -186,21 +187,6 @@ def test_more_bad_records_than_max_errors_end_the_build(tmp_path: Path) -> None:
         run([a], tmp_path / "d", on_error="skip", max_errors=2)
 
 
-@pytest.mark.parametrize("distance", [1, 59])
-def test_a_duplicate_id_is_refused_with_both_places(tmp_path: Path, distance: int) -> None:
-    """In the same unit, and in another one, which only the parent can see."""
-    a = tmp_path / "a.jsonl"
-    records = spoiled(a, distance, json.dumps({"text": "again", "id": 0}).encode())
-    with pytest.raises(ValueError, match=f"{a}:{distance + 1}: duplicate id.* the first is at {a}:1"):
-        run([a], tmp_path / "d")
-    run([a], tmp_path / "d", on_error="skip")  # goes on with what the first run has made
-    run([a], tmp_path / "fresh", on_error="skip", workers=2)
-    assert documents(tmp_path / "d") == expected(records)
-    assert files(tmp_path / "d") == files(tmp_path / "fresh")
-    (rejected,) = map(json.loads, (tmp_path / "d/rejects.jsonl").read_text().splitlines())
-    assert rejected["reason"] == f"duplicate id '0', the first is at {a}:1" and rejected["line"] == distance + 1
-
-
 def test_a_cut_gz_ends_the_build_and_skip_keeps_what_is_whole(tmp_path: Path) -> None:
     plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
     records = write_records(plain, 900)
@@ -261,7 +247,7 @@ def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
     user = {"role": "user", "content": "Q"}
     unlearned = {"text": "T", "branches": [{"messages": [user]}, {"messages": [user, user]}]}
     a.write_text(json.dumps(unlearned) + "\n" + json.dumps({"text": "x"}) + "\n")
-    run([a], tmp_path / "d", allow_unlearned=True, seq_length=34)
+    run([a], tmp_path / "d", seq_length=34)
     pack = PackedDataset(tmp_path / "d").pack(0)
     said = b"<|user|>\nQ"
     assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]

@@ -35,7 +35,7 @@ def said(*pieces: tuple[str | None, float]) -> tuple[SamplePart, ...]:
 def test_texts_and_messages_are_learned_by_who_says_them() -> None:
     sample = parse_record({"text": "a b", "id": 7, "weight": 2, "url": "u"})
     assert sample.prefix == (SamplePart("a b", 1.0), END)
-    assert (sample.identity, sample.weight, sample.branches) == ("7", 2.0, ())
+    assert (sample.weight, sample.branches) == (2.0, ())
     assert parse_record({"body": "x", "text": ""}, "body").prefix[0].text == "x"
     assert parse_record({"content": [X, X]}).prefix == (SamplePart("xx", 1.0), END)
     assert parse_record({"messages": [ASK, TELL]}).prefix == said(
@@ -257,14 +257,11 @@ REFUSED: list[tuple[Any, str]] = [
     ({"content": [{**X, "weight": 0}]}, "`content[0]`: `weight`"),
     ({"content": [{**IMAGE, "caption": "a"}]}, "`content[0]`: `caption`"),
     ({"content": [{**VIDEO, "start": 3.5}]}, "`content[0]`: `start`"),
-    ({"text": "x", "id": 1.5}, "`id`"),
-    ({"text": "x", "id": True}, "`id`"),
     *(({"text": "x", "weight": weight}, "`weight`") for weight in ("1", -1, 1e13, float("nan"))),
     ({"text": "x", "branches": []}, "`branches`"),
     ({"text": "x", "branches": [3]}, "`branches[0]`"),
     ({"text": "x", "branches": ["a", ""]}, "`branches[1]`"),
     ({"text": "x", "branches": [{"text": "a", "branches": ["b"]}]}, "`branches[0].branches`"),
-    ({"text": "x", "branches": ["a", {"text": "a", "id": 1}]}, "`branches[1].id`"),
     ({"text": "x", "branches": [{"text": "a", "weight": -1}]}, "`branches[0].weight`"),
     ({"text": "x", "branches": [{"no": 1}]}, "branches[0] needs"),
     ({"text": "x", "branches": ["b", {"text": "c", "images": ["x"]}]}, "`branches[1]`: `images`"),
