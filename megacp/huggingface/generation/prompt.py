@@ -22,7 +22,7 @@ from megacp.core.data.images import Pixels, joined
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.prepare.media.reader import MediaReader
-from megacp.prepare.records.documents import DocumentMaker, Part, SegmentUnit
+from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, Part, SegmentUnit
 from megacp.prepare.records.parts import Media, SamplePart
 from megacp.prepare.records.record import FOR_PROMPTS, RecordError
 from megacp.prepare.records.sample import parse_record
@@ -119,15 +119,13 @@ class PromptMaker:
             parts = [self._media.expand(pieces, {}, items) for pieces in texts]
         elif media:
             raise RecordError(f"`{media[0].key}` is of kind {media[0].kind}, and no image rules are known")
-        encoded = next(self._maker.encode([parts]))
-        if (name := self._maker.spelled_special_token(encoded)) is not None:
-            raise RecordError(f"a text spells the special token {name}")
-        if sum(encoded.lengths) == 0:
+        document = next(self._maker.encode([parts]))
+        if document.problem not in (None, NO_TOKEN):
+            raise RecordError(document.problem)
+        if not len(document.tokens):
             raise RecordError("the prompt is empty; give at least one token of text")
-        ids = np.concatenate([np.asarray(stretch.ids, np.int64) for stretch in encoded.stretches])
-        units, made, end = encoded.units(), [], 0
-        for length in encoded.lengths:
-            begin, end = end, end + length
+        ids, units, made = document.tokens.astype(np.int64), document.units, []
+        for begin, end in itertools.pairwise([0, *document.branch_starts, len(ids)]):
             mine = (dataclasses.replace(x, start=x.start - begin) for x in units if begin <= x.start < end)
             made.append(PromptPart(ids[begin:end], tuple(mine)))
         return Prompt(

@@ -27,14 +27,12 @@ from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.fetch import ImageFetcher
 from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, unnamed_members
-from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.documents import Document, DocumentMaker, Encoded, Origin, Part, learned_tokens
-from megacp.prepare.records.parts import Sample, SamplePart
+from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
+from megacp.prepare.records.parts import Sample
 from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, line_number, read_extent
 from megacp.prepare.records.record import Accepted, Record, RecordError, Refusal
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.threads import one_thread
-from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 IMAGES_DIRECTORY = ".images"
 """Of images that were fetched, while the build runs."""
@@ -72,46 +70,48 @@ def shard_name(unit: int) -> str:
     return f"shard_{unit:05d}"
 
 
-def where(extent: Extent, line: int, offset: int) -> tuple[str, int]:
-    """File and true line of a record whose `line` counts from its extent's beginning."""
-    return extent.path, line_number(extent.path, offset) if is_plain(extent.path) else line
+class _Place(NamedTuple):
+    """Where a record stands; `line` counts from its extent's beginning."""
+
+    extent: Extent
+    line: int
+    offset: int
+
+    def refusal(self, reason: str, url: str = "") -> Refusal:
+        """The record refused, at its true line of the file."""
+        path = self.extent.path
+        line = line_number(path, self.offset) if is_plain(path) else self.line
+        return Refusal(path, line, self.offset, reason, url)
 
 
 class _Entry(NamedTuple):
     """A parsed record on its way to the tokenizer."""
 
-    extent: Extent
-    line: int
-    offset: int
+    place: _Place
     parts: tuple[tuple[Part, ...], ...]
     """Prefix, then branches."""
-    weight: float
     items: tuple[tuple[int, int], ...]
-    """Offset and size of its encoded images in the spool."""
-
-    def refusal(self, reason: str) -> Refusal:
-        path, line = where(self.extent, self.line, self.offset)
-        return Refusal(path, line, self.offset, reason)
+    """Offset and size of its encoded images and videos in the spool."""
 
 
 class UnitBuilder:
     """Builds units one after another; lives in a worker, keeps the tokenizer loaded."""
 
     def __init__(self, settings: BuildSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         if settings.workers > 1 or settings.executor != "local":
             one_thread()  # workers have a core each
-        self._tokenizer = settings.load_tokenizer()
-        self._template = settings.load_template(self._tokenizer)
+        self.tokenizer = settings.load_tokenizer()
+        self.template = settings.load_template(self.tokenizer)
         token_ids = settings.image_rules.token_ids if settings.image_rules else {}
-        self._maker = DocumentMaker(self._tokenizer, settings.append_eod, token_ids, self._template)
+        self.maker = DocumentMaker(self.tokenizer, settings.append_eod, token_ids, self.template)
 
     def __call__(self, unit: Unit) -> UnitResult:
         """Write the unit's shard.
 
         BadRecord: the first refused record under on_error "fail". StorageFault: the disk is full, a file is not read.
         """
-        settings = self._settings
+        settings = self.settings
         with contextlib.ExitStack() as held:
             held.enter_context(storage_faults(Path(settings.output)))
             media = spool = fetcher = None
@@ -124,9 +124,7 @@ class UnitBuilder:
                 media = MediaReader(settings.image_rules, settings.image_root, fetcher)
                 # of encoded images, from their reading until their pack is written; a file without a name
                 spool = held.enter_context(tempfile.TemporaryFile(dir=settings.output))
-            ahead_of = RECORDS_AHEAD if fetcher is not None else 0
-            run = _UnitRun(settings, self._tokenizer, self._template, self._maker, unit, media, spool, ahead_of)
-            result = run.run()
+            result = _UnitRun(self, unit, media, spool, RECORDS_AHEAD if fetcher is not None else 0).run()
             if result.entry is not None and settings.upload is not None:
                 settings.upload.shard(result.entry)
             return result
@@ -136,51 +134,35 @@ class _UnitRun:
     """The state of one unit's build."""
 
     def __init__(
-        self,
-        settings: BuildSettings,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        maker: DocumentMaker,
-        unit: Unit,
-        media: MediaReader | None,
-        spool: IO[bytes] | None,
-        ahead_of: int,
+        self, builder: UnitBuilder, unit: Unit, media: MediaReader | None, spool: IO[bytes] | None, ahead_of: int
     ) -> None:
-        self._settings, self._maker, self._unit = settings, maker, unit
-        self._tokenizer, self._template = tokenizer, template
+        self._builder, self._settings, self._unit = builder, builder.settings, unit
         self._media, self._spool, self._ahead = media, spool, ahead_of
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
-        self._documents = self._unlearned = self._learned_tokens = 0
-        self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
-        self._windows = 0
+        self._documents = self._unlearned = self._learned_tokens = self._windows = 0
+        self._accepted = Accepted(self._settings.ignore_keys, self._settings.context_roles)
 
     def run(self) -> UnitResult:
-        settings, unit = self._settings, self._unit
+        settings, unit, maker = self._settings, self._unit, self._builder.maker
         directory = Path(settings.output) / shard_name(unit.index)
-        window: list[Document] = []
+        window: list[tuple[_Entry, Document]] = []
         tokens = 0
-        sizes = self._maker.num_token_ids, settings.seq_length, settings.pad_multiple
+        sizes = maker.num_token_ids, settings.seq_length, settings.pad_multiple
         owner = f"{platform.node()}-{os.getpid()}"  # a node that was given up may still write the same unit
         with ShardWriter(directory, *sizes, settings.cp_degrees, owner) as writer:
             for chunk in self._chunks():
-                for document in self._documents_of(chunk):
-                    window.append(document)
-                    tokens += len(document.tokens)
+                for entry, document in zip(chunk, maker.encode([entry.parts for entry in chunk]), strict=True):
+                    if self._is_kept(entry.place, document):
+                        window.append((entry, document))
+                        tokens += len(document.tokens)
                 if tokens >= settings.window_tokens or len(window) >= WINDOW_DOCUMENTS:
                     self._flush(window, writer)
                     window, tokens = [], 0
             self._flush(window, writer)
-            entry = writer.commit(replace=True) if writer.num_packs else None
-        return UnitResult(
-            unit.index,
-            entry,
-            self._documents,
-            tuple(self._refusals),
-            tuple(self._dropped),
-            self._learned_tokens,
-            self._unlearned,
-        )
+            entry_of_shard = writer.commit(replace=True) if writer.num_packs else None
+        counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
+        return UnitResult(unit.index, entry_of_shard, *counts)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._settings.on_error == "fail":
@@ -193,14 +175,19 @@ class _UnitRun:
         characters = 0
         for extent in self._unit.extents:
             items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
-            for item, parsed in ahead(items, self._parsed, self._ahead):
+            for item, sample in ahead(items, self._parsed, self._ahead):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
-                entry = self._entry(extent, item, parsed)
-                if entry is None:
+                place = _Place(extent, item.line, item.offset)
+                try:
+                    if not isinstance(sample, Sample):
+                        raise sample or RecordError("it was not parsed")
+                    self._check_template(sample, place)
+                    chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
+                except RecordError as error:
+                    self._refuse(place.refusal(str(error), error.url))
                     continue
-                chunk.append(entry)
                 characters += item.size
                 if characters >= _CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
                     yield chunk
@@ -213,42 +200,31 @@ class _UnitRun:
         if isinstance(record, Refusal):
             return None
         try:
-            has_media = self._media is not None
-            sample = parse_record(record.value, self._settings.text_key, has_media, self._accepted, self._template)
+            rules = self._settings.text_key, self._media is not None, self._accepted, self._builder.template
+            sample = parse_record(record.value, *rules)
         except RecordError as error:
             return error
         if self._media is not None:
             self._media.want(piece for text in (sample.prefix, *sample.branches) for piece in text)
         return sample
 
-    def _entry(self, extent: Extent, record: Record, sample: Sample | RecordError | None) -> _Entry | None:
-        try:
-            if not isinstance(sample, Sample):
-                raise sample or RecordError("it was not parsed")
-            self._check_template(sample, extent, record)
-            parts, items = self._expanded((sample.prefix, *sample.branches), record.members or {})
-        except RecordError as error:
-            path, line = where(extent, record.line, record.offset)
-            self._refuse(Refusal(path, line, record.offset, str(error), error.url))
-            return None
-        return _Entry(extent, record.line, record.offset, parts, sample.weight, items)
-
-    def _check_template(self, sample: Sample, extent: Extent, record: Record) -> None:
+    def _check_template(self, sample: Sample, place: _Place) -> None:
         """ValueError for messages that a server would write by the tokenizer's template."""
-        template = self._tokenizer.chat_template
+        template = self._builder.tokenizer.chat_template
         if template is None or self._settings.chat_template != "refuse" or not sample.talks:
             return
-        path, line = where(extent, record.line, record.offset)
-        raise ValueError(
-            f"{path}:{line}: a record with messages, and {template} has a chat template, which is not applied: "
-            "messages are written as <|ROLE|> newline CONTENT, so a model that is served by the template is asked in "
-            "other tokens than it learns here; give --chat-template auto to apply it, or ignore if you want that"
+        what = (
+            f"a record with messages, and {template} has a chat template, which is not applied: messages are written "
+            "as <|ROLE|> newline CONTENT, so a model that is served by the template is asked in other tokens than it "
+            "learns here; give --chat-template auto to apply it, or ignore if you want that"
         )
+        raise ValueError(str(place.refusal(what)))
 
     def _expanded(
-        self, texts: tuple[tuple[SamplePart, ...], ...], members: dict[str, bytes]
+        self, sample: Sample, members: dict[str, bytes]
     ) -> tuple[tuple[tuple[Part, ...], ...], tuple[tuple[int, int], ...]]:
         """Prefix and branches with their images as units, and offset and size of the bytes of those in the spool."""
+        texts = sample.prefix, *sample.branches
         if self._media is None or self._spool is None:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
@@ -261,43 +237,37 @@ class _UnitRun:
             self._spool.write(data)
         return parts, tuple(stored)
 
-    def _documents_of(self, chunk: list[_Entry]) -> Iterator[Document]:
-        for entry, encoded in zip(chunk, self._maker.encode([entry.parts for entry in chunk]), strict=True):
-            if encoded.problem is not None:
-                self._refuse(entry.refusal(encoded.problem))
-            elif 0 in encoded.lengths:
-                self._refuse(entry.refusal("the tokenizer makes no token of a text of this record"))
-            elif (name := self._maker.spelled_special_token(encoded)) is not None:
-                self._refuse(entry.refusal(f"a text of this record spells the special token {name}"))
-            elif encoded.is_guesswork:
-                what = "branches begin with learned text after a prefix of a single token, and nothing could predict it"
-                self._refuse(entry.refusal(f"the record's {what}: let more stand before it"))
-            elif (excess := self._excess(encoded)) is not None and self._settings.oversize == "drop":
-                self._dropped.append(entry.refusal(f"{excess[0]}, dropped by --oversize drop"))
-            elif excess is not None and (self._settings.oversize == "error" or not excess[1]):
-                ways = "drop, split or truncate" if excess[1] else "drop"
-                self._refuse(entry.refusal(f"a document of {excess[0]}: raise it or choose --oversize {ways}"))
-            else:
-                origin = Origin(entry.extent.source, entry.offset, entry.weight, entry.items)
-                document = self._maker.document(encoded, origin)
-                kept = self._settings.longest_piece if self._settings.oversize == "truncate" else len(document.tokens)
-                self._documents += 1
-                self._unlearned += not document.teaches(kept)
-                yield document
+    def _is_kept(self, place: _Place, document: Document) -> bool:
+        """Whether a document is packed; one that is not is entered with its reason."""
+        settings = self._settings
+        excess = self._excess(document)
+        if document.problem is not None:
+            self._refuse(place.refusal(document.problem))
+        elif excess is not None and settings.oversize == "drop":
+            self._dropped.append(place.refusal(f"{excess}, dropped by --oversize drop"))
+        elif excess is not None:
+            ways = "--oversize drop (split and truncate cut plain documents alone)"
+            self._refuse(place.refusal(f"a document of {excess}: raise it or choose {ways}"))
+        else:
+            tokens, weights, starts = document.tokens, document.weights, document.branch_starts
+            kept = settings.longest_piece if settings.oversize == "truncate" else len(tokens)
+            self._documents += 1
+            self._unlearned += not learned_tokens(tokens[:kept], None if weights is None else weights[:kept], starts)
+            return True
+        return False
 
-    def _excess(self, encoded: Encoded) -> tuple[str, bool] | None:
-        """What a record has too much of for any pack, and whether cutting it is allowed; None when it fits."""
-        settings, total, crops = self._settings, sum(encoded.lengths), encoded.num_crops
-        if crops and settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
-            return f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}", False
-        if total <= settings.seq_length:
+    def _excess(self, document: Document) -> str | None:
+        """What a document has too much of for any pack; None when it fits, or is cut until it does."""
+        settings, total, crops = self._settings, len(document.tokens), document.num_crops
+        if settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
+            return f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}"
+        is_plain_text = not document.branch_starts and not document.units
+        if total <= settings.seq_length or (is_plain_text and settings.oversize in ("split", "truncate")):
             return None
-        branched = len(encoded.lengths) > 1
-        whole = settings.oversize != "drop" and branched  # the words of a drop have no more to explain
-        what = "tokens with all branches" if whole else "tokens"
-        return f"{total} {what}, more than --seq-length {settings.seq_length}", not branched and not crops
+        what = "tokens with all branches" if document.branch_starts else "tokens"
+        return f"{total} {what}, more than --seq-length {settings.seq_length}"
 
-    def _flush(self, window: list[Document], writer: ShardWriter) -> None:
+    def _flush(self, window: list[tuple[_Entry, Document]], writer: ShardWriter) -> None:
         """Pack the documents of one window."""
         settings = self._settings
         if not window:
@@ -306,34 +276,34 @@ class _UnitRun:
             generator = np.random.default_rng((settings.seed, self._unit.index, self._windows))
             window = [window[i] for i in generator.permutation(len(window))]
         self._windows += 1
-        lengths = np.array([len(document.tokens) for document in window])
-        truncate = settings.oversize == "truncate"
-        pieces = cut_oversize(lengths, settings.longest_piece, truncate)  # what is dropped or refused is gone by now
-        cut_flag = FLAG_TRUNCATED if truncate else FLAG_SPLIT
+        lengths = np.array([len(document.tokens) for _, document in window])
+        pieces = cut_oversize(lengths, settings.longest_piece, settings.oversize == "truncate")
         places = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True))
-        crops = np.array([window[d].num_crops for d, _, _ in places], np.int64)
         padded = padded_lengths(pieces.lengths, settings.pad_multiple)
         if settings.max_crops_per_pack is None:
             packing = best_fit_decreasing(padded, settings.seq_length)
         else:
+            crops = np.array([window[d][1].num_crops for d, _, _ in places], np.int64)
             packing = two_budgets(padded, crops, settings.seq_length, settings.max_crops_per_pack)
         for p in range(len(packing)):
             members = [places[i] for i in packing.pack(p).tolist()]
-            segments = [self._segment(window[d], start, stop, cut_flag) for d, start, stop in members]
+            segments = [self._segment(window[d], start, stop) for d, start, stop in members]
             writer.add_pack(segments)
             self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
         if self._spool is not None:
             self._spool.truncate(0)
 
-    def _segment(self, document: Document, start: int, stop: int, cut_flag: int) -> Segment:
+    def _segment(self, packed: tuple[_Entry, Document], start: int, stop: int) -> Segment:
         """Tokens start..stop of a document as a segment; one with branches or images is never cut."""
-        origin = document.origin
+        entry, document = packed
+        place = entry.place.extent.source, entry.place.offset, start
         if start == 0 and stop == len(document.tokens):
-            items = tuple(functools.partial(self._read_back, *item) for item in origin.items)
-            place = origin.source, origin.offset, 0
-            return Segment(document.tokens, document.weights, *place, document.branch_starts, 0, document.units, items)
+            items = tuple(functools.partial(self._read_back, *item) for item in entry.items)
+            tokens, weights, starts, units, _ = document
+            return Segment(tokens, weights, *place, starts, 0, units, items)
         weights = None if document.weights is None else document.weights[start:stop]
-        return Segment(document.tokens[start:stop], weights, origin.source, origin.offset, start, (), cut_flag)
+        flag = FLAG_TRUNCATED if self._settings.oversize == "truncate" else FLAG_SPLIT
+        return Segment(document.tokens[start:stop], weights, *place, (), flag)
 
     def _read_back(self, offset: int, size: int) -> bytes:
         """An encoded image from the spool."""

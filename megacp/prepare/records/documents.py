@@ -19,6 +19,8 @@ from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.parts import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
+NO_TOKEN = "the tokenizer makes no token of a text of this record"
+
 
 @dataclass(frozen=True, eq=False)
 class Placed:
@@ -29,11 +31,6 @@ class Placed:
     """Index into the items of the record."""
     frame: int
     """Number among the taken frames of its video; -1 for an image."""
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int64 [n]."""
-        return self.layout.tokens
 
 
 Part = SamplePart | Placed
@@ -54,17 +51,6 @@ class SegmentUnit:
     """Number among the taken frames of its item; -1 for an image."""
 
 
-class Origin(NamedTuple):
-    """Where a document comes from, and what multiplies its loss weights."""
-
-    source: int
-    """Index into the manifest's sources."""
-    offset: int
-    weight: float
-    items: tuple[tuple[int, int], ...]
-    """Offset and size of each of its images and videos in the build's spool."""
-
-
 def learned_tokens(tokens: np.ndarray, weights: np.ndarray | None, branch_starts: Sequence[int]) -> int:
     """How many tokens of a document have a loss weight and a token before them that predicts them.
 
@@ -81,24 +67,30 @@ def learned_tokens(tokens: np.ndarray, weights: np.ndarray | None, branch_starts
 
 
 class Document(NamedTuple):
-    """A record in tokens."""
+    """A record in tokens: its prefix, then its branches."""
 
-    origin: Origin
     tokens: np.ndarray
+    """[n], of the type that stores the vocabulary."""
     weights: np.ndarray | None
     """float32 [n]; None = all ones."""
     branch_starts: tuple[int, ...]
     units: tuple[SegmentUnit, ...]
-
-    def teaches(self, longest: int) -> bool:
-        """Whether something of its first `longest` tokens is learned."""
-        weights = None if self.weights is None else self.weights[:longest]
-        return learned_tokens(self.tokens[:longest], weights, self.branch_starts) > 0
+    """Its images and frames."""
+    problem: str | None
+    """Why it cannot be learned."""
 
     @property
     def num_crops(self) -> int:
         """Crops of all its images and frames."""
-        return sum(unit.num_crops for unit in self.units)
+        return sum([unit.num_crops for unit in self.units])
+
+
+class Stretch(NamedTuple):
+    """Ids of one weight: a text's, the end of document, or a unit's."""
+
+    ids: np.ndarray
+    weight: float
+    placed: Placed | None = None
 
 
 class DocumentMaker:
@@ -122,21 +114,16 @@ class DocumentMaker:
             self._eod = np.array([tokenizer.eos_id], dtype=np.int32)
         self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
 
-    def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Encoded]:
-        """The ids of each record's prefix and branches, in order."""
-        pieces = [
-            part
-            for record in records
-            for parts in record
-            for part in parts
-            if isinstance(part, SamplePart) and not isinstance(part, Rendered)
-        ]
-        encoded = iter(self._tokenizer.encode([piece.text for piece in pieces if piece.text is not None]))
+    def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Document]:
+        """The document of each record, which is a prefix and branches, in order."""
+        parts = [part for record in records for text in record for part in text if type(part) is SamplePart]
+        encoded = iter(self._tokenizer.encode([part.text for part in parts if part.text is not None]))
         for record in records:
             if self._template is not None and isinstance(record[0][0], Rendered):
-                yield _conversation(record, self._template)
+                stretches, problem = _conversation(record, self._template)
             else:
-                yield Encoded(self._begun([self._stretches(parts, encoded) for parts in record]))
+                stretches, problem = self._begun([self._stretches(text, encoded) for text in record]), None
+            yield self._document(stretches, problem)
 
     def _begun(self, parts: list[list[Stretch]]) -> list[list[Stretch]]:
         """A record's prefix and branches after the token that begins every document, if its text does not have it."""
@@ -150,51 +137,49 @@ class DocumentMaker:
         result = []
         for part in parts:
             if isinstance(part, Placed):
-                result.append(Stretch(part.tokens, 0.0, part))
+                result.append(Stretch(part.layout.tokens, 0.0, part))
             elif part.text is not None:
                 result.append(Stretch(next(encoded), part.weight))
             elif self._eod is not None:
                 result.append(Stretch(self._eod, part.weight))
         return result
 
-    def spelled_special_token(self, encoded: Encoded) -> str | None:
-        """The name of an image token that a text of the record spells, or None."""
-        if not self._special:
-            return None
-        for stretch in encoded.stretches:
-            if stretch.placed is None and (bad := np.isin(stretch.ids, self._special_ids)).any():
-                return self._special[int(stretch.ids[bad][0])]
-        return None
-
-    def document(self, encoded: Encoded, origin: Origin) -> Document:
-        """The document of an encoded record."""
-        stretches, weight = encoded.stretches, origin.weight
+    def _document(self, parts: list[list[Stretch]], problem: str | None) -> Document:
+        """`parts` in a row; a branch that begins with learned text is made predictable."""
+        lengths = [sum([len(stretch.ids) for stretch in part]) for part in parts]
+        if len(parts) > 1 and 0 not in lengths and any(_begins_learned(branch) for branch in parts[1:]):
+            if lengths[0] == 1:
+                problem = (
+                    "the record's branches begin with learned text after a prefix of a single token, and nothing "
+                    "could predict it: let more stand before it"
+                )
+            else:
+                parts = _predictable(parts)
+                lengths = [lengths[0] - 1, *(length + 1 for length in lengths[1:])]
+        if 0 in lengths:
+            problem = problem or NO_TOKEN
+        stretches = [stretch for part in parts for stretch in part]
+        units, start = [], 0
+        for ids, _, placed in stretches:
+            if placed is not None:
+                sizes = len(ids), placed.layout.num_crops, len(placed.layout.pooling)
+                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame))
+            elif self._special and (bad := np.isin(ids, self._special_ids)).any():
+                problem = f"a text of this record spells the special token {self._special[int(ids[bad][0])]}"
+            start += len(ids)
+        dtype = token_dtype(self.num_token_ids)
+        ids_of_all = [stretch.ids for stretch in stretches] or [np.empty(0, dtype)]
+        tokens = np.concatenate(ids_of_all, dtype=dtype, casting="unsafe")
         weights = None
-        if weight != 1.0 or any([stretch.weight != 1.0 for stretch in stretches]):
-            each = np.array([stretch.weight * weight for stretch in stretches], dtype=np.float32)
+        if any([stretch.weight != 1.0 for stretch in stretches]):
+            each = np.array([stretch.weight for stretch in stretches], dtype=np.float32)
             weights = np.repeat(each, [len(stretch.ids) for stretch in stretches])
-        tokens = np.concatenate(
-            [stretch.ids for stretch in stretches], dtype=token_dtype(self.num_token_ids), casting="unsafe"
-        )
-        lengths = encoded.lengths
         starts = tuple(np.cumsum(lengths)[:-1].tolist()) if len(lengths) > 1 else ()
-        return Document(origin, tokens, weights, starts, encoded.units())
+        return Document(tokens, weights, starts, tuple(units), problem)
 
 
-class Stretch(NamedTuple):
-    """Ids of one weight: a text's, the end of document, or a unit's."""
-
-    ids: np.ndarray
-    weight: float
-    placed: Placed | None = None
-
-
-def _lengths(parts: list[list[Stretch]]) -> list[int]:
-    return [sum([len(stretch.ids) for stretch in part]) for part in parts]
-
-
-def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> Encoded:
-    """A record that a chat template wrote: one text, or one and several that begin with it."""
+def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> tuple[list[list[Stretch]], str | None]:
+    """A record that a chat template wrote: one text, or one and several that begin with it; and what is wrong."""
     prefix = np.empty(0, np.int32)
     parts: list[list[Stretch]] = []
     for number, (rendered, *placed) in enumerate(record):
@@ -202,26 +187,26 @@ def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> E
         ids, places = template.encode(rendered.text)
         if not np.array_equal(ids[: len(prefix)], prefix):
             what = f"branches[{number - 1}]: the tokens of the shared messages are others once it follows them"
-            return Encoded(parts, f"{what}; make a record of each branch")
+            return parts, f"{what}; make a record of each branch"
         weights = np.zeros(len(ids))
         for start, stop, weight in rendered.learned:
             # a token with one character of what is learned is learned, as in the library
             first, last = np.searchsorted(places[:, 1], start, "right"), np.searchsorted(places[:, 0], stop)
             if first == last:
-                return Encoded(parts, f"the tokenizer makes no token of {rendered.text[start:stop]!r:.80}")
+                return parts, f"the tokenizer makes no token of {rendered.text[start:stop]!r:.80}"
             weights[first:last] = weight
         images: dict[int, tuple[int, Placed]] = {}
         for (start, stop), unit in zip(rendered.places, placed, strict=True):
             first, last = np.searchsorted(places[:, 0], start), np.searchsorted(places[:, 1], stop, "right")
             whole = first < last and (places[first, 0], places[last - 1, 1]) == (start, stop)
             if not (whole and isinstance(unit, Placed)):
-                return Encoded(parts, "the place of an image in the chat template is no whole token")
+                return parts, "the place of an image in the chat template is no whole token"
             images[int(first)] = int(last), unit
         parts.append(_cut(ids, weights, images, len(prefix)))
         prefix = prefix if number else ids
     if len(parts) > 1 and parts[0][-1].placed is not None and any(_begins_learned(branch) for branch in parts[1:]):
-        return Encoded(parts[:1], "branches begin with learned text right after an image: let a text stand between")
-    return Encoded(parts)
+        return parts[:1], "branches begin with learned text right after an image: let a text stand between"
+    return parts, None
 
 
 def _cut(ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Placed]], begin: int) -> list[Stretch]:
@@ -230,7 +215,7 @@ def _cut(ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Plac
     while start < len(ids):
         if start in images:
             start, unit = images[start]
-            stretches.append(Stretch(unit.tokens, 0.0, unit))
+            stretches.append(Stretch(unit.layout.tokens, 0.0, unit))
             continue
         stop = min([first for first in images if first > start], default=len(ids))
         other = np.flatnonzero(weights[start:stop] != weights[start])
@@ -258,38 +243,3 @@ def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
     last = end.ids[-1:]
     moved = [[Stretch(last, end.weight if i == 0 else 0.0), *branch] for i, branch in enumerate(branches)]
     return [[*before, end._replace(ids=end.ids[:-1])], *moved]
-
-
-class Encoded:
-    """A record's prefix and branches as stretches; made once for every record, so it counts once."""
-
-    __slots__ = ("is_guesswork", "lengths", "num_crops", "problem", "stretches")
-
-    def __init__(self, parts: list[list[Stretch]], problem: str | None = None) -> None:
-        self.problem = problem
-        """Why a conversation cannot be cut into tokens as its template cuts it into texts."""
-        self.lengths = _lengths(parts)
-        """Tokens of the prefix and of each branch."""
-        self.is_guesswork = False
-        """Whether a branch begins with learned text and no token can be there to predict it."""
-        if len(parts) > 1 and 0 not in self.lengths and any(_begins_learned(branch) for branch in parts[1:]):
-            self.is_guesswork = self.lengths[0] == 1
-            parts = parts if self.is_guesswork else _predictable(parts)
-            self.lengths = _lengths(parts)
-        self.stretches = [stretch for part in parts for stretch in part]
-        """All of them, in order."""
-        self.num_crops = sum([one.placed.layout.num_crops for one in self.stretches if one.placed is not None])
-        """Crops of all its images and frames."""
-
-    def units(self) -> tuple[SegmentUnit, ...]:
-        """Its images and frames."""
-        if not self.num_crops:
-            return ()
-        units, start = [], 0
-        for stretch in self.stretches:
-            if stretch.placed is not None:
-                placed = stretch.placed
-                sizes = len(placed.tokens), placed.layout.num_crops, len(placed.layout.pooling)
-                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame))
-            start += len(stretch.ids)
-        return tuple(units)

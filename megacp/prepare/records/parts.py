@@ -64,8 +64,6 @@ class Sample:
 
     prefix: tuple[SamplePart, ...]
     branches: tuple[tuple[SamplePart, ...], ...] = ()
-    weight: float = 1.0
-    """Multiplies the weight of every piece."""
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
 

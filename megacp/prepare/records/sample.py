@@ -14,7 +14,7 @@ from typing import Any
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.conversation import WrittenTalk
 from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
-from megacp.prepare.records.parts import Sample, SamplePart
+from megacp.prepare.records.parts import Rendered, Sample, SamplePart
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     NOTHING_MORE,
@@ -50,7 +50,23 @@ def parse_record(
     found = [_branch(branch, i, rules) for i, branch in enumerate(branches or ())]
     talks = any(isinstance(each, Talk) for each in (said, *(branch for branch, _ in found)))
     made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
-    return replace(made, weight=weight_of(record, "weight"), talks=talks)
+    weight = 1.0 if accepted.ignore_weights else weight_of(record, "weight")
+    if weight != 1.0:
+        branches = tuple(_weighed(branch, weight) for branch in made.branches)
+        made = Sample(_weighed(made.prefix, weight), branches)
+    return replace(made, talks=talks)
+
+
+def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
+    """Pieces with their loss weights times `weight`."""
+    found: list[SamplePart] = []
+    for piece in pieces:
+        if isinstance(piece, Rendered):
+            learned = tuple((start, stop, each * weight) for start, stop, each in piece.learned)
+            found.append(replace(piece, learned=learned))
+        else:
+            found.append(replace(piece, weight=piece.weight * weight))
+    return tuple(found)
 
 
 def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -> Sample:
@@ -62,7 +78,7 @@ def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -
     for branch, weight in branches:
         whole = _ended([*_pieces(branch, rules), *_asked(branch, rules)])
         each = _joined(pieces, whole, isinstance(said, Talk) and isinstance(branch, Talk))
-        joined.append(each if weight == 1.0 else tuple(replace(p, weight=p.weight * weight) for p in each))
+        joined.append(each if weight == 1.0 else _weighed(each, weight))
     return Sample(tuple(pieces), tuple(joined))
 
 

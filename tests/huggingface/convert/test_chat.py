@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -77,7 +76,7 @@ def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
 def build_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[int]:
     maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, {})
     sample = parse_record({"messages": messages})
-    return np.concatenate([stretch.ids for stretch in next(maker.encode([[sample.prefix]])).stretches]).tolist()
+    return next(maker.encode([[sample.prefix]])).tokens.tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,7 +119,7 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
     reader = MediaReader(TINY, str(tmp_path))
     parts = reader.expand(parse_record({"messages": messages}, media=True).prefix, {}, [])
     maker = DocumentMaker(tokenizer, True, dict(TINY.token_ids))
-    expected = np.concatenate([stretch.ids for stretch in next(maker.encode([[parts]])).stretches]).tolist()
+    expected = next(maker.encode([[parts]])).tokens.tolist()
     asked = PromptMaker(tokenizer, TINY, str(tmp_path)).of_record({"messages": messages})
     for turns, prompt, ids in ((messages, False, expected), (messages[:3], True, asked.prefix.tokens.tolist())):
         text = made.apply_chat_template(turns, add_generation_prompt=prompt)

@@ -182,8 +182,8 @@ def test_a_dataset_keeps_what_ends_its_documents(folder: Path, tmp_path: Path, e
 def test_a_prompt_begins_as_documents_do(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     prompt = PromptMaker(tokenizer).of_texts(["a b"])
-    parts = next(DocumentMaker(tokenizer, True, {}).encode([[[SamplePart("a b", 1.0)]]])).stretches
-    assert prompt.prefix.tokens.tolist() == np.concatenate([part.ids for part in parts]).tolist()
+    document = next(DocumentMaker(tokenizer, True, {}).encode([[[SamplePart("a b", 1.0)]]]))
+    assert prompt.prefix.tokens.tolist() == document.tokens.tolist()
     assert prompt.prefix.tokens[0] == tokenizer.token_id("<s>")
 
 

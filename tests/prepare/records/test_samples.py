@@ -34,8 +34,7 @@ def said(*pieces: tuple[str | None, float]) -> tuple[SamplePart, ...]:
 
 def test_texts_and_messages_are_learned_by_who_says_them() -> None:
     sample = parse_record({"text": "a b", "id": 7, "weight": 2, "url": "u"})
-    assert sample.prefix == (SamplePart("a b", 1.0), END)
-    assert (sample.weight, sample.branches) == (2.0, ())
+    assert (sample.prefix, sample.branches) == (said(("a b", 2), (None, 2)), ())
     assert parse_record({"body": "x", "text": ""}, "body").prefix[0].text == "x"
     assert parse_record({"content": [X, X]}).prefix == (SamplePart("xx", 1.0), END)
     assert parse_record({"messages": [ASK, TELL]}).prefix == said(
@@ -64,8 +63,8 @@ def test_images_stand_where_they_are_named_and_are_not_learned() -> None:
 
 def test_branches_continue_the_record_which_itself_does_not_end() -> None:
     sample = parse_record({"text": "Q", "weight": 2, "branches": ["a", {"messages": [TELL], "weight": 0.25}]})
-    assert sample.prefix == (SamplePart("Q", 1.0),) and sample.weight == 2.0
-    assert sample.branches == (said(("a", 1), (None, 1)), said(("<|assistant|>\n", 0), ("A", 0.25), (None, 0.25)))
+    assert sample.prefix == said(("Q", 2))
+    assert sample.branches == (said(("a", 2), (None, 2)), said(("<|assistant|>\n", 0), ("A", 0.5), (None, 0.5)))
     flat = parse_record({"messages": [ASK, ASK, TELL]}).prefix
     sample = parse_record({"messages": [ASK], "branches": [{"messages": [ASK, TELL]}] * 2})
     assert sample.prefix + sample.branches[0] == sample.prefix + sample.branches[1] == flat
@@ -110,7 +109,8 @@ def test_messages_of_other_tools_are_messages(record: dict[str, Any], messages: 
     ],
 )
 def test_the_answer_to_a_written_prompt_is_learned_with_its_end(record: Any, prompt: str, answer: str) -> None:
-    assert parse_record(record).prefix == said((prompt, 0), (answer, 1), (None, 1))
+    weight = record.get("weight", 1)
+    assert parse_record(record).prefix == said((prompt, 0), (answer, weight), (None, weight))
     assert parse_record({"prompt": "", "completion": answer}).prefix == said((answer, 1), (None, 1))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megacp.prepare.records.chat_template import OURS, ChatTemplate, load_chat_template
-from megacp.prepare.records.documents import DocumentMaker, Origin
+from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.parts import Rendered
 from megacp.prepare.records.record import Accepted, RecordError
 from megacp.prepare.records.sample import parse_record
@@ -245,10 +245,9 @@ def document(folder: Path, text: str, record: dict[str, Any]) -> tuple[list[int]
     made = template(folder, text)
     maker = DocumentMaker(tokenizer_at(folder / "tokenizer.json"), True, {}, made)
     sample = parse_record(record, template=made)
-    (encoded,) = maker.encode([[sample.prefix, *sample.branches]])
-    if encoded.problem is not None:
-        raise RecordError(encoded.problem)
-    found = maker.document(encoded, Origin(0, 0, sample.weight, ()))
+    (found,) = maker.encode([[sample.prefix, *sample.branches]])
+    if found.problem is not None:
+        raise RecordError(found.problem)
     weights = np.ones(len(found.tokens)) if found.weights is None else found.weights
     return found.tokens.tolist(), weights.tolist(), found.branch_starts
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
-from megacp.prepare.records.documents import DocumentMaker, Origin
+from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import Accepted, RecordError
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.templates.public import (
@@ -89,10 +89,9 @@ def made(
     """Ids and loss weights of a record in a build."""
     maker = DocumentMaker(tokenizer_at(folder / "tokenizer.json"), True, {}, template)
     sample = parse_record(record, accepted=Accepted(**accepted), template=template)
-    (encoded,) = maker.encode([[sample.prefix, *sample.branches]])
-    if encoded.problem is not None:
-        raise RecordError(encoded.problem)
-    document = maker.document(encoded, Origin(0, 0, sample.weight, ()))
+    (document,) = maker.encode([[sample.prefix, *sample.branches]])
+    if document.problem is not None:
+        raise RecordError(document.problem)
     weights = np.ones(len(document.tokens)) if document.weights is None else document.weights
     return document.tokens.tolist(), weights.tolist()
 
