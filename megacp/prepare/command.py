@@ -160,8 +160,6 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ],
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
-        ("--image-urls", "how URLs of images may begin: https://host/ (none)", {**_LIST, "metavar": "A,B"}),
-        ("--image-cache", "keep fetched images here (until the build is finished)", {"metavar": "DIR"}),
         ("--image-rules", "YAML with the rules below by their keys; flags win", {"metavar": "FILE"}),
         *(
             (flag, text, {"dest": key, **({"type": kind, "metavar": metavar} if kind else _YES_OR_NO)})
@@ -198,7 +196,7 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def _image_rules(args: argparse.Namespace) -> ImageRules | None:
     """The rules of the command line; None when nothing says that there are images."""
     given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
-    others = (args.image_root, args.image_rules, args.max_crops_per_pack, args.image_urls or None)
+    others = (args.image_root, args.image_rules, args.max_crops_per_pack)
     if not given and all(value is None for value in others):
         return None
     from megacp.core.data.geometry import ImageRules

@@ -21,15 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
-from urllib.parse import unquote, urlsplit
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-_CLIMBS = re.compile(r"(^|[/\\])\.\.($|[/\\;])")
-"""A step upwards as any server may read it: some take a backslash for a slash, and end a name at a semicolon."""
-_PORTS = {"http": 80, "https": 443}
+_WEB = ("http", "https")
 _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "LastModified", "last_modified", "mtime", "created")
 """What stores say of an object's content, the surest first."""
 _PART = 64 << 20
@@ -43,10 +40,6 @@ _TRANSIENT = (408, 425, 429)
 
 class UnreachableError(ValueError):
     """An object that cannot be read or written, however often it was tried; the message names it."""
-
-
-class RedirectError(ValueError):
-    """A server names another location for an object, where none but the asked one may be read."""
 
 
 def is_url(text: object) -> bool:
@@ -82,7 +75,7 @@ class Url:
     @property
     def lists(self) -> bool:
         """Whether the store can say what lies in a folder; a web server cannot."""
-        return self.scheme not in _PORTS
+        return self.scheme not in _WEB
 
     @property
     def name(self) -> str:
@@ -94,14 +87,6 @@ class Url:
     def parent(self) -> Url:
         """The folder that it is in."""
         return Url(self.text.rsplit("/", 1)[0])
-
-    def lies_in(self, folder: Url) -> bool:
-        """Whether it is `folder`, or below it, on the same server; a path that climbs lies nowhere.
-
-        ValueError: one of them is no plain URL.
-        """
-        (place, names), (other, first) = _parts(self), _parts(folder)
-        return place == other and names[: len(first)] == first and _CLIMBS.search("/".join(names)) is None
 
     def resolve(self) -> Url:
         """Itself: there are no links."""
@@ -156,17 +141,14 @@ class Url:
 
         return self._do(attempt)
 
-    def content(self, limit: int, redirects: bool = True) -> bytes:
-        """All of an object. ValueError above `limit` bytes, RedirectError where a web server names another place.
-
-        `redirects`: read it there instead, wherever that is.
-        """
-        info = self._do(lambda fs, path: fs.info(path), redirects)
+    def content(self, limit: int) -> bytes:
+        """All of an object. ValueError above `limit` bytes."""
+        info = self.info()
         if info["type"] == "directory":
             raise ValueError(f"{self} is a directory")
         if (info.get("size") or 0) > limit:
             raise ValueError(f"{self} has {info['size']:,} bytes, more than {limit:,}, the most that is read of it")
-        data: bytes = self._do(lambda fs, path: fs.cat_file(path), redirects)
+        data: bytes = self._do(lambda fs, path: fs.cat_file(path))
         if len(data) > limit:
             raise ValueError(f"{self} has {len(data):,} bytes, more than {limit:,}, the most that is read of it")
         return data
@@ -231,8 +213,8 @@ class Url:
         """Remove all objects of a folder, if there are any."""
         self.unlink(recursive=True)
 
-    def _do(self, action: Callable[[Any, str], _T], redirects: bool = True) -> _T:
-        fs, path = _client(self, redirects)
+    def _do(self, action: Callable[[Any, str], _T]) -> _T:
+        fs, path = _client(self)
         return _retried(lambda: action(fs, path), self.text)
 
 
@@ -243,9 +225,6 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
         try:
             return action()
         except Exception as error:
-            redirect = error if isinstance(error, RedirectError) else error.__cause__
-            if isinstance(redirect, RedirectError):
-                raise redirect from None
             transient = _is_transient(error)
             if isinstance(error, FileNotFoundError) and not transient:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
@@ -295,24 +274,7 @@ class _Written:
                 self._stream.closed = True
 
 
-def _parts(url: Url) -> tuple[tuple[object, ...], list[str]]:
-    """Where the store of a URL is, and the names of its path, without escapes; ValueError where it names none."""
-    scheme, read = url.scheme, urlsplit(url.text)
-    if not read.hostname:
-        raise ValueError(f"{url} names no host or bucket")
-    place = (scheme, read.hostname, read.port or _PORTS.get(scheme), read.username, read.password)
-    return place, unquote(read.path).split("/")
-
-
-async def _refuse_redirect(response: Any) -> None:
-    """Of a session that follows none: its answer would pass for the object's content."""
-    if 300 <= response.status < 400:
-        response.close()
-        place = str(response.headers.get("Location", "nowhere"))
-        raise RedirectError(f"the server redirects to {place:.200} (status {response.status}), which is not followed")
-
-
-def _client(url: Url, redirects: bool) -> tuple[Any, str]:
+def _client(url: Url) -> tuple[Any, str]:
     """The file system of a URL and the path in it. ValueError says which package is missing."""
     scheme = url.scheme
     try:
@@ -324,14 +286,11 @@ def _client(url: Url, redirects: bool) -> tuple[Any, str]:
         limits = {"connect_timeout": _CONNECT_SECONDS, "read_timeout": _SILENT_SECONDS}
         options = {"config_kwargs": {**limits, "retries": {"total_max_attempts": 1}}}
     try:
-        if scheme in _PORTS:
+        if scheme in _WEB:
             import aiohttp
 
             limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
             options = {"client_kwargs": {"timeout": limit}}
-        if scheme in _PORTS and not redirects:
-            options["client_kwargs"]["raise_for_status"] = _refuse_redirect
-            options["allow_redirects"] = False
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:
         raise ValueError(f"{url}: {scheme}:// needs a package: {error}") from error

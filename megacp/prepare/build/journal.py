@@ -19,7 +19,7 @@ from typing import Any
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
 from megacp.prepare.build.unit import IMAGES_DIRECTORY, UnitResult
-from megacp.prepare.build.upload import FAILED_IMAGES_NAME, REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
+from megacp.prepare.build.upload import REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
 from megacp.prepare.records.record import Refusal
 
 _LOCK_NAME = ".lock"
@@ -82,7 +82,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
         return
     with locked(directory):
         remove_leftovers(directory)
-        for name in (MANIFEST_NAME, REJECTS_NAME, FAILED_IMAGES_NAME):
+        for name in (MANIFEST_NAME, REJECTS_NAME):
             (directory / name).unlink(missing_ok=True)
         for path in (directory / STATE, directory / TOKENIZER_DIRECTORY, *directory.glob("shard_*")):
             shutil.rmtree(path, ignore_errors=True)
@@ -145,8 +145,6 @@ class Journal:
         """Enter a finished unit, durably."""
         self.results[result.unit] = result
         values = {**dataclasses.asdict(result), "settings": self.fingerprint}
-        for name in ("refusals", "dropped"):
-            values[name] = [refusal.to_json() for refusal in getattr(result, name)]
         files.write_atomically(self._directory / unit_name(result.unit), json.dumps(values, sort_keys=True).encode())
 
 

@@ -25,7 +25,7 @@ from megacp.prepare.build.journal import Journal, locked, prepare_directory, rem
 from megacp.prepare.build.progress import BuildProgress, BuildSummary
 from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem, with_place
 from megacp.prepare.build.unit import WINDOW_DOCUMENTS, BadRecord, UnitBuilder
-from megacp.prepare.build.upload import FAILED_IMAGES_NAME, REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
+from megacp.prepare.build.upload import REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.read import (
@@ -35,9 +35,7 @@ from megacp.prepare.records.read import (
     input_files,
     is_plain,
     plan_units,
-    refuse_changed,
 )
-from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 4
@@ -225,16 +223,14 @@ class _Build:
     def _write(self) -> DatasetManifest:
         """The files that make the directory a dataset, manifest last."""
         settings, rules = self._settings, self._settings.image_rules
-        refuse_changed([identity(path) for path in settings.input], self._journal.decisive["input"])
         results = [self._journal.results[unit.index] for unit in self._units]
         order = {path: i for i, path in enumerate(settings.input)}
         rejected = sorted(
             (refusal for result in results for refusal in (*result.refusals, *result.dropped)),
             key=lambda refusal: (order[refusal.file], refusal.line, refusal.offset),
         )
-        _write_lines(self._directory / REJECTS_NAME, rejected)
-        if settings.fetches_images:
-            _write_lines(self._directory / FAILED_IMAGES_NAME, [refusal for refusal in rejected if refusal.url])
+        lines = [json.dumps(vars(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
+        files.write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
         copy_tokenizer(self._tokenizer.files, self._directory)
         manifest = DatasetManifest(
             config_fingerprint=self._journal.fingerprint,
@@ -259,11 +255,6 @@ class _Build:
         results = tuple(self._journal.results[unit.index] for unit in self._units)
         read, seconds = self._progress.read_bytes, time.monotonic() - self._started
         return BuildSummary(manifest, results, read, seconds, self._resumed, already_complete, self._tokenizer.engine)
-
-
-def _write_lines(path: Path, refusals: Sequence[Refusal]) -> None:
-    lines = [json.dumps(refusal.to_json(), ensure_ascii=False).encode() + b"\n" for refusal in refusals]
-    files.write_atomically(path, b"".join(lines))
 
 
 def _describe(unit: Unit) -> str:

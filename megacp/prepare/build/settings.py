@@ -16,7 +16,6 @@ from megacp.core.storage.place import CACHE
 from megacp.core.storage.url import is_url
 from megacp.prepare.build.packing import OVERSIZE_RULES
 from megacp.prepare.build.upload import Upload
-from megacp.prepare.media.fetch import prefix_problem
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
 from megacp.prepare.records.read import input_problem
 from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLES
@@ -75,10 +74,6 @@ class BuildSettings:
     """Directory in which a dataset for a URL is built."""
     upload_to: str | None = None
     """URL that the dataset is sent to; `output` is the directory that the build works in."""
-    image_urls: tuple[str, ...] = ()
-    """How URLs begin that records may name images by."""
-    image_cache: str | None = None
-    """Directory that keeps fetched images for later builds; None: inside `output`, until it is finished."""
 
     @property
     def bytes_per_unit(self) -> int:
@@ -89,11 +84,6 @@ class BuildSettings:
     def upload(self) -> Upload | None:
         """Where the dataset is sent to; None when it stays in the directory of the build."""
         return Upload(self.upload_to, Path(self.output)) if self.upload_to is not None else None
-
-    @property
-    def fetches_images(self) -> bool:
-        """Whether images may lie at URLs."""
-        return self.image_rules is not None and (bool(self.image_urls) or is_url(self.image_root))
 
     @property
     def longest_piece(self) -> int:
@@ -184,12 +174,9 @@ def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | No
 def _image_problems(settings: BuildSettings) -> list[str]:
     rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
     if rules is None:
-        given = {"--image-root": root, "--max-crops-per-pack": most, "--image-urls": ",".join(settings.image_urls)}
+        given = {"--image-root": root, "--max-crops-per-pack": most}
         return [f"{flag} {value} needs image rules" for flag, value in given.items() if value]
     found = []
-    for prefix in settings.image_urls:
-        if problem := prefix_problem(prefix):
-            found.append(f"--image-urls {prefix} {problem}")
     if root is not None and not is_url(root) and not os.path.isdir(root):
         found.append(f"--image-root {root} is not a directory")
     if most is not None and most < 1:

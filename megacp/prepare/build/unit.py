@@ -77,11 +77,11 @@ class _Place(NamedTuple):
     line: int
     offset: int
 
-    def refusal(self, reason: str, url: str = "") -> Refusal:
+    def refusal(self, reason: str) -> Refusal:
         """The record refused, at its true line of the file."""
         path = self.extent.path
         line = line_number(path, self.offset) if is_plain(path) else self.line
-        return Refusal(path, line, self.offset, reason, url)
+        return Refusal(path, line, self.offset, reason)
 
 
 class _Entry(NamedTuple):
@@ -116,10 +116,8 @@ class UnitBuilder:
             held.enter_context(storage_faults(Path(settings.output)))
             media = spool = fetcher = None
             if settings.image_rules is not None:
-                if settings.fetches_images:
-                    folder = Path(settings.image_cache or Path(settings.output) / IMAGES_DIRECTORY)
-                    root = settings.image_root if is_url(settings.image_root) else None
-                    fetcher = ImageFetcher(folder, settings.image_urls, LARGEST_ITEM, root)
+                if settings.image_root is not None and is_url(settings.image_root):
+                    fetcher = ImageFetcher(settings.image_root, Path(settings.output) / IMAGES_DIRECTORY, LARGEST_ITEM)
                     held.callback(fetcher.close)
                 media = MediaReader(settings.image_rules, settings.image_root, fetcher)
                 # of encoded images, from their reading until their pack is written; a file without a name
@@ -186,7 +184,7 @@ class _UnitRun:
                     self._check_template(sample, place)
                     chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
                 except RecordError as error:
-                    self._refuse(place.refusal(str(error), error.url))
+                    self._refuse(place.refusal(str(error)))
                     continue
                 characters += item.size
                 if characters >= _CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:

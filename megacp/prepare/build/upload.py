@@ -18,7 +18,6 @@ STATE = ".build"
 """Folder of what a build knows of itself."""
 SETTINGS_NAME = "settings.json"
 REJECTS_NAME = "rejects.jsonl"
-FAILED_IMAGES_NAME = "failed_images.jsonl"
 TOKENIZER_DIRECTORY = "tokenizer"
 _LARGEST = 1 << 30
 
@@ -36,7 +35,7 @@ class Upload:
         """
         names = self._url.sizes_below()
         found = {name.partition("/")[0] for name in names}
-        own = {MANIFEST_NAME, STATE, REJECTS_NAME, FAILED_IMAGES_NAME, TOKENIZER_DIRECTORY}
+        own = {MANIFEST_NAME, STATE, REJECTS_NAME, TOKENIZER_DIRECTORY}
         foreign = sorted(name for name in found - own if not name.startswith("shard_"))
         if foreign:
             raise ValueError(
@@ -75,10 +74,7 @@ class Upload:
         (self._url / MANIFEST_NAME).unlink()
 
     def publish(self, manifest: DatasetManifest) -> None:
-        """Send all that is beside the shards, then the manifest; ids of records are of no more use."""
-        for pattern in (REJECTS_NAME, FAILED_IMAGES_NAME, f"{TOKENIZER_DIRECTORY}/*"):
+        """Send all that is beside the shards, then the manifest."""
+        for pattern in (REJECTS_NAME, f"{TOKENIZER_DIRECTORY}/*"):
             self.send(pattern)
         (self._url / MANIFEST_NAME).write(manifest.to_text().encode())
-        for name in self._url.sizes_below():
-            if name.startswith(f"{STATE}/") and name.endswith(".npy"):
-                (self._url / name).unlink()

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import PurePosixPath
+from urllib.parse import unquote
 
 from megacp.core.data.decoding import ImageError, load_pixels, sample_frames, time_text, video_info, video_pixels
 from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
 from megacp.core.storage.files import read_regular
-from megacp.core.storage.url import Url, is_url
+from megacp.core.storage.url import is_url
 from megacp.prepare.media.fetch import ImageFetcher
 from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.parts import Media, SamplePart
@@ -24,8 +24,6 @@ from megacp.prepare.records.record import RecordError
 
 _SHOWN_CHARACTERS = 100
 """Of a path, in messages."""
-_LONGEST_PATH = 4096
-"""Bytes; the systems that this runs on take no longer ones, and each folder of a path is looked up."""
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
 
@@ -34,7 +32,7 @@ class MediaReader:
     """Reads what records name, by one set of rules and below one directory."""
 
     def __init__(self, rules: ImageRules, root: str | None, fetcher: ImageFetcher | None = None) -> None:
-        """`fetcher`: for images at URLs; a `root` that is a URL needs one."""
+        """`fetcher`: of a `root` that is a URL."""
         self._rules, self._fetcher = rules, fetcher
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
         self._shown_root = root
@@ -54,7 +52,7 @@ class MediaReader:
             try:
                 expanded = self._expanded(piece.media, members, items)
             except ImageError as error:
-                raise RecordError(f"{_shown(piece.media)}: {error}", getattr(error, "url", "")) from error
+                raise RecordError(f"{_shown(piece.media)}: {error}") from error
             for part in expanded:
                 last = parts[-1] if parts else None
                 # one text to the tokenizer, as it is in a written prompt
@@ -74,9 +72,8 @@ class MediaReader:
         if self._fetcher is None:
             return
         for media in (one for piece in pieces if piece.media for one in (piece.media, *piece.media.frames)):
-            with contextlib.suppress(ImageError):  # it is told where the image is read
-                if media.source == "path" and (url := self._url(str(media.value))) is not None:
-                    self._fetcher.want(url)
+            if media.source == "path" and self._path_problem(str(media.value)) is None:
+                self._fetcher.want(str(media.value))
 
     def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
         if media.source == "frames":
@@ -103,7 +100,7 @@ class MediaReader:
                 items.append(self._bytes(image, members))
                 load_pixels(items[-1], self._rules)
             except ImageError as error:
-                raise RecordError(f"{_shown(image)}: {error}", getattr(error, "url", "")) from error
+                raise RecordError(f"{_shown(image)}: {error}") from error
             units.append((i / fps, len(items) - 1, 0))  # each is a video of one frame
         return self._timed(units)
 
@@ -123,49 +120,41 @@ class MediaReader:
             raise ImageError(f"{len(data)} bytes, an item may have {LARGEST_ITEM}")
         return data
 
-    def _url(self, value: str) -> str | None:
-        """Where an image lies that is to be fetched; None for a path of this machine. ImageError: it is not allowed."""
-        if self._fetcher is not None and is_url(value) and self._fetcher.allows(value):
-            return value
-        if value.startswith("data:"):
-            raise ImageError("it is a data URL, which stands under `base64`")
-        if "://" in value or value.startswith("file:"):
-            raise ImageError("it is a URL, allowed are paths relative to --image-root, and URLs by --image-urls")
-        if self._root is None:
-            raise ImageError("a path needs --image-root")
-        if len(value.encode("utf-8", "replace")) > _LONGEST_PATH:
-            raise ImageError(f"the path has {len(value)} characters, it may have {_LONGEST_PATH} bytes")
-        if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise ImageError("the path holds half a character, which no file is named by")
-        if value.startswith("/") or "\0" in value:
-            raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
-        if ".." in PurePosixPath(value).parts:
-            raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
-        if not is_url(self._root):
-            return None
-        url = str(Url(self._root) / value)
-        assert self._fetcher is not None, "a root that is a URL comes with one"
-        if not self._fetcher.is_of_root(url):
-            raise ImageError("the path climbs with escaped dots, allowed are paths inside of --image-root")
-        return url
-
     def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
         value = str(media.value)
-        if (url := self._url(value)) is not None:
-            assert self._fetcher is not None, "a root that is a URL comes with one"
-            return self._fetcher.get(url)
+        problem = self._path_problem(value)
+        if problem is not None:
+            raise ImageError(problem)
+        if self._fetcher is not None:
+            return self._fetcher.get(value)
         assert self._root is not None, "told above"
-        path = os.path.realpath(os.path.join(self._root, value))
-        if os.path.commonpath((path, self._root)) != self._root:
-            raise ImageError("a symbolic link leads out of --image-root")
         try:
+            path = os.path.realpath(os.path.join(self._root, value))
+            if os.path.commonpath((path, self._root)) != self._root:
+                raise ImageError("a symbolic link leads out of --image-root")
             return read_regular(path, LARGEST_ITEM)
         except (FileNotFoundError, NotADirectoryError):
             raise ImageError(f"no such file under --image-root {self._shown_root}") from None
         except OSError as error:
             raise ImageError(f"it cannot be read ({error.strerror})") from error
+        except UnicodeEncodeError:
+            raise ImageError("the path holds half a character, which no file is named by") from None
         except ValueError as error:  # no regular file, or too large
             raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
+
+    def _path_problem(self, value: str) -> str | None:
+        """Why a path of a record is not read; None when it is one below --image-root."""
+        if value.startswith("data:"):
+            return "it is a data URL, which stands under `base64`"
+        if is_url(value) or value.startswith("file:"):
+            return "it is a URL, allowed are paths relative to --image-root, which may be one"
+        if self._root is None:
+            return "a path needs --image-root"
+        if value.startswith("/") or "\0" in value:
+            return "the path is absolute or no path, allowed are paths relative to --image-root"
+        if ".." in PurePosixPath(unquote(value).replace("\\", "/")).parts:  # a server reads escapes
+            return "the path climbs with `..`, allowed are paths inside of --image-root"
+        return None
 
     def _from_base64(self, media: Media, members: Mapping[str, bytes]) -> bytes:
         text = str(media.value)

@@ -142,15 +142,6 @@ def identity(path: str) -> list[Any]:
     return [path, size, hashlib.sha256(data).hexdigest()]
 
 
-def refuse_changed(now: list[list[Any]], before: list[list[Any]]) -> None:
-    """ValueError when a file at a URL is no more what it was when the build began."""
-    changed = [entry[0] for entry in now if is_url(entry[0]) and entry not in before]
-    if changed:
-        raise ValueError(
-            f"--input: changed while it was read: {', '.join(changed)}; no dataset was made, give --overwrite"
-        )
-
-
 # ---- records
 
 

@@ -53,11 +53,7 @@ _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", 
 
 
 class RecordError(ValueError):
-    """Why one record cannot be used; the reader adds where it stands. `url`: of an image that did not come."""
-
-    def __init__(self, reason: str, url: str = "") -> None:
-        super().__init__(reason)
-        self.url = url
+    """Why one record cannot be used; the reader adds where it stands."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +66,9 @@ class Refusal:
     offset: int
     """Byte offset of the record in its (uncompressed) file; in Parquet the row, 0-based."""
     reason: str
-    url: str = ""
-    """Of an image that did not come."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason} (byte offset {self.offset})"
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields; the URL where there is one."""
-        return {name: value for name, value in vars(self).items() if name != "url" or value}
 
 
 @dataclass(frozen=True)
