@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megacp.core.config.cli import OneLineParser
 from megacp.prepare.records.record import Accepted
-from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, train
+from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, TRAINERS, texts
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,12 +40,25 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
+def _train(args: argparse.Namespace) -> int:
+    """The size of the vocabulary. ValueError names the flag."""
+    if args.output.suffix not in TRAINERS:
+        raise ValueError(f"--output is '{args.output}', it must end in one of {', '.join(TRAINERS)}")
+    if args.output.exists() and not args.overwrite:
+        raise ValueError(f"--output {args.output} exists; nothing was overwritten, give --overwrite to replace it")
+    if absent := [path for path in args.input if not Path(path).is_file()]:
+        raise ValueError(f"--input: no such file: {', '.join(absent)}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    accepted = Accepted(args.ignore_keys, args.context_roles)
+    stream = texts(args.input, args.text_key, accepted, int(args.max_mib * (1 << 20)))
+    return TRAINERS[args.output.suffix](stream, args.output, args.vocab_size, args.symbols)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Train; returns the exit code, 2 for an error."""
     args = _parser().parse_args(argv)
     try:
-        records = args.text_key, Accepted(args.ignore_keys, args.context_roles)
-        size = train(args.input, args.output, args.vocab_size, args.symbols, records, args.max_mib, args.overwrite)
+        size = _train(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,6 @@ from megacp.prepare.build.upload import REJECTS_NAME
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-_BAR = 40
 _TOKENS_OF_A_CHARACTER = 8
 """More than a byte tokenizer needs: the last of them may hold a part of a character, and is never shown."""
 
@@ -144,15 +143,7 @@ def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int)
     tokens = tokens[tokens < tokenizer.vocab_size]  # above are image tokens
     shown = tokens[: _TOKENS_OF_A_CHARACTER * (characters + 1)]
     text = tokenizer.decode(shown)
-    return repr(text if len(text) <= characters and len(shown) == len(tokens) else f"{beginning(text, characters)}...")
-
-
-def beginning(text: str, characters: int) -> str:
-    """At most so many characters of a text, whole words where they are short."""
-    if len(text) <= characters:
-        return text
-    space = text.rfind(" ", characters // 2, characters + 1)
-    return text[: characters if space < 0 else space]
+    return repr(text if len(text) <= characters and len(shown) == len(tokens) else f"{text[:characters]}...")
 
 
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
@@ -223,31 +214,14 @@ def _reasons(path: Place) -> dict[str, int]:
 
 
 def statistics_text(values: dict[str, Any]) -> str:
-    """What `statistics` returns, for people."""
-    lines = [
-        f"{values['directory']}",
-        f"  tokenizer   {values['tokenizer']}, {values['vocab_size']:,} ids",
-        f"  packs       {values['packs']:,} of {values['seq_length']:,} tokens in {values['shards']} shards",
-        f"  documents   {values['documents']:,} ({values['split_pieces']:,} pieces of split ones, "
-        f"{values['truncated']:,} truncated)",
-        f"  tokens      {values['tokens']:,}, {values['learned_tokens']:,} learned "
-        f"({values['learned_tokens'] / max(1, values['tokens']):.1%})",
-        f"  efficiency  {values['packing_efficiency']:.3%} of all places hold a token, "
-        f"{values['padded_share']:.3%} with padding to {values['pad_multiple']}",
-    ]
-    if "images" in values:
-        lines.append(
-            f"  images      {values['images']:,} images, {values['videos']:,} videos or single frames, "
-            f"{values['image_bytes']:,} bytes"
-        )
-        lines.append(
-            f"              {values['image_units']:,} units, {values['image_crops']:,} crops "
-            f"(at most {values['most_crops_of_a_pack']:,} in a pack), {values['pooled_tokens']:,} pooled tokens"
-        )
-    lines.append(f"  rejected    {values['rejected']:,}")
-    lines += [f"              {count:>8,}  {reason}" for reason, count in values["rejected_for"].items()]
-    lines.append("  lengths     " + ", ".join(f"{name} {n:,}" for name, n in values["length_quantiles"].items()))
-    most = max(values["length_histogram"].values(), default=1)
-    for name, count in values["length_histogram"].items():
-        lines.append(f"    {name:>12}  {count:>10,}  {'#' * -(-_BAR * count // most)}")
+    """What `statistics` returns, for people: a line for each value, tables below their names."""
+    lines = []
+    for name, value in values.items():
+        words = name.replace("_", " ")
+        if isinstance(value, dict):
+            lines += [words, *(f"    {count:>14,}  {key}" for key, count in value.items())]
+        elif isinstance(value, float):
+            lines.append(f"{words:<24}{value:.3%}")
+        else:
+            lines.append(f"{words:<24}{value if isinstance(value, str) else f'{value:,}'}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""A pack as one page of HTML: what is learned of its texts, its images with their crops, its branches, its mask.
+"""A pack as one page of HTML: its texts with what is learned of them, its branches, its images and frames.
 
 The page is one file that loads nothing. Every character of a dataset is escaped, so a record can neither run in a
 browser nor fetch.
@@ -10,22 +10,21 @@ import base64
 import io
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 import numpy as np
 
-from megacp.core.data.collate import collate
 from megacp.core.data.decoding import load_pixels, video_pixels
-from megacp.core.data.geometry import ImageRules, crop_boxes
+from megacp.core.data.geometry import ImageRules
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.storage.files import write_atomically
 from megacp.prepare.describe import learned_of_pack
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-_THUMBNAIL, _MASK = 320, 256
-"""Pixels of the longer side of an image, and of the mask's side."""
+_THUMBNAIL = 320
+"""Pixels of the longer side of an image."""
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
 h1 { font-size: 1.3em; } h2 { font-size: 1.05em; margin: 2em 0 .3em; border-top: 1px solid #ccc; padding-top: .6em; }
@@ -33,8 +32,7 @@ h3 { font-size: .95em; margin: .6em 0 .2em; font-weight: 600; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; margin: 0; }
 .branch { border-left: 4px solid #b8c8e8; padding-left: 1em; margin: .5em 0 .5em 1em; }
 mark { background: #bfe8bf; color: inherit; } .unit { background: #ffe2b0; border-radius: 3px; padding: 0 .3em; }
-.note { color: #666; } figure { display: inline-block; margin: .5em 1em .5em 0; vertical-align: top; }
-figcaption { font-size: .8em; color: #666; } svg, img { display: block; } .mask { image-rendering: pixelated; }
+.note, figcaption { color: #666; } figure { display: inline-block; margin: .5em 1em .5em 0; vertical-align: top; }
 """
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -58,29 +56,21 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"<h1>{title}</h1><p>{len(pack.segments)} documents, {len(pack.tokens)} tokens of {manifest.seq_length}, "
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
-    yield _mask_figure(pack)
     rules = None if manifest.image_rules is None else ImageRules.from_dict(manifest.image_rules)
-    stops = np.cumsum(pack.segments["true_length"], dtype=np.int64).tolist()
-    branch = 0
-    for number, (start, stop) in enumerate(zip([0, *stops], stops, strict=False)):
-        row = pack.segments[number]
-        count = int(row["num_branches"])
+    start = branch = 0
+    for number, row in enumerate(pack.segments):
+        stop, count = start + int(row["true_length"]), int(row["num_branches"])
         branches = [] if pack.branches is None else pack.branches["start"][branch : branch + count].tolist()
-        branch += count
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         yield f'<h2>Document {number} <span class="note">{stop - start} tokens, {escape(source)}</span></h2>'
-        yield from _parts(pack, number, start, stop, branches, tokenizer)
+        for part, (first, last) in enumerate(itertools.pairwise([0, *branches, stop - start])):
+            text = f'<p class="text">{"".join(_runs(pack, number, start, (first, last), tokenizer))}</p>'
+            head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
+            yield f"{head}{text}</div>" if part else text
         if rules is not None and pack.images is not None:
             yield from _figures(pack, number, rules)
+        start, branch = stop, branch + count
     yield "</body></html>\n"
-
-
-def _parts(pack: Pack, number: int, start: int, stop: int, branches: list[int], tokenizer: Tokenizer) -> Iterator[str]:
-    """The prefix of one document, tokens start..stop of a pack, then each of its branches."""
-    for part, (first, last) in enumerate(itertools.pairwise([0, *branches, stop - start])):
-        text = f'<p class="text">{"".join(_runs(pack, number, start, (first, last), tokenizer))}</p>'
-        head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
-        yield f"{head}{text}</div>" if part else text
 
 
 def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer: Tokenizer) -> Iterator[str]:
@@ -103,7 +93,8 @@ def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer:
         while begin < box:
             differs = np.flatnonzero(weights[begin:box] != weights[begin])
             stop = begin + int(differs[0]) if len(differs) else box
-            text = escape(_decoded(tokens[begin:stop], tokenizer))
+            run = tokens[begin:stop]
+            text = escape(tokenizer.decode(run[run < tokenizer.vocab_size]))
             yield f'<mark title="weight {float(weights[begin]):g}">{text}</mark>' if weights[begin] > 0 else text
             begin = stop
         if name:
@@ -111,85 +102,23 @@ def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer:
         begin = max(begin, end)
 
 
-def _decoded(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Text; an end of document that has none, as in most tokenizers, becomes a sign."""
-    known, end = tokens[tokens < tokenizer.vocab_size], tokenizer.eos_id
-    if end is None or tokenizer.decode([end]):
-        return tokenizer.decode(known)
-    pieces = np.split(known, np.flatnonzero(known == end))
-    return "\u00b6".join(tokenizer.decode(piece[piece != end]) for piece in pieces)
-
-
 def _unit_name(unit: np.void) -> str:
     return f"item {unit['item']}" if unit["frame"] < 0 else f"item {unit['item']} frame {unit['frame']}"
 
 
 def _figures(pack: Pack, segment: int, rules: ImageRules) -> Iterator[str]:
-    """The images of a document with their crops drawn, and the frames of its videos."""
+    """The images of a document, and the frames of its videos."""
+    from PIL import Image
+
     assert pack.images is not None
     units = pack.images.units
-    here = units[units["segment"] == segment]
-    for item, rows in itertools.groupby(here, key=lambda unit: int(unit["item"])):
-        taken = list(rows)
-        data = pack.images.read(item)
-        if taken[0]["frame"] < 0:
-            pixels = load_pixels(data, rules)
-            boxes = crop_boxes(pixels.shape[1], pixels.shape[0], rules)
-            yield _figure(
-                pixels,
-                boxes,
-                f"{_unit_name(taken[0])}: {pixels.shape[1]} x {pixels.shape[0]}, {len(boxes)} crops and the whole",
-            )
-        else:
-            for unit, pixels in zip(taken, video_pixels(data, rules), strict=False):
-                yield _figure(pixels, [], _unit_name(unit))
-
-
-def _figure(pixels: np.ndarray, boxes: Sequence[tuple[float, float, float, float]], caption: str) -> str:
-    """A picture with the outlines of its crops, each a little inside of the one before so that overlaps are seen."""
-    from PIL import Image
-
-    image = Image.fromarray(pixels)
-    scale = min(1.0, _THUMBNAIL / max(image.size))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    shown = image.resize((width, height))
-    outlines = "".join(
-        f'<rect x="{x0 * width + 1 + i % 3:.1f}" y="{y0 * height + 1 + i % 3:.1f}" '
-        f'width="{max(1.0, (x1 - x0) * width - 2 - 2 * (i % 3)):.1f}" '
-        f'height="{max(1.0, (y1 - y0) * height - 2 - 2 * (i % 3)):.1f}" fill="none" stroke="{_COLOURS[i % 3]}"/>'
-        for i, (x0, y0, x1, y1) in enumerate(boxes)
-    )
-    return (
-        f'<figure><svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">'
-        f'<image href="{_data_url(shown)}" width="{width}" height="{height}"/>{outlines}</svg>'
-        f"<figcaption>{escape(caption)}</figcaption></figure>"
-    )
-
-
-_COLOURS = ("#e6194b", "#0082c8", "#f58231")
-
-
-def _mask_figure(pack: Pack) -> str:
-    """Which of evenly chosen tokens (rows) see which (columns): the rule of ops/mask.py on a few hundred of them."""
-    from PIL import Image
-
-    batch = collate([pack])
-    chosen = np.unique(np.linspace(0, len(batch) - 1, min(_MASK, len(batch))).astype(np.int64))
-    document, branch, span = (values[chosen] for values in (batch.document, batch.branch, batch.span))
-    place = batch.position_ids[chosen]
-    same = (document[:, None] == document) & (document >= 0)
-    visible = (branch == 0) | (branch[:, None] == branch)
-    before = (place <= place[:, None]) | ((span[:, None] != 0) & (span[:, None] == span))
-    seen = (same & visible & before)[..., None]  # [rows, columns, 1]
-    picture = np.where(seen, np.array([40, 90, 160], np.uint8), np.array([240, 240, 240], np.uint8))
-    url = _data_url(Image.fromarray(picture))
-    return (
-        f'<figure><img class="mask" width="{_MASK}" height="{_MASK}" alt="mask" src="{url}">'
-        f"<figcaption>Mask: a row sees its dark columns; {len(chosen)} of {len(batch)} tokens</figcaption></figure>"
-    )
-
-
-def _data_url(image: object) -> str:
-    stream = io.BytesIO()
-    image.save(stream, "PNG")  # type: ignore[attr-defined]  # typed as object: pillow is an extra
-    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+    for item, rows in itertools.groupby(units[units["segment"] == segment], key=lambda unit: int(unit["item"])):
+        taken, data = list(rows), pack.images.read(item)
+        pictures = [load_pixels(data, rules)] if taken[0]["frame"] < 0 else video_pixels(data, rules)
+        for unit, pixels in zip(taken, pictures, strict=False):
+            image, stream = Image.fromarray(pixels), io.BytesIO()
+            image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+            image.save(stream, "PNG")
+            url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
+            caption = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}"
+            yield f'<figure><img src="{url}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'

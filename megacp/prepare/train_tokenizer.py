@@ -6,6 +6,7 @@ same input gives the same file.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,8 +20,23 @@ _LONGEST_SENTENCE = 1 << 20
 """Bytes of a text that SentencePiece takes; it leaves longer ones out without a word."""
 
 
-def texts(paths: list[str], text_key: str, accepted: Accepted) -> Iterator[str]:
-    """The texts of records, or of whole plain-text files, in order. ValueError at the first that cannot be read."""
+def texts(paths: list[str], text_key: str, accepted: Accepted, max_bytes: int) -> Iterator[str]:
+    """The texts of records, or of whole plain-text files, in order, until `max_bytes` of UTF-8 are reached.
+
+    ValueError at the first that cannot be read, and when there is no text at all.
+    """
+    left = max_bytes
+    for text in _all_texts(paths, text_key, accepted):
+        if text:
+            yield text
+            left -= len(text.encode())
+        if left <= 0:
+            return
+    if left == max_bytes:
+        raise ValueError("--input: the files hold no text")
+
+
+def _all_texts(paths: list[str], text_key: str, accepted: Accepted) -> Iterator[str]:
     for source, path in enumerate(paths):
         if Path(path).suffix.lower() not in RECORD_SUFFIXES:
             try:
@@ -39,43 +55,16 @@ def texts(paths: list[str], text_key: str, accepted: Accepted) -> Iterator[str]:
                 yield "".join(piece.text or "" for piece in part)
 
 
-def limited(stream: Iterator[str], max_bytes: int) -> Iterator[str]:
-    """Texts until `max_bytes` of UTF-8 are reached, without empty ones. ValueError when there is no text at all."""
-    left = max_bytes
-    for text in stream:
-        if left <= 0:
-            return
-        if text:
-            left -= len(text.encode())
-            yield text
-    if left == max_bytes:
-        raise ValueError("--input: the files hold no text")
-
-
-def in_pieces(text: str, most: int) -> Iterator[str]:
-    """`text` in pieces of at most `most` bytes of UTF-8, cut behind a line, else behind a space, where one is near."""
-    start, step = 0, max(1, most // 4)  # a character has at most four bytes
-    while len(text) - start > step:
-        stop = start + step
-        behind = [text.rfind(mark, start, stop) + 1 for mark in "\n "]  # 0 where there is none
-        stop = next((place for place in behind if place), stop)
-        yield text[start:stop]
-        start = stop
-    if start < len(text):
-        yield text[start:]
-
-
 def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
     """Write a byte-level BPE tokenizer.json with EOD_TOKEN as id 0 and `symbols` as the last ids, found in a text
     before its words are cut; returns its vocabulary's size.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    least = 257 + len(symbols)
-    if vocab_size < least:
-        more = f" and {len(symbols)} symbols" if symbols else ""
+    if vocab_size < (least := 257 + len(symbols)):
         raise ValueError(
-            f"--vocab-size is {vocab_size}, byte-level BPE needs at least {least}: the bytes, {EOD_TOKEN}{more}"
+            f"--vocab-size is {vocab_size}, byte-level BPE needs at least {least}: the bytes, {EOD_TOKEN} and "
+            f"{len(symbols)} symbols"
         )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,14 +83,12 @@ def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Seq
 
 def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
     """Write a SentencePiece BPE model with byte fallback that keeps all whitespace; returns its vocabulary's size."""
-    import io
-
     import sentencepiece
 
-    model = io.BytesIO()
+    model, step = io.BytesIO(), _LONGEST_SENTENCE // 4  # a character has at most four bytes
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(piece for text in stream for piece in in_pieces(text, _LONGEST_SENTENCE)),
+            sentence_iterator=(text[i : i + step] for text in stream for i in range(0, len(text), step)),
             model_writer=model,
             vocab_size=vocab_size,
             model_type="bpe",
@@ -121,27 +108,3 @@ def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int, sy
 
 
 TRAINERS = {".json": train_bpe, ".model": train_sentencepiece}
-
-
-def train(
-    inputs: list[str],
-    output: Path,
-    vocab_size: int,
-    symbols: Sequence[str],
-    records: tuple[str, Accepted],
-    max_mib: float,
-    overwrite: bool,
-) -> int:
-    """Train on the texts of `inputs` by the suffix of `output`; the vocabulary's size. ValueError names the flag.
-
-    `records`: the key of a record's plain text, and what else records may hold.
-    """
-    if output.suffix not in TRAINERS:
-        raise ValueError(f"--output is '{output}', it must end in one of {', '.join(TRAINERS)}")
-    if output.exists() and not overwrite:
-        raise ValueError(f"--output {output} exists; nothing was overwritten, give --overwrite to replace it")
-    if absent := [path for path in inputs if not Path(path).is_file()]:
-        raise ValueError(f"--input: no such file: {', '.join(absent)}")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    stream = limited(texts(inputs, *records), int(max_mib * (1 << 20)))
-    return TRAINERS[output.suffix](stream, output, vocab_size, symbols)

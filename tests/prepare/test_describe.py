@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare.build.progress import BuildProgress, rate
-from megacp.prepare.describe import beginning, describe_pack
+from megacp.prepare.describe import describe_pack
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.build.builds import run
 
@@ -22,12 +22,6 @@ def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> 
     assert shown.count("\n") == 21 and shown.endswith("30 more documents; --documents 0 shows all")
     assert "110 tokens, 70 learned" in shown
     assert describe_pack(dataset, 0, tokenizer, documents=0).count("\n") == 80
-
-
-def test_a_beginning_ends_with_a_whole_word_where_words_are_short() -> None:
-    assert beginning("one two three four", 12) == "one two"
-    assert beginning("one two three four", 13) == "one two three"
-    assert beginning("o" * 30, 12) == "o" * 12 and beginning("short", 12) == "short"
 
 
 def test_the_speed_of_a_build_counts_images_that_lie_in_files_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""The page of a pack: one file, everything escaped, learned text marked, images with their crops."""
+"""The page of a pack: one file, everything escaped, learned text marked, images shown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -19,7 +18,7 @@ from tests.prepare.build.builds import run
 from tests.prepare.media.pictures import TINY, encoded, noise
 
 EVIL = "<script>alert('x')</script><img src=http://evil/ onerror=1> & \u6f22"
-VOID = {"meta", "img", "image", "rect", "br"}
+VOID = {"meta", "img"}
 
 
 class Page(HTMLParser):
@@ -66,27 +65,17 @@ def test_text_of_records_is_escaped_and_what_is_learned_is_marked(tmp_path: Path
     names = {tag for tag, _ in page.tags}
     assert "script" not in names and not any("onerror" in attributes for _, attributes in page.tags)
     assert f"<|user|>\n{EVIL}" in page.text and f"no {EVIL}" in page.marked and "user" not in page.marked
-    sources = [value for _, attributes in page.tags for name, value in attributes.items() if name in ("src", "href")]
-    assert sources and all(source and source.startswith("data:image/png;base64,") for source in sources)
+    assert not any({"src", "href"} & attributes.keys() for _, attributes in page.tags)
 
 
-def test_branches_stand_apart_and_images_have_their_crops(tmp_path: Path) -> None:
+def test_branches_stand_apart_and_images_are_shown(tmp_path: Path) -> None:
     data = base64.b64encode(encoded(noise(60, 30))).decode()
     record = {"content": [{"type": "image", "base64": data}, {"type": "text", "text": "Q"}], "branches": ["one", "two"]}
     page = page_of(tmp_path, record, image_rules=TINY)
     assert "Branch 1" in page.text and "Branch 2" in page.text and "ne" in page.marked and "wo" in page.marked
     assert "item 0: 60 x 30" in page.text and "item 0, " in page.text
-    crops = sum(tag == "rect" for tag, _ in page.tags)
-    assert crops > 1 and f"{crops} crops and the whole" in page.text
-
-
-def test_the_mask_is_that_of_the_pack(tmp_path: Path) -> None:
-    """Two documents of four bytes and their ends: two triangles."""
-    page = page_of(tmp_path, {"text": "abcd"}, {"text": "efgh"})
     (source,) = [str(attributes["src"]) for tag, attributes in page.tags if tag == "img"]
-    image = Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
-    triangle = np.tril(np.ones((5, 5), bool))
-    assert ((np.asarray(image)[..., 0] < 100) == np.kron(np.eye(2, dtype=bool), triangle)).all()
+    assert Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).size == (60, 30)
 
 
 def test_a_page_that_cannot_be_written_names_its_flag(tmp_path: Path) -> None:

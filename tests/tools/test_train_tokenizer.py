@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
-from megacp.prepare.train_tokenizer import in_pieces
 
 ROOT = Path(__file__).parents[2]
 CHECK = """
@@ -73,13 +72,6 @@ def test_a_text_longer_than_sentencepiece_takes_is_learned(tmp_path: Path) -> No
     texts, more = (tmp_path / "a.txt", tmp_path / "b.txt"), ("--output", tmp_path / "small.model", "--vocab-size", 300)
     assert train("--input", *texts, *more).returncode == 0
     assert len(load_tokenizer(str(tmp_path / "small.model")).encode(["zebra quagga okapi"])[0]) < 10
-
-
-@pytest.mark.parametrize("text", ["", "abc", "one two\nthree " * 9, "x" * 100, "\u00e9\U0001f600" * 30, "a " * 50])
-def test_pieces_are_the_text_and_short(text: str) -> None:
-    pieces = list(in_pieces(text, 40))
-    assert "".join(pieces) == text and all(0 < len(piece.encode()) <= 40 for piece in pieces)
-    assert all(piece[-1] in "\n " for piece in pieces[:-1]) or not set(text) & set("\n ")
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_the_build_and_its_statistics_count_what_training_learns(tmp_path: Path)
         counted = sum(int((collate([dataset.pack(i)]).loss_weights > 0).sum()) for i in range(len(dataset)))
         values = statistics(tmp_path / oversize)
         assert summary.learned_tokens == values["learned_tokens"] == counted > 0
-        assert f"{counted:,} learned" in statistics_text(values)
+        assert f"learned tokens          {counted:,}" in statistics_text(values)
     again = run([a], tmp_path / "split", oversize="split")
     assert again.already_complete and again.learned_tokens > summary.learned_tokens
 
