@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
+from megacp.core.data.manifest import DatasetManifest, ShardEntry
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import StoredFile
 from megacp.core.storage import files
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.faults import storage_faults
-from megacp.prepare.build.indexed_writer import write_table
 from megacp.prepare.build.journal import is_dataset, locked, prepare_directory
 from megacp.prepare.build.run import copy_tokenizer
 from megacp.prepare.build.unit import shard_name
 from megacp.prepare.build.upload import REJECTS_NAME, TOKENIZER_DIRECTORY
+from megacp.prepare.build.writer import write_table
 
 _SHOWN = 5
 """Datasets, and differences of each, that are told at most."""
@@ -127,8 +127,8 @@ def _copy_shard(source: Path, entry: ShardEntry, target: Path, shift: int) -> Sh
         path = temporary / "segments.npy"
         table = np.array(tables.table_of(StoredFile(path), tables.SEGMENT_DTYPE))
         table["source_file"] += shift
-        written, size, sha256 = write_table(path, table)
-        copies = [FileEntry(written.name, size, sha256) if file.name == written.name else file for file in copies]
+        written = write_table(path, table)
+        copies = [written if file.name == written.name else file for file in copies]
     files.sync_below(temporary)
     files.place_folder(temporary, target)
     return dataclasses.replace(entry, name=target.name, files=tuple(copies))

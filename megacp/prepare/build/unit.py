@@ -158,7 +158,7 @@ class _UnitRun:
                     self._flush(window, writer)
                     window, tokens = [], 0
             self._flush(window, writer)
-            entry_of_shard = writer.commit(replace=True) if writer.num_packs else None
+            entry_of_shard = writer.commit() if writer.num_packs else None
         counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
         return UnitResult(unit.index, entry_of_shard, *counts)
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import hashlib
+import io
 import os
 import shutil
 import struct
@@ -24,9 +26,8 @@ import numpy as np
 from megacp.core.data import tables
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.manifest import FileEntry, ShardEntry
-from megacp.core.data.tables import crc32, token_dtype
+from megacp.core.data.tables import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, crc32, pointers, token_dtype, with_suffix
 from megacp.core.storage import files
-from megacp.prepare.build.indexed_writer import IndexedWriter, write_table
 from megacp.prepare.records.documents import SegmentUnit
 
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
@@ -34,6 +35,87 @@ _PACK_ROW = struct.Struct("<qqiiii")
 _SEGMENT_ROW = struct.Struct("<qqqiiiiiI")
 _BRANCH_ROW = struct.Struct("<ii")
 _UNIT_ROW = struct.Struct("<qqiiiiii")
+
+
+class HashedFile:
+    """A file written once, front to back, whose size and sha256 are known when it is closed (no second pass)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self._hash = hashlib.sha256()
+        self._stream = open(path, "wb", buffering=1 << 20)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes (a memoryview must be contiguous and of bytes)."""
+        self._hash.update(data)
+        self._stream.write(data)
+        self.size += len(data)
+
+    def close(self) -> FileEntry:
+        """Flush to the disk (fsync) and close; name, size and sha256. Call it once."""
+        files.sync_file(self._stream)
+        self._stream.close()
+        return FileEntry(self.path.name, self.size, self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close without making anything durable; the caller deletes the file."""
+        with contextlib.suppress(OSError):  # on a full disk what is left in the buffer cannot be written
+            self._stream.close()
+
+
+class IndexedWriter:
+    """Streams sequences to Megatron's `PREFIX.bin`; `close` writes `PREFIX.idx`."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype) -> None:
+        """`prefix` without suffix; `dtype` one of DTYPE_OF_CODE. Existing files of that name are emptied."""
+        self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
+        self._lengths = array("i")
+        self._boundaries = array("q", [0])
+        self._crc, self.checksums = 0, array("I")
+        """crc32 of the stored bytes of each document so far."""
+        self._bin = HashedFile(with_suffix(prefix, ".bin"))
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences added so far."""
+        return len(self._lengths)
+
+    def add_sequence(self, values: np.ndarray) -> None:
+        """Append one sequence, `values[n]`, whose values fit `dtype`."""
+        stored = np.ascontiguousarray(values, self.dtype).view(np.uint8).data
+        self._crc = crc32(stored, self._crc)
+        self._bin.write(stored)
+        self._lengths.append(len(values))
+
+    def end_document(self) -> None:
+        """Close the current document (one pack): it holds the sequences added since the last call."""
+        self._boundaries.append(len(self._lengths))
+        self.checksums.append(self._crc)
+        self._crc = 0
+
+    def close(self) -> list[FileEntry]:
+        """Write the `.idx`, fsync both files; what the manifest says of them."""
+        lengths = np.array(self._lengths, dtype=np.int32)
+        boundaries = np.array(self._boundaries, dtype=np.int64)
+        index = HashedFile(with_suffix(self.prefix, ".idx"))
+        index.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(boundaries)))
+        for table in (lengths.astype("<i4"), pointers(lengths, self.dtype.itemsize), boundaries.astype("<i8")):
+            index.write(table.tobytes())
+        return [self._bin.close(), index.close()]
+
+    def abandon(self) -> None:
+        """Close the `.bin` unfinished; the caller deletes it."""
+        self._bin.abandon()
+
+
+def write_table(path: Path, table: np.ndarray) -> FileEntry:
+    """Write an `.npy` and fsync it. The same table gives the same bytes."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(table))
+    file = HashedFile(path)
+    file.write(header.getvalue())
+    file.write(np.ascontiguousarray(table).reshape(-1).view(np.uint8).data)  # no copy: a shard may have many rows
+    return file.close()
 
 
 @dataclass(frozen=True)
@@ -111,7 +193,7 @@ class ShardWriter:
         self.abort()
 
     def add_pack(self, segments: Sequence[Segment]) -> None:
-        """Append one pack. ValueError, before anything is written, when it is empty, too long or a segment is wrong.
+        """Append one pack. ValueError, before anything is written, when it is empty, too long or of other ids.
 
         A segment of n >= 1 tokens has ids 0..vocab_size-1, weights float [n], finite and >= 0, and branches that start
         at rising places 1..n-1.
@@ -124,7 +206,12 @@ class ShardWriter:
                 f"a pack has at least 1 segment and at most --seq-length {self._seq_length} tokens"
             )
         for segment in segments:
-            self._check(segment, where)
+            low, high = int(segment.tokens.min()), int(segment.tokens.max())
+            if low < 0 or high >= self._vocab_size:
+                place = f"source {segment.source_file} offset {segment.source_offset}"
+                raise ValueError(
+                    f"{where}, {place}: token ids {low}..{high}, the vocabulary is 0..{self._vocab_size - 1}"
+                )
         if self._weights is None and any(_has_weights(segment) for segment in segments):
             self._weights = self._start_weights()
         first = self._tokens.num_sequences
@@ -136,30 +223,6 @@ class ShardWriter:
             self._weights.end_document()
         self._packs += _PACK_ROW.pack(first, first_unit, len(segments), num_units, sum(padded), num_crops)
         self._num_padded += sum(padded)
-
-    def _check(self, segment: Segment, where: str) -> None:
-        tokens, starts = segment.tokens, segment.branch_starts
-        where = f"{where}, source {segment.source_file} offset {segment.source_offset}"
-        if tokens.ndim != 1 or not len(tokens) or tokens.dtype.kind not in "iu":
-            raise ValueError(f"{where}: tokens must be integers [n], n >= 1, got {tokens.dtype} {tokens.shape}")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self._vocab_size:
-            raise ValueError(f"{where}: token ids {low}..{high}, the vocabulary is 0..{self._vocab_size - 1}")
-        if segment.weights is not None:
-            weights = np.asarray(segment.weights)
-            if weights.shape != tokens.shape or not np.isfinite(weights).all() or (weights < 0).any():
-                raise ValueError(f"{where}: weights must be {tokens.shape}, finite and not negative")
-        if list(starts) != sorted(set(starts)) or (starts and not 1 <= starts[0] <= starts[-1] < len(tokens)):
-            raise ValueError(f"{where}: branches must start at rising places 1..{len(tokens) - 1}, got {starts}")
-        stop = 0
-        for unit in segment.units:
-            free = unit.start >= stop and unit.num_tokens >= 1 and unit.start + unit.num_tokens <= len(tokens)
-            stop = unit.start + unit.num_tokens
-            crossed = bisect.bisect_right(starts, unit.start) != bisect.bisect_left(starts, stop)
-            if not free or crossed or unit.num_crops < 1 or unit.num_pooled < 1:
-                raise ValueError(f"{where}: {unit} overlaps another, leaves its branch or the segment, or is empty")
-            if not 0 <= unit.item < len(segment.items):
-                raise ValueError(f"{where}: {unit} is of an item that is not there, of {len(segment.items)}")
 
     def _start_weights(self) -> IndexedWriter:
         """Open weights.bin with ones for all that is already in the shard."""
@@ -240,39 +303,32 @@ class ShardWriter:
         for degree, rows in self._boundaries.items():
             rows.append(compute_image_shard_boundaries(crops, pooled, degree))
 
-    def commit(self, replace: bool = False) -> ShardEntry:
+    def commit(self) -> ShardEntry:
         """Make all files durable, rename the directory to its name, and return what the manifest says of it.
 
-        ValueError: no pack was added, or the directory exists and `replace` is false. A killed build may have renamed
-        one that it did not enter in its journal: replace it.
+        A directory of that name is replaced: a killed build may have renamed one that it did not enter.
+        ValueError: no pack was added.
         """
         assert self._open, "commit after commit or abort"
         if not self.num_packs:
             raise ValueError(f"{self.directory}: a shard must hold at least one pack")
-        if self.directory.exists() and not replace:
-            raise ValueError(f"{self.directory} exists already; nothing was overwritten")
-        num_packs, num_segments = self.num_packs, self._tokens.num_sequences
+        counts = (self.num_packs, self._tokens.num_sequences, self._num_tokens, self._num_padded)
         written = self._write_tables()
         for writer in (self._tokens, self._weights, self._images):
             if writer is not None:
                 written += writer.close()
         files.sync_folder(self._temporary)
         self._open = False
-        if self.directory.exists():
-            old = self._temporary.with_suffix(".old.partial")
-            shutil.rmtree(old, ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):  # another owner has moved it
-                files.rename(self.directory, old)
-            files.place_folder(self._temporary, self.directory)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            files.place_folder(self._temporary, self.directory)
-        listed = sorted((FileEntry(path.name, size, sha) for path, size, sha in written), key=lambda f: f.name)
-        counts = (num_packs, num_segments, self._num_tokens, self._num_padded)
-        return ShardEntry(self.directory.name, *counts, tuple(listed))
+        old = self._temporary.with_suffix(".old.partial")
+        shutil.rmtree(old, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # there is none, or another owner has moved it
+            files.rename(self.directory, old)
+        files.place_folder(self._temporary, self.directory)
+        shutil.rmtree(old, ignore_errors=True)
+        return ShardEntry(self.directory.name, *counts, tuple(sorted(written, key=lambda file: file.name)))
 
-    def _write_tables(self) -> list[tuple[Path, int, str]]:
-        """All `.npy` files, in the temporary directory; path, size and sha256 of each."""
+    def _write_tables(self) -> list[FileEntry]:
+        """All `.npy` files, in the temporary directory."""
         rows = {"packs": (self._packs, tables.PACK_DTYPE), "segments": (self._segments, tables.SEGMENT_DTYPE)}
         if self._branches:
             rows["branches"] = (self._branches, tables.BRANCH_DTYPE)

@@ -18,17 +18,8 @@ from typing import Any
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
 LEARNED_ROLES = ("assistant",)
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
-_ASSISTANTS = {"gpt", "bot", "model", "ai", "chatgpt", "chatbot", "agent", "llm", "answer", "response", "output"}
-"""Names that other formats give to what here is an assistant."""
-_IDS_OF_TEXT = {"input_ids", "token_ids", "label_ids", "position_ids"}
-_CONTENT = {
-    *("image", "img", "picture", "photo", "frame", "video", "audio", "sound", "speech", "caption", "tool", "function"),
-    *("call", "reasoning", "thinking", "thought", "rationale", "prompt", "completion", "instruction", "question"),
-    *("answer", "response", "chosen", "rejected", "conversation", "dialog", "dialogue", "message", "turn", "content"),
-    *("text", "input", "output", "target", "system", "context", "suffix", "prefix", "label", "mask", "loss", "train"),
-    *("trainable", "token"),
-}
-"""Words, without their s, of keys that other tools learn or learn by."""
+_MEDIA = {"image", "img", "picture", "photo", "frame", "video", "audio", "sound", "speech"}
+"""Words, without their s, of keys that name what is seen or heard beside the text."""
 _DESCRIBING = {
     *("id", "count", "size", "width", "height", "length", "len", "hash", "type", "format", "score", "date"),
     *("md5", "sha1", "sha256", "sha512", "language", "lang"),
@@ -138,9 +129,9 @@ class Accepted:
     """What the user lets through: keys to ignore, roles to take as context."""
 
     ignore_keys: tuple[str, ...] = ()
-    """Names, and patterns with `*`; a pattern covers neither what looks like content nor a message's keys."""
+    """Names, and patterns with `*`; a pattern covers neither images and the like nor a message's keys."""
     context_roles: tuple[str, ...] = ()
-    """Roles beside CONTEXT_ROLES of which nothing is learned; `*` is all but those that other formats learn."""
+    """Roles beside CONTEXT_ROLES of which nothing is learned; `*` is all."""
     ignore_weights: bool = False
     """Whether `weight` of messages and branches counts as 1."""
     asks: bool = False
@@ -148,9 +139,7 @@ class Accepted:
 
     def role_problem(self, role: str) -> str | None:
         """Why a role cannot be used; None when it can."""
-        if role in LEARNED_ROLES or role in CONTEXT_ROLES or role in self.context_roles:
-            return None
-        if "*" in self.context_roles and role.lower() not in _ASSISTANTS:
+        if role in (*LEARNED_ROLES, *CONTEXT_ROLES, *self.context_roles) or "*" in self.context_roles:
             return None
         known = ", ".join((*CONTEXT_ROLES, *LEARNED_ROLES))
         return (
@@ -198,13 +187,12 @@ def _reason(key: str, accepted: Accepted, is_number: bool, in_record: bool) -> s
         return "is unknown here"
     snake = re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower()  # `maxStars_repo-path` is max, stars, repo, path
     words = [word for word in re.split(r"[^a-z0-9]+", snake) if word and not word.isdigit()] or [snake]
-    singular = [word if word in _METADATA_BEGINNINGS else word.rstrip("s") for word in words]
-    last, about = singular[-1], singular[0] in _METADATA_BEGINNINGS
-    has_content = not _CONTENT.isdisjoint(singular) or snake in _IDS_OF_TEXT
-    if snake not in _IDS_OF_TEXT and (last in _DESCRIBING or (about and (is_number or last not in _CONTENT))):
+    singular = [word if word in ("is", "has", "ids") else word.rstrip("s") for word in words]
+    counts = singular[0] in _METADATA_BEGINNINGS
+    if singular[-1] in _DESCRIBING or (counts and is_number):
         return None
-    if has_content and not (is_number and last not in _CONTENT):
-        return "looks like content"
-    if last in _METADATA or any(fnmatchcase(key, pattern) for pattern in accepted.ignore_keys):
+    if not _MEDIA.isdisjoint(singular):
+        return "names an image, a video or a sound"
+    if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in accepted.ignore_keys):
         return None
     return "is unknown"
