@@ -288,13 +288,6 @@ def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     return _patches(np.stack([resized(pixels, side, side), *crops]), rules)
 
 
-def crop_boxes(width: int, height: int, rules: ImageRules) -> list[tuple[float, float, float, float]]:
-    """Left, top, right and bottom of each high-resolution crop, as shares of the image's width and height."""
-    (down, across), origins = _origins(width, height, rules)
-    side = rules.image_size
-    return [(x / across, y / down, (x + side) / across, (y + side) / down) for y, x in origins]
-
-
 def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
     return _patches(resized(pixels, rules.image_size, rules.image_size)[None], rules)
