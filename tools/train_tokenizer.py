@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from megacp.core.config.cli import OneLineParser
-from megacp.prepare.records.record import Accepted
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, TRAINERS, texts
 
 
@@ -30,14 +29,8 @@ def _parser() -> argparse.ArgumentParser:
         "--symbols", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, such as '<|user|>'"
     )
     parser.add_argument("--max-mib", type=float, default=256, metavar="N", help="stop after so much text (256)")
-    for name, what in (("ignore-keys", "unknown keys of records to leave out"), ("context-roles", "further roles")):
-        parser.add_argument(f"--{name}", type=_names, default=(), metavar="A,B", help=f"{what}, as for a build")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(filter(None, text.split(",")))
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -49,8 +42,7 @@ def _train(args: argparse.Namespace) -> int:
     if absent := [path for path in args.input if not Path(path).is_file()]:
         raise ValueError(f"--input: no such file: {', '.join(absent)}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    accepted = Accepted(args.ignore_keys, args.context_roles)
-    stream = texts(args.input, args.text_key, accepted, int(args.max_mib * (1 << 20)))
+    stream = texts(args.input, args.text_key, int(args.max_mib * (1 << 20)))
     return TRAINERS[args.output.suffix](stream, args.output, args.vocab_size, args.symbols)
 
 

@@ -16,17 +16,19 @@ from megacp.prepare.records.sample import parse_record
 
 EOD_TOKEN = "<|endoftext|>"
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".arrow", ".tar")
+_ANYTHING = Accepted(("*", "image", "images", "video", "videos", "audio"), ("*",))
+"""Only the text of a record is read here."""
 _LONGEST_SENTENCE = 1 << 20
 """Bytes of a text that SentencePiece takes; it leaves longer ones out without a word."""
 
 
-def texts(paths: list[str], text_key: str, accepted: Accepted, max_bytes: int) -> Iterator[str]:
+def texts(paths: list[str], text_key: str, max_bytes: int) -> Iterator[str]:
     """The texts of records, or of whole plain-text files, in order, until `max_bytes` of UTF-8 are reached.
 
     ValueError at the first that cannot be read, and when there is no text at all.
     """
     left = max_bytes
-    for text in _all_texts(paths, text_key, accepted):
+    for text in _all_texts(paths, text_key):
         if text:
             yield text
             left -= len(text.encode())
@@ -36,7 +38,7 @@ def texts(paths: list[str], text_key: str, accepted: Accepted, max_bytes: int) -
         raise ValueError("--input: the files hold no text")
 
 
-def _all_texts(paths: list[str], text_key: str, accepted: Accepted) -> Iterator[str]:
+def _all_texts(paths: list[str], text_key: str) -> Iterator[str]:
     for source, path in enumerate(paths):
         if Path(path).suffix.lower() not in RECORD_SUFFIXES:
             try:
@@ -48,7 +50,7 @@ def _all_texts(paths: list[str], text_key: str, accepted: Accepted) -> Iterator[
             if isinstance(item, Refusal):
                 raise ValueError(str(item))
             try:
-                sample = parse_record(item.value, text_key, media=True, accepted=accepted)  # only its text is read
+                sample = parse_record(item.value, text_key, media=True, accepted=_ANYTHING)
             except RecordError as error:
                 raise ValueError(f"{path}:{item.line}: {error}") from error
             for part in (sample.prefix, *sample.branches):
