@@ -39,8 +39,6 @@ def _train(args: argparse.Namespace) -> int:
         raise ValueError(f"--output is '{args.output}', it must end in one of {', '.join(TRAINERS)}")
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"--output {args.output} exists; nothing was overwritten, give --overwrite to replace it")
-    if absent := [path for path in args.input if not Path(path).is_file()]:
-        raise ValueError(f"--input: no such file: {', '.join(absent)}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     stream = texts(args.input, args.text_key, int(args.max_mib * (1 << 20)))
     return TRAINERS[args.output.suffix](stream, args.output, args.vocab_size, args.symbols)
