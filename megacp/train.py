@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import io
 import os
+import resource
 import sys
 import time
 import traceback
@@ -32,9 +33,8 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, ProcessGrid
 from megacp.core.models.build import grid_shape, stage_layers
 from megacp.core.monitor.console import ends_with_its_reader
-from megacp.core.storage.files import raise_descriptor_limit
 from megacp.core.storage.place import place_of
-from megacp.core.training.agreement import AlikeError, require_agreement, require_shared_folder, statement
+from megacp.core.training.agreement import AlikeError, require_agreement, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
 from megacp.core.training.stopping import STOPPED
 from megacp.core.training.stored import resumes, with_stored_model
@@ -65,7 +65,9 @@ def prepare(config: RunConfig, world_size: int, device_type: str | None = None) 
     `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another machine's is.
     """
     require(config, world_size, backend_problems(config, device_type))
-    raise_descriptor_limit()
+    with contextlib.suppress(ValueError, OSError):  # as many open files as may be without asking anybody
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return open_sources(config)
 
 
@@ -171,12 +173,11 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
 
 
 def _agree(plan: Plan, world: launch.World) -> launch.Meeting:
-    """Meet the other ranks; ValueError on all alike unless all would run the same and see the same directory."""
+    """Meet the other ranks; ValueError on all alike unless all would run the same."""
     meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
     known = plan.weights.fingerprint if plan.weights is not None else "none"
     require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
-    require_shared_folder(meeting, plan.config.checkpoint.save)
     return meeting
 
 

@@ -33,9 +33,9 @@ def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_p
             read(tmp_path / "x")
 
 
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": NaN}', "[Infinity]", "9" * 5000, "{", ""])
+@pytest.mark.parametrize("text", ["[" * 200_000, "9" * 5000, "{", ""])
 def test_json_without_an_end_or_a_number_is_a_value_error(tmp_path: Path, text: str) -> None:
-    """Would catch a RecursionError, which no reader expects, and a NaN that passes every comparison."""
+    """Would catch a RecursionError, which no reader expects."""
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json is no JSON: "):
         files.read_json(tmp_path / "x.json")
@@ -55,20 +55,6 @@ def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
     files.write_atomically(tmp_path / "link", b"new")  # replaces the link itself
     assert outside.read_text() == "precious" and (tmp_path / "link").read_bytes() == b"new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "outside"]
-
-
-def test_a_rename_that_was_done_but_answered_missing_counts_as_done(tmp_path: Path, monkeypatch) -> None:
-    """What NFS does when the answer to a rename was lost and the client asked again."""
-    (tmp_path / "a").write_text("1")
-    replace = os.replace
-
-    def lost_answer(source: str, target: str) -> None:
-        replace(source, target)
-        raise FileNotFoundError(2, "No such file or directory", str(source))
-
-    monkeypatch.setattr(os, "replace", lost_answer)
-    files.rename(tmp_path / "a", tmp_path / "b")
-    assert (tmp_path / "b").read_text() == "1"
 
 
 def test_a_file_of_another_machine_may_be_seen_late_but_not_forever(tmp_path: Path) -> None:

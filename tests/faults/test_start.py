@@ -100,13 +100,8 @@ def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(tm
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
-    messages = {refused(ended) for ended in run_all([[*QUICK, "--save", "out"]] * 2, folders)}
-    assert messages == {
-        f"--save out is not one directory for all machines: rank 0 on {HOST} wrote a file there, and\n"
-        f"  - rank 1 on {HOST} does not see it (No such file or directory)\n"
-        "use a file system that all machines share, and a path that is the same on all"
-    }
-    assert list((tmp_path / "a" / "out").iterdir()) == []
+    (message,) = {refused(ended) for ended in run_all([[*QUICK, "--save", "out"]] * 2, folders)}
+    assert message.startswith(f"rank 1: --save out is not one directory for all machines: the lock of host {HOST}")
 
 
 def by_hand(ranks: list[int], size: int, **changed: str | None) -> list[Ended]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
 
 import pytest
 
 from megacp.core.config.cli import parse
 from megacp.core.config.run import fields, flag
 from megacp.core.distributed.launch import Meeting
-from megacp.core.training.agreement import MAY_DIFFER, require_agreement, require_shared_folder, statement
+from megacp.core.training.agreement import MAY_DIFFER, require_agreement, statement
 from megacp.core.training.sources import open_sources
 from tests.distributed.test_launch import at_once
 from tests.training.runs import TINY
@@ -80,36 +79,3 @@ def test_a_problem_of_one_rank_is_told_by_all_of_them() -> None:
 
 def test_a_problem_of_all_ranks_is_told_as_it_is() -> None:
     assert agreed([{}, {}], dict.fromkeys((0, 1), "no such flag")) == ["refused: no such flag"] * 2
-
-
-def shared(folders: list[Path]) -> list[str]:
-    def action(meeting: Meeting) -> str:
-        require_shared_folder(meeting, str(folders[meeting.rank]), 0.3)
-        return "shared"
-
-    return at_once(len(folders), action)
-
-
-def test_a_directory_that_all_see_is_left_empty(tmp_path: Path) -> None:
-    assert shared([tmp_path / "new"] * 3) == ["shared"] * 3
-    assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_ranks_that_see_another_directory_are_named_by_all(tmp_path: Path) -> None:
-    """Would catch the loss of their share of every checkpoint."""
-    refusals = shared([tmp_path / name for name in ("a", "b", "a", "c")])
-    assert len(set(refusals)) == 1
-    assert f"ranks 1, 3 on {HOST} does not see it (No such file or directory)" in refusals[0]
-    assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_a_file_that_holds_something_else_is_another_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.core.training.agreement.read_content", lambda path: b"")
-    refusals = shared([tmp_path] * 2)
-    assert len(set(refusals)) == 1 and f"rank 1 on {HOST} sees another content" in refusals[0]
-
-
-def test_a_directory_that_rank_0_cannot_make_is_told_by_all(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    refusals = shared([tmp_path / "file" / "out"] * 2)
-    assert len(set(refusals)) == 1 and f"cannot be written by rank 0 on {HOST}: Not a directory" in refusals[0]

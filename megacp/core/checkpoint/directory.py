@@ -35,8 +35,6 @@ MANIFEST_FILE = "manifest.json"
 FORMAT = 2
 _STEP = re.compile(r"step_\d{7,}(\.\d+)?")
 _TEMPORARY = re.compile(r"step_\d{7,}(\.\d+)?\.tmp-[0-9a-f]{8}|\.latest\.[0-9a-f]{12}\.partial")
-_OWNER = re.compile(rb"(host [^\n]*, process \d+\n)?")
-"""What a lock file may hold: it is written over."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +183,7 @@ def _remove(folder: Place) -> None:
         folder.remove_below()
         return
     doomed = temporary(folder)
-    files.rename(folder, doomed)
+    folder.rename(doomed)
     doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
 
@@ -205,7 +203,7 @@ class DirectoryLock:
 
     A forked child does not keep it, as it would an `flock`. Between machines it acts where the file system has locks
     (NFS with a lock daemon, GPFS, Lustre with `-o flock`); without any, `problem` says so and the run goes on.
-    Raises ValueError with host and process of the owner when another process holds it, or when the file is no lock.
+    Raises ValueError with host and process of the owner when another process holds it.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -213,6 +211,8 @@ class DirectoryLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.problem: str | None = None
         """Why there is no protection; None where there is."""
+        self.owner = f"host {socket.gethostname()}, process {os.getpid()}"
+        """What stands in the file."""
         self._descriptor: int | None = None
         try:
             self._descriptor = files.lock(path)
@@ -224,11 +224,8 @@ class DirectoryLock:
         except files.NoLocksError as error:
             self.problem = f"{path} cannot be locked ({error.strerror}): a second run would not be noticed"
             return
-        if not _OWNER.fullmatch(os.pread(self._descriptor, 4096, 0)):
-            self.release()  # a second name of another file, for example
-            raise ValueError(f"{path} is no lock of a run and would be written over: move it away")
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"host {socket.gethostname()}, process {os.getpid()}\n".encode(), 0)
+        os.pwrite(self._descriptor, self.owner.encode(), 0)
 
     def release(self) -> None:
         """Let the next run in; may be called twice."""

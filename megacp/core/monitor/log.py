@@ -155,16 +155,11 @@ class RunLog:
                 if sink.name not in self._silent:
                     self._silent.add(sink.name)
                     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                    self._tell(f"{sink.name} cannot be written ({reason}): the run goes on without its lines", sink)
+                    self.note(
+                        self._step, f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
+                    )
             else:
                 self._silent.discard(sink.name)
-
-    def _tell(self, text: str, lost: Sink) -> None:
-        for other in self._sinks:
-            if other is not lost:
-                with contextlib.suppress(Exception):
-                    other.note(self._step, text)
-        self.say(text)
 
     def _without_console(self, reason: str) -> None:
         text = f"standard output cannot be written ({reason}): the run goes on, its lines are in the log file"

@@ -5,14 +5,11 @@ Outside of its steps no profiler exists, and a trace that cannot be written ends
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
 from megacp.core.monitor.timers import Timers
-from megacp.core.storage.files import rename
 
 
 class Trace:
@@ -54,14 +51,10 @@ class Trace:
             return ""
         profiler, self._profiler, self._timers.annotate = self._profiler, None, None
         path = self.folder / f"steps_{self._first}_{step}_rank_{self._rank}.json"
-        partial = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial.json")
         try:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(os.fspath(partial))
-            rename(partial, path)
+            profiler.export_chrome_trace(os.fspath(path))
         except (OSError, RuntimeError) as error:
-            with contextlib.suppress(OSError):
-                partial.unlink()
             return f"rank {self._rank}: {getattr(error, 'strerror', None) or error}"
         return ""

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import secrets
 import stat
 import time
@@ -64,9 +63,9 @@ def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, also for text nested too deeply, NaN, Infinity and huge numbers."""
+    """The value of a JSON text. Raises ValueError, also for text nested too deeply."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -138,7 +137,7 @@ def replacement(path: StrPath) -> Iterator[BufferedWriter]:
     try:
         with new_file(temporary) as stream:
             yield stream
-        rename(temporary, path)
+        os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -171,22 +170,8 @@ def sync_below(folder: StrPath) -> None:
 def place_folder(folder: StrPath, target: StrPath) -> None:
     """Rename a folder of files that are on disk; its entries and its new name are on disk afterwards, too."""
     sync_folder(folder)
-    rename(folder, target)
+    os.replace(folder, target)
     sync_folder(Path(target).parent)
-
-
-def rename(source: StrPath, target: StrPath, seconds: float = 10.0) -> None:
-    """`os.replace` that also holds on NFS, where a rename that was done may answer that its source is missing."""
-    before = os.lstat(source)
-
-    def attempt() -> None:
-        try:
-            os.replace(source, target)
-        except FileNotFoundError:
-            if os.lstat(target).st_ino != before.st_ino:
-                raise
-
-    seen(attempt, seconds)
 
 
 def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:
@@ -223,20 +208,6 @@ def lock(path: StrPath, shared: bool = False) -> int:
         os.close(descriptor)
         raise NoLocksError(error.errno, error.strerror) from error
     return descriptor
-
-
-def raise_descriptor_limit() -> int:
-    """Let this process open as many files as it may without asking anybody; that number."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (ValueError, OSError):  # a hard limit above what the kernel gives now
-        return soft
-    return hard
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"it holds {name}, which is no JSON")
 
 
 def _kind(mode: int) -> str:

@@ -1,8 +1,7 @@
 """What every rank states before the run depends on it, and how a difference is told.
 
-Key property: statements are compared in the run's store before any process group of the grid exists. Another grid, size
-or timeout on one rank is then a message and not a hang. Rejected: a hash alone, which says that ranks differ but not in
-what.
+Statements are compared in the run's store before any process group of the grid exists. Another grid, size or timeout on
+one rank is then a message and not a hang.
 
 Only the flags in MAY_DIFFER may differ. They say where a machine keeps its copy of the packs and of a Hugging Face
 folder, whose fingerprints are compared instead, and how many threads read packs. All other flags act on the result, on
@@ -11,20 +10,15 @@ files or on when ranks meet.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import platform
-import secrets
-from pathlib import Path
 
 import torch
 
 import megacp
-from megacp.core.checkpoint.directory import LATEST_FILE
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.distributed.launch import Meeting, named
-from megacp.core.storage.files import seen, source_digest
-from megacp.core.storage.place import Place, place_of, read_content, write_content
+from megacp.core.storage.files import source_digest
 from megacp.core.storage.wording import listed
 from megacp.core.training.sources import Sources
 
@@ -36,8 +30,6 @@ MAY_DIFFER = (
     "num_workers",
 )
 """Flags that may differ from machine to machine."""
-_LATE_SECONDS = 40.0
-"""How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
 
 
 class AlikeError(ValueError):
@@ -65,71 +57,6 @@ def require_agreement(meeting: Meeting, stated: dict[str, str] | None, problem: 
     verdict = meeting.judged("start", mine, _differences)
     if verdict:
         raise AlikeError(verdict)
-
-
-def require_shared_folder(meeting: Meeting, folder: str | None, seconds: float = _LATE_SECONDS) -> None:
-    """Return when every rank sees a file that rank 0 writes into `folder`, made where there is none (None: no folder).
-
-    Raises AlikeError on every rank, naming the ranks and machines that do not see it within `seconds`.
-    """
-    if folder is None or meeting.size == 1:
-        return
-    place = place_of(folder)
-    token = (
-        place / f".{LATEST_FILE}.{secrets.token_hex(6)}.partial"
-    )  # what a crash leaves of this name is removed with its like
-    name, problem = "", ""
-    if meeting.rank == 0:
-        try:
-            if isinstance(place, Path):
-                place.mkdir(parents=True, exist_ok=True)
-            write_content(token, token.name.encode())
-            name = token.name
-        except (OSError, ValueError) as error:
-            problem = f"cannot be written by rank 0 on {meeting.host}: {getattr(error, 'strerror', None) or error}"
-    try:
-        name = meeting.judged("token", name, lambda values: values[0])
-        if name and meeting.rank != 0:
-            problem = _unseen(place, name, seconds)
-        seen_by = json.dumps({"host": meeting.host, "problem": problem})
-        verdict = meeting.judged("folder", seen_by, lambda values: _blind(folder, values), also=seconds)
-    finally:
-        with contextlib.suppress(OSError, ValueError):  # it could not be made, or the directory has gone
-            if meeting.rank == 0:
-                token.unlink()
-    if verdict:
-        raise AlikeError(verdict)
-
-
-def _unseen(folder: Place, name: str, seconds: float) -> str:
-    """Why this rank does not see rank 0's file; empty when it does."""
-
-    def look() -> bytes:
-        if isinstance(folder, Path):
-            place = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
-            list(place.iterdir())  # has NFS ask its server instead of a cache that remembers what was missing
-        return read_content(folder / name)
-
-    try:
-        content = seen(look, seconds)
-    except (OSError, ValueError) as error:
-        return f"does not see it ({getattr(error, 'strerror', None) or error})"
-    return "" if content == name.encode() else "sees another content"
-
-
-def _blind(folder: str, values: list[str]) -> str:
-    told = [json.loads(value) for value in values]
-    failed = {rank: text for rank, text in enumerate(told) if text["problem"]}
-    if not failed:
-        return ""
-    if 0 in failed:
-        return f"--save {folder} {failed[0]['problem']}"
-    by_host: dict[tuple[str, str], list[int]] = {}
-    for rank, text in failed.items():
-        by_host.setdefault((text["host"], text["problem"]), []).append(rank)
-    lines = [f"  - {named(ranks)} on {host} {problem}" for (host, problem), ranks in by_host.items()]
-    head = f"--save {folder} is not one directory for all machines: rank 0 on {told[0]['host']} wrote a file there, and"
-    return "\n".join([head, *lines, "use a file system that all machines share, and a path that is the same on all"])
 
 
 def _differences(values: list[str]) -> str:

@@ -8,12 +8,14 @@ an update since the last checkpoint are not written again. Nothing is removed wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from megacp.core.checkpoint.agree import on_rank_0
+from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.core.checkpoint.commit import PendingCheckpoint
-from megacp.core.checkpoint.directory import DirectoryLock, remove_leftovers
+from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, remove_leftovers
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import Axis
+from megacp.core.storage.files import read_regular, seen
 from megacp.core.storage.place import Place, place_of
 from megacp.core.storage.url import is_url
 from megacp.core.training.health import AnomalyError, damaged_tensors
@@ -22,6 +24,24 @@ from megacp.core.training.step import ParallelModel
 
 DONE, WRITING, FAILED = 0, 1, 2
 """What a rank tells the others of its files; of several ranks the highest counts."""
+
+
+_LATE_SECONDS = 40.0
+"""How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
+
+
+def _require_lock(directory: str, owner: str, rank: int) -> None:
+    """ValueError where this machine does not see the lock that rank 0 has written."""
+    if rank == 0:  # which would lose a POSIX lock by closing its file once more
+        return
+    try:
+        found = seen(lambda: read_regular(Path(directory, LOCK_FILE)), _LATE_SECONDS).decode(errors="replace")
+    except OSError:
+        found = ""
+    if found != owner:
+        raise ValueError(
+            f"--save {directory} is not one directory for all machines: the lock of {owner}, rank 0, is not there"
+        )
 
 
 class Saver:
@@ -42,17 +62,19 @@ class Saver:
         """Whether old checkpoints stay, whatever --keep-last says: the run has just skipped a step."""
         self.notes: list[str] = []
         """What there is to say about the directory at the start."""
-        if config.checkpoint.save is not None:
-            self.notes = on_rank_0(world, lambda: self._enter(str(config.checkpoint.save)), ValueError)
+        if (save := config.checkpoint.save) is not None:
+            self.notes, owner = on_rank_0(world, lambda: self._enter(save), ValueError)
+            if owner:
+                on_all_ranks(world, lambda: _require_lock(save, owner, world.rank), ValueError)
 
-    def _enter(self, directory: str) -> list[str]:
+    def _enter(self, directory: str) -> tuple[list[str], str]:
+        """What there is to say, and what stands in the lock, if there is one."""
         if is_url(directory):
-            return [f"{directory} cannot be locked: a second run that saves there would not be noticed"]
+            return [f"{directory} cannot be locked: a second run that saves there would not be noticed"], ""
         self._lock = DirectoryLock(directory)
-        notes = [self._lock.problem] if self._lock.problem else []
-        if not self._lock.problem:
-            notes += remove_leftovers(directory)
-        return notes
+        if self._lock.problem:
+            return [self._lock.problem], ""
+        return remove_leftovers(directory), self._lock.owner
 
     def resumed(self, step: int, updates: int, path: Place) -> None:
         """The run starts from this checkpoint; where it lies in --save, its step and its weights need no saving."""

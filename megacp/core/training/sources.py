@@ -1,7 +1,6 @@
 """The packs of a run: opens the datasets, takes from them what the config leaves open, refuses what does not fit.
 
-Key property: all of it happens before any process group exists, from manifests alone. Rejected: finding out in the
-first step that ids exceed the vocabulary.
+All of it happens before any process group exists, from manifests alone.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         reasons += _strangers(_members(train), _members(valid))
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
-    if values is not None:
-        reasons += _missing_packages()
+    if values is not None and importlib.util.find_spec("PIL") is None:
+        reasons.append("the dataset holds images, which need the package pillow: pip install 'megacp[data]'")
     if reasons:
         raise ValueError("\n".join(reasons))
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
@@ -103,26 +102,16 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
 
 def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -> list[str]:
     """In what the validation packs differ from the training packs and must not; those of a flag fit each other."""
-    reasons = []
     one, other = train[0].manifest, valid[0].manifest
-    if other.tokenizer.sha256 != one.tokenizer.sha256:
-        reasons.append("--valid-data-path was built with another tokenizer than --data-path")
-    elif other.tokenizer.begins_with != one.tokenizer.begins_with:
-        reasons.append(
-            f"documents of --data-path begin with token {one.tokenizer.begins_with}, those of --valid-data-path with "
-            f"{other.tokenizer.begins_with}: build both with the same --prepend-bos"
-        )
-    elif other.ends_with != one.ends_with:
-        reasons.append(
-            f"documents of --data-path end with token {one.ends_with}, those of --valid-data-path with "
-            f"{other.ends_with}: build both with the same --eod-token and --append-eod"
-        )
-    if other.chat_template != one.chat_template:
-        reasons.append("--valid-data-path was built with another --chat-template than --data-path")
     rules = [next((d.manifest.image_rules for d in of if d.manifest.image_rules), None) for of in (train, valid)]
-    if None not in rules and rules[0] != rules[1]:
-        reasons.append("--valid-data-path was built with other image rules than --data-path")
-    return reasons
+    pairs = {
+        "another tokenizer": (one.tokenizer.sha256, other.tokenizer.sha256),
+        "another first token (--prepend-bos)": (one.tokenizer.begins_with, other.tokenizer.begins_with),
+        "another last token (--eod-token, --append-eod)": (one.ends_with, other.ends_with),
+        "another --chat-template": (one.chat_template, other.chat_template),
+        "other image rules": (rules[0] or rules[1], rules[1] or rules[0]),
+    }
+    return [f"--valid-data-path was built with {what} than --data-path" for what, (a, b) in pairs.items() if a != b]
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
@@ -175,13 +164,6 @@ def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | Pack
         return PackBlend(datasets, [part.weight for part in parts])
     except ValueError as error:
         raise ValueError("\n".join(f"{flag}: {line}" for line in str(error).splitlines())) from error
-
-
-def _missing_packages() -> list[str]:
-    """Why images cannot be decoded here; empty when they can."""
-    if importlib.util.find_spec("PIL") is not None:
-        return []
-    return ["the dataset holds images, which need the package pillow: pip install 'megacp[data]'"]
 
 
 def _mock_fingerprint(config: RunConfig) -> str:
