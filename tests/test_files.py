@@ -47,7 +47,7 @@ def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
     outside.write_text("precious")
     (tmp_path / "link").symlink_to(outside)
     with pytest.raises(FileExistsError):
-        files.create_new(tmp_path / "link")
+        files.write_new(tmp_path / "link", b"")
     with pytest.raises(ValueError, match="link is a link, which is not written through"):
         files.open_own(tmp_path / "link", os.O_RDWR)
     with pytest.raises(ValueError, match="is a link"):

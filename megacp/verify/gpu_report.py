@@ -31,7 +31,7 @@ from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.models.build import grid_shape
 from megacp.core.models.costs import model_flops, model_parameters
-from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
+from megacp.core.monitor.flops import cuda_peak, peak_bytes
 from megacp.core.training.step import ParallelModel
 from megacp.verify.spawn import RankFailure, RankPool
 
@@ -185,12 +185,13 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
+    peak = cuda_peak(kind, config.training.dtype) if kind.type == "cuda" else None
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,
         "seconds/step": seconds,
         "model FLOPs": flops,
-        "MFU": utilisation(flops, seconds, cuda_peak(kind, config.training.dtype) if kind.type == "cuda" else None),
+        "MFU": flops / (seconds * peak) if peak else None,
         "peak GiB": peak_bytes(kind.type) / 2**30,
     }
     return [Figure(name, values)]

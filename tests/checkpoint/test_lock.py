@@ -51,7 +51,7 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path, how: 
         end(owner)
     lock = DirectoryLock(tmp_path / "new")
     assert lock.problem is None
-    assert (tmp_path / "new" / LOCK_FILE).read_text() == f"host {socket.gethostname()}, process {os.getpid()}\n"
+    assert (tmp_path / "new" / LOCK_FILE).read_text() == f"host {socket.gethostname()}, process {os.getpid()}"
     lock.release()
     lock.release()
     end(holder(tmp_path / "new"))

@@ -50,7 +50,7 @@ def test_a_trace_ends_with_the_run_and_one_that_cannot_be_written_ends_nothing(t
     (folder / "profile" / name / "in the way").mkdir(parents=True)
     assert run_ranks(train_on_rank, 2, [*base, "--save", str(folder)]) == [0, 0]
     told = [row["text"] for row in rows(folder, "note")]
-    assert told == ["the trace could not be written: rank 0: Is a directory"]
+    assert len(told) == 1 and told[0].startswith("the trace could not be written: rank 0: ")
 
 
 def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:

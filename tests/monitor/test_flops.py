@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from megacp.core.monitor.flops import cuda_peak, gpu_peak, peak_bytes, utilisation
+from megacp.core.monitor.flops import cuda_peak, gpu_peak, peak_bytes
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,6 @@ def test_float32_is_compared_with_what_torch_may_use(
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     assert cuda_peak(torch.device("cuda"), "float32") == peak
     assert cuda_peak(torch.device("cuda"), "bfloat16") == 989e12
-
-
-def test_utilisation_is_work_over_what_could_be_done() -> None:
-    """Would catch a peak per device used for all, and a guess where the peak is unknown."""
-    assert utilisation(5e12, 2.0, 1e13) == 0.25
-    assert utilisation(5e12, 2.0, None) is None
-    assert utilisation(5e12, 0.0, 1e13) is None
 
 
 def test_the_peak_sees_an_allocation_that_is_gone() -> None:

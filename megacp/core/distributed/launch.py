@@ -216,7 +216,8 @@ def join(
     timeout = datetime.timedelta(minutes=timeout_minutes)
     if meeting.size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        set_defaults(_FLIGHT_RECORDER if backend == "nccl" else {})
+        if backend == "nccl":
+            set_defaults(_FLIGHT_RECORDER)
         dist.init_process_group(backend, None, timeout, meeting.size, meeting.rank, meeting.store)
     patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
     grid = build_grid(shape, meeting.rank, device, timeout, patience)

@@ -46,11 +46,6 @@ def cuda_peak(device: torch.device, dtype: str) -> float | None:
     return gpu_peak(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
-def utilisation(model_flops: float, seconds: float, peak: float | None) -> float | None:
-    """MFU in [0, 1] of a step of `model_flops` on devices of `peak` FLOP/s together; None without a known peak."""
-    return None if peak is None or seconds <= 0 else model_flops / (seconds * peak)
-
-
 def peak_bytes(device_type: str = "cpu") -> int:
     """Most bytes held at once: by the whole process ("cpu") or in tensors on its GPU ("cuda")."""
     if device_type == "cuda":

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megacp.core.monitor.console import Console, warn
 from megacp.core.storage.files import open_own
@@ -63,22 +63,6 @@ class LogTargets:
     wandb_project: str | None = None
     log_interval: int = 1
     """Steps between console lines; files get every step."""
-
-
-class Sink(Protocol):
-    """A place that figures are written to."""
-
-    name: str
-    """What it is called where it is told that it cannot be written."""
-
-    def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
-        """Record named figures of a step; `kind` is train, valid, blend, attention or timing."""
-
-    def note(self, step: int, text: str) -> None:
-        """Record what happened in a step, in words."""
-
-    def close(self) -> None:
-        """Flush and end."""
 
 
 class RunLog:
@@ -170,7 +154,8 @@ class RunLog:
 class JsonlSink:
     """One JSON object a line: `{"kind": "train", "step": 3, "loss": ...}`, in the file at once.
 
-    Floats keep all their digits; nan and inf are written as strings (JSON has no word for them).
+    Floats keep all their digits; nan and inf are written as strings (JSON has no word for them). `name`: what it is
+    called where it is told that it cannot be written. `kind`: train, valid, blend, attention or timing.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:
@@ -243,6 +228,9 @@ class WandbSink:
 
     def note(self, step: int, text: str) -> None:
         self._run.log({"note": text}, step=step)
+
+
+Sink = JsonlSink | TensorBoardSink | WandbSink
 
 
 def _missing(option: str, package: str) -> str:

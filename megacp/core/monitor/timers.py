@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -27,23 +27,15 @@ def unmeasured(name: str) -> AbstractContextManager[Any]:
     return _NOTHING
 
 
-class Clock(Protocol):
-    """Moments and the time between them."""
-
-    def mark(self) -> Any:
-        """This moment."""
-
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Seconds from one moment to another; may wait until the second is over."""
-
-
 class WallClock:
     """The host's steady clock."""
 
     def mark(self) -> float:
+        """This moment."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
+        """Seconds from one moment to another; of a GPU's clock, after waiting until the second is over."""
         return end - begin
 
 
@@ -66,7 +58,7 @@ class EventClock:
 class Timers:
     """Seconds by name."""
 
-    def __init__(self, clock: Clock | None = None) -> None:
+    def __init__(self, clock: WallClock | EventClock | None = None) -> None:
         self._clock = clock or WallClock()
         self.detailed = False
         """Whether phases are timed."""

@@ -55,6 +55,8 @@ class Trace:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(os.fspath(path))
+            if not path.is_file():  # torch only prints why
+                raise OSError(f"{path} was not written")
         except (OSError, RuntimeError) as error:
             return f"rank {self._rank}: {getattr(error, 'strerror', None) or error}"
         return ""

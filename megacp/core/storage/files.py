@@ -86,12 +86,6 @@ def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
         return stream.tell(), digest
 
 
-def create_new(path: StrPath) -> BufferedWriter:
-    """Make a file that does not exist and open it for writing. Raises FileExistsError, also where a link stands."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.fdopen(os.open(path, flags, 0o644), "wb")
-
-
 def open_own(path: StrPath, flags: int) -> int:
     """A descriptor of a file that is ours to write, made where there is none (`flags`: os.O_RDWR, os.O_APPEND, ...).
 
@@ -107,7 +101,7 @@ def open_own(path: StrPath, flags: int) -> int:
 
 
 def write_new(path: StrPath, data: bytes) -> None:
-    """Make a file that does not exist, with this content, and wait until it is on disk. Raises like `create_new`."""
+    """Make a file that does not exist, with this content, and wait until it is on disk. Raises like `new_file`."""
     with new_file(path) as stream:
         stream.write(data)
 
@@ -116,9 +110,10 @@ def write_new(path: StrPath, data: bytes) -> None:
 def new_file(path: StrPath, seconds: float = 0.0) -> Iterator[BufferedWriter]:
     """A stream into a file that does not exist; it is on disk when the body ends without an error.
 
-    Raises like `create_new`; a folder that does not exist is waited for `seconds`.
+    Raises FileExistsError, also where a link stands; a folder that does not exist is waited for `seconds`.
     """
-    with seen(lambda: create_new(path), seconds) as stream:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(seen(lambda: os.open(path, flags, 0o644), seconds), "wb") as stream:
         yield stream
         sync_file(stream)
 

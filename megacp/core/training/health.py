@@ -165,16 +165,8 @@ _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "skipped_in_a_row": 0,
 _MOST, _MOST_TENSORS = 64, 4
 
 
-@dataclass(frozen=True)
-class Suspects:
-    """Packs that may be to blame for a step, and one sentence about them."""
-
-    packs: frozenset[int]
-    sentence: str
-
-
-def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> Suspects:
-    """The packs of a step with findings, equal on all ranks. Collective over `world`.
+def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> str:
+    """A sentence about the packs of a step with findings, equal on all ranks. Collective over `world`.
 
     `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
     step's loss and gradient are.
@@ -184,11 +176,9 @@ def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], f
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
         blamed = set().union(*(of_rank for of_rank, _ in found))
-        told = f"the loss of {named_packs(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
-        return Suspects(frozenset(blamed), told)
-    blamed = set().union(*(of_rank for _, of_rank in found))
+        return f"the loss of {named_packs(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
     known = "" if finite else "all losses were finite, a gradient was not; "
-    return Suspects(frozenset(blamed), f"{known}the step had {named_packs(blamed)}")
+    return f"{known}the step had {named_packs(set().union(*(of_rank for _, of_rank in found)))}"
 
 
 def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:

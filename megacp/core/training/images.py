@@ -1,9 +1,8 @@
 """What the images of a run need besides the model: which rank decodes what, and agreement about bad ones.
 
-Key property: with `--on-bad-image skip` all ranks that hold a row leave the same documents out. Each rank reports
-before a step what it could not decode, and all clear the union of the reports: packs, weights and masks stay equal. One
-small all-reduce a step tells whether there is a report at all. Rejected: checking every image on every rank while
-loading, which decodes each image as often as there are ranks.
+With `--on-bad-image skip` all ranks that hold a row leave the same documents out. Each rank reports before a step what
+it could not decode, and all clear the union of the reports: packs, weights and masks stay equal. One small all-reduce a
+step tells whether there is a report at all.
 """
 
 from __future__ import annotations
@@ -48,11 +47,6 @@ def image_loading(
         on_bad_image=config.data.on_bad_image,
         strategy=strategy if config.parallel.vision_shards == "contiguous" else config.parallel.vision_shards,
     )
-
-
-def shard_strategies(batches: Sequence[PackedBatch]) -> set[str]:
-    """How the images of these rows were dealt to the ranks: see `VisionInputs.strategy`; empty without images."""
-    return {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_crops}
 
 
 def image_documents(batches: Sequence[PackedBatch]) -> int:

@@ -78,8 +78,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         images = mock_images(config)
         mask = "packed" if images is None else "image"
         mock = MockRules(config.model.vocab_size, config.data.seq_length, mask, images=images)
-        known, mocked = _mock_fingerprint(config), MockDecoder(images) if images is not None else None
-        return config, Sources(mock, None, known, decoder=mocked)
+        known = f"mock/{config.model.vocab_size}/{config.data.seq_length}{'/images' if images is not None else ''}"
+        return config, Sources(mock, None, known, decoder=MockDecoder(images) if images is not None else None)
     train, valid = _open_datasets(config.data)
     first = _members(train)[0].manifest
     if config.model.vocab_size == 0:
@@ -164,11 +164,6 @@ def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | Pack
         return PackBlend(datasets, [part.weight for part in parts])
     except ValueError as error:
         raise ValueError("\n".join(f"{flag}: {line}" for line in str(error).splitlines())) from error
-
-
-def _mock_fingerprint(config: RunConfig) -> str:
-    text = f"mock/{config.model.vocab_size}/{config.data.seq_length}"
-    return text + "/images" if config.vision.vision_num_layers else text
 
 
 def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) -> list[str]:

@@ -26,7 +26,7 @@ from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import ShardedAdamW
 from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, open_channels, run
 from megacp.core.pipeline_parallel.schedules import schedule, with_parameters
-from megacp.core.training.health import Decision, Suspects, finite_only, suspects
+from megacp.core.training.health import Decision, finite_only, suspects
 from megacp.core.training.rows import PlannedRow, rows_of
 
 Check = Callable[[float, float], Decision]
@@ -45,7 +45,7 @@ class StepResult:
     lr: float
     decision: Decision
     """What became of it, and why."""
-    suspects: Suspects | None = None
+    suspects: str = ""
     """The packs of a step with findings."""
 
 
@@ -120,7 +120,7 @@ class ParallelModel:
             self.optimizer.update(lr, norm, self.phase)
         self.parameters.zero()
         packs = [row.pack_ids for row in rows]
-        named = suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else None
+        named = suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else ""
         return StepResult(loss, norm, lr, decision, named)
 
     @torch.no_grad()

@@ -19,13 +19,13 @@ from megacp.core.data.loader import PackedLoader, validation_steps
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.launch import report_failure, trim_heap
-from megacp.core.monitor.flops import cuda_peak, peak_bytes, utilisation
+from megacp.core.monitor.flops import cuda_peak, peak_bytes
 from megacp.core.monitor.log import StepRecord
 from megacp.core.monitor.timers import EventClock, Pace, Timers
 from megacp.core.monitor.trace import Trace
 from megacp.core.optim.lr_schedule import learning_rate
-from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors, named_packs
-from megacp.core.training.images import image_documents, image_loading, shard_strategies, without_bad_images
+from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors
+from megacp.core.training.images import image_documents, image_loading, without_bad_images
 from megacp.core.training.loss import RankReport, StepAgreement, agree
 from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
 from megacp.core.training.rows import PlannedRow
@@ -70,7 +70,6 @@ class Trainer:
         if resumed is not None:
             self._go_on(resumed, start.weights_only)
         self.health = Health(self.state.health)
-        self.skipped_packs: frozenset[int] = frozenset()
         self.trace = self._trace()
         self.log = open_log(config, grid, self.state.step)
         for line in opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed):
@@ -78,7 +77,6 @@ class Trainer:
         for line in self.saver.notes:
             self.log.say(line)
         self.images = image_loading(config, grid, self.rows, sources.decoder)
-        self.known_strategies: set[str] = set()
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
         one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
         self.peak_flops = one * grid.world.size if one is not None else None
@@ -123,9 +121,9 @@ class Trainer:
         """Save the last step; a run that never made an update is no finished run."""
         self._end_trace()
         if self.model.optimizer.updates == 0:
-            raise AnomalyError(f"none of {self.state.step} steps made an update{self._of_skipped()}")
+            raise AnomalyError(f"none of {self.state.step} steps made an update")
         if skipped := self.health.skipped_in_a_row:
-            self.log.note(self.state.step, f"the last {skipped} steps made no update{self._of_skipped()}")
+            self.log.note(self.state.step, f"the last {skipped} steps made no update")
         self._save("finished")
         self.saver.finish(self.log.say)
         return 0
@@ -185,9 +183,6 @@ class Trainer:
 
     def _sound(self, batches: list[PackedBatch], step: int) -> tuple[list[PackedBatch], int]:
         """What was read without the documents of which some rank could not decode an image, and their number."""
-        for strategy in sorted(shard_strategies(batches) - self.known_strategies):
-            self.known_strategies.add(strategy)
-            self.log.say(f"image shards of the context-parallel ranks: {strategy}")
         if self.images is None or self.images.on_bad_image != "skip":
             return batches, 0
         batches, reasons = without_bad_images(batches, self.grid, self.rows.data_rank.index)
@@ -203,9 +198,7 @@ class Trainer:
             self.log.say(line)
         if decision.findings:
             what = "; ".join(decision.findings) + ("" if decision.update else ", all ranks skipped the update")
-            self.log.note(step, what + (f"; {result.suspects.sentence}" if result.suspects else ""))
-        packs = result.suspects.packs if result.suspects else frozenset()
-        self.skipped_packs = frozenset() if decision.update else self.skipped_packs | packs
+            self.log.note(step, what + (f"; {result.suspects}" if result.suspects else ""))
         self.saver.keeps_all = not decision.update
         seconds, left = taken["step"], self.config.training.train_iters - step
         self.log.step(
@@ -215,7 +208,7 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 lr=result.lr,
                 tokens_per_second=agreed.tokens / seconds,
-                mfu=utilisation(agreed.report.flops, seconds, self.peak_flops),
+                mfu=agreed.report.flops / (seconds * self.peak_flops) if self.peak_flops else None,
                 peak_memory=agreed.report.peak_bytes,
                 data_wait=agreed.report.data_wait,
                 seconds=seconds,
@@ -231,7 +224,7 @@ class Trainer:
             found = breakdown(taken, self.grid.world, self.grid.device)
             self.log.figures("timing", step, found.line(step), found.figures())
         if decision.end:
-            raise AnomalyError(f"{decision.end}{self._of_skipped()}")
+            raise AnomalyError(decision.end)
 
     def _validate(self) -> None:
         assert self.sources.valid is not None
@@ -269,9 +262,6 @@ class Trainer:
         way = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint of this run"
         self.log.fail(self.state.step, f"{reason}. Nothing was saved after it; {way}")
         return FAILED
-
-    def _of_skipped(self) -> str:
-        return f"; they had {named_packs(self.skipped_packs)}" if self.skipped_packs else ""
 
     def _trace(self) -> Trace | None:
         log, rank = self.config.log, self.grid.rank
