@@ -185,13 +185,12 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, int((batch.document >= 0).sum()), area).training
-    peak = cuda_peak(kind, config.training.dtype) if kind.type == "cuda" else None
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,
         "seconds/step": seconds,
         "model FLOPs": flops,
-        "MFU": flops / (seconds * peak) if peak else None,
+        "MFU": flops / seconds / (cuda_peak(kind, config.training.dtype) or math.nan) if kind.type == "cuda" else None,
         "peak GiB": peak_bytes(kind.type) / 2**30,
     }
     return [Figure(name, values)]

@@ -322,7 +322,7 @@ class ShardWriter:
         old = self._temporary.with_suffix(".old.partial")
         shutil.rmtree(old, ignore_errors=True)
         with contextlib.suppress(FileNotFoundError):  # there is none, or another owner has moved it
-            os.replace(self.directory, old)
+            self.directory.rename(old)
         files.place_folder(self._temporary, self.directory)
         shutil.rmtree(old, ignore_errors=True)
         return ShardEntry(self.directory.name, *counts, tuple(sorted(written, key=lambda file: file.name)))
