@@ -325,17 +325,17 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 30_620,
-    "megacp/core": 17_020,
-    "megacp/prepare": 6_465,
+    "megacp": 29_860,
+    "megacp/core": 16_800,
+    "megacp/prepare": 5_925,
     "megacp/huggingface": 5_170,
     "megacp/verify": 941,
     "megacp/plan": 800,
     "bench tools": 2_705,
-    "tests": 31_020,
+    "tests": 30_665,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 18_050)}
+REACHED = {"megacp.train": (130, 17_850)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_500
 FLAGS = 105
