@@ -28,7 +28,7 @@ LAYOUT = "tests/context_parallel/test_layout.py"
 TP = "tests/tensor_parallel"
 PP = "tests/pipeline_parallel"
 DP = "tests/data_parallel tests/optim"
-GRID = "tests/distributed/test_grid.py tests/distributed/test_differentiable.py tests/distributed/test_collectives.py"
+GRID = "tests/distributed/test_grid.py tests/distributed/test_collectives.py tests/distributed/test_collectives.py"
 MODEL = "tests/models/test_language.py"
 GOLDEN = "tests/training/test_golden_gradients.py"
 IMAGES = "tests/data/test_images.py"
@@ -239,7 +239,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("master.copy_(shard.values)", "pass", "masters of the random weights stay after a load"),
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
     ],
-    ("core/optim/lr_schedule.py", "tests/optim/test_lr_schedule.py"): [
+    ("core/optim/lr_schedule.py", "tests/optim/test_sharded.py"): [
         ("lr * update / warmup", "lr * (update - 1) / warmup", "the first update has rate 0"),
         ("settings.lr_decay_iters or settings", "settings", "--lr-decay-iters does nothing"),
         ("0.5 * (1.0 + math.cos(math.pi * part))", "math.cos(math.pi * part / 2)", "another cosine"),
@@ -283,7 +283,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.cumsum(padded) - padded + true", "np.cumsum(padded) - padded", "padding does not begin at 0"),
         ("documents = np.arange(len(segments))", "documents = 0 * np.arange(len(segments))", "segments see each other"),
     ],
-    ("core/data/image_shards.py", "tests/prepare/media/test_shards.py"): [
+    ("core/data/image_shards.py", "tests/prepare/media/test_geometry.py"): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
@@ -298,7 +298,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
         ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
     ],
-    ("core/checkpoint/names.py", "tests/checkpoint/test_names.py tests/checkpoint/test_resharding.py"): [
+    ("core/checkpoint/names.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_resharding.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
         ("if copies or part.spec.counted)", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from megacp.core.backends import select
+from megacp.core.backends.apex import apex_status, describe_apex
 from megacp.core.backends.select import backend_problems, engine_reasons, select_backend
 from megacp.core.backends.support import COMM_TYPES, attention_reasons, layer_reasons
 from megacp.core.config.run import RunConfig, with_values
@@ -116,3 +120,38 @@ def test_a_dry_run_asks_only_about_the_config(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(select, "package_problem", lambda: "it is not installed")
     assert engine_reasons(engine_config(), None) == []
     assert backend_problems(engine_config(fp8="current"), None) == []
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """Put packages on the path whose import would raise."""
+    for module in modules:
+        (folder / module).mkdir(parents=True)
+        (folder / module / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("modules", "status"),
+    [
+        (("apex",), "impostor"),
+        (("apex", "apex/multi_tensor_apply"), "nvidia without extensions"),
+        (("apex", "apex/multi_tensor_apply", "amp_C"), "nvidia"),
+    ],
+)
+def test_the_kind_of_apex_is_found_without_running_its_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], status: str
+) -> None:
+    install(tmp_path, monkeypatch, *modules)
+    assert apex_status() == status
+
+
+def test_an_impostor_is_named_with_the_way_to_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "apex")
+    assert "pip uninstall apex" in describe_apex()
+    assert "NVIDIA/apex" in describe_apex()
+
+
+def test_without_apex_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megacp.core.backends.apex.find_spec", lambda name: None)
+    assert describe_apex() == "apex: not installed, and not needed"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import builtins
+import io
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 
+from megacp.core.monitor.console import Console
 from megacp.core.monitor.log import LogTargets, RunLog, StepRecord, duration, step_line
 from megacp.verify.plot import read_curves
 
@@ -231,3 +235,46 @@ def test_a_guest_that_raises_is_told_once_in_the_other_places(tmp_path, monkeypa
     log.close()
     assert capsys.readouterr().out.count("--wandb-project mine cannot be written (RuntimeError: the network") == 1
     assert [row["kind"] for row in rows(tmp_path / "log.jsonl")] == ["note", "train", "train"]
+
+
+_LONG = "print('x' * (1 << 20))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"from megacp.core.monitor.console import ends_with_its_reader\nwith ends_with_its_reader():\n    {_LONG}",
+        "from megacp.train import program\nimport sys\nsys.argv[1:] = ['--help']\nprogram()",
+    ],
+    ids=["report", "help of the training"],
+)
+def test_a_program_that_only_prints_ends_in_silence_with_its_reader(body: str) -> None:
+    child = subprocess.Popen([sys.executable, "-c", body], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    assert child.wait(60) == -signal.SIGPIPE
+    assert child.stderr.read() == b""
+    child.stderr.close()
+
+
+def test_a_signal_is_what_it_was_after_the_print(capfd: pytest.CaptureFixture[str]) -> None:
+    from megacp.core.monitor.console import ends_with_its_reader
+
+    before = signal.getsignal(signal.SIGPIPE)
+    with ends_with_its_reader():
+        print("told")
+    assert signal.getsignal(signal.SIGPIPE) == before and capfd.readouterr().out == "told\n"
+
+
+def test_a_terminal_that_is_lost_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, lost = io.StringIO(), []
+    monkeypatch.setattr(sys, "stdout", stream)
+    console = Console(lost.append)
+    stream.close()
+    console.say("nobody reads it")
+    console.say("nor this")
+    console.close()
+    assert len(lost) == 1
+    monkeypatch.setattr(sys, "stdout", None)  # `>&-`
+    console.say("nobody reads it")

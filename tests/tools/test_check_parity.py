@@ -1,14 +1,17 @@
-"""The parity tool: says the same where it is the same, and finds mistakes that are put into a rank."""
+"""The checks of parity and of a GPU: what they find, and a dry run that needs no GPU."""
 
 from __future__ import annotations
 
+import json
 import math
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
@@ -17,7 +20,8 @@ from megacp.core.models.costs import run_parameters
 from megacp.core.optim import sharded
 from megacp.core.optim.sharded import FlatAdamW
 from megacp.verify import command as tool
-from megacp.verify import spawn
+from megacp.verify import gpu_report, spawn
+from megacp.verify.gpu_report import Finding
 from megacp.verify.parity import MAX_PARAMETERS, Box, StepTrace, compare, largest_difference, prepare, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,3 +217,59 @@ def test_a_changed_missing_or_unknown_element_is_a_difference() -> None:
     assert missing == math.inf and "elements on no rank" in name
     unknown = Box("layers.9.extra", (1,), (0,), np.zeros(1))
     assert largest_difference(full, [[*trace.parameters, unknown]])[1] == math.inf
+
+
+main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check_gpu.py"))["main"]
+
+
+def test_a_dry_run_names_every_part_and_measures_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_report, "run", None)
+    assert main(["--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("float64", "8192", "32768", "Transformer Engine", "2, 4 ranks"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_a_full_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert len(report["parts"]) == 7 and all(part["results"] and not part["error"] for part in report["parts"])
+    text = (tmp_path / "report.md").read_text()
+    assert "tokens/s" in text and text.count("| ok |") == 6 and text.count("| skipped |") == 9
+
+
+def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> list[Finding]:
+        raise torch.OutOfMemoryError("too large")
+
+    def ended() -> list[Finding]:
+        raise SystemExit("the machine ends the command")
+
+    good = Finding("good", 0.0, 1.0, "exact")
+    monkeypatch.setattr(gpu_report, "parts", lambda device: {"one": broken, "two": lambda: [good], "three": ended})
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", "--output", str(tmp_path)])
+    assert len(json.loads((tmp_path / "report.json").read_text())["parts"]) == 2
+    text = (tmp_path / "report.md").read_text()
+    assert "| one | OutOfMemoryError: too large | | not finished |" in text and "| good | 0.00e+00 |" in text
+    assert main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1"]) == 1
+    assert (tmp_path / "report.md").read_text().count("left out") == 3
+
+
+@pytest.mark.parametrize(
+    ("difference", "verdict"), [(None, "skipped"), (0.1, "FAILED"), (0.01, "ok"), (math.nan, "FAILED")]
+)
+def test_a_difference_is_judged_by_what_is_allowed(difference: float | None, verdict: str) -> None:
+    assert Finding("x", difference, 0.05, "").verdict == verdict
+    assert math.isnan(gpu_report.largest([1.0, math.nan, 1.0])), "Python's max passes over a NaN"

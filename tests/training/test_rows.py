@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import megacp
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import Axis
+from megacp.core.ops.tile_kernels import TileKernel
 from megacp.core.training import step
 from megacp.core.training.step import ParallelModel
+from megacp.train import main
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_weight_gradients import SIZES
+from tests.training.runs import TINY
 
 GRIDS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -87,3 +93,32 @@ def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
         assert met == [("cp_inner", 2), ("cp_outer", 2)]
     for met in run_ranks(_met, 4, {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}):
         assert len(met) == 2 and [size for _, size in met] == [2, 2]
+
+
+MOST_FRAMES = 14
+
+
+def own_frames() -> list[str]:
+    """Functions of the package on the stack, from `Trainer.run` to the caller's caller."""
+    frame, names = sys._getframe(2), list[str]()
+    while frame is not None:
+        if Path(frame.f_code.co_filename).is_relative_to(Path(megacp.__file__).parent):
+            names.append(frame.f_code.co_qualname)
+        frame = frame.f_back  # type: ignore[assignment]
+    names.reverse()
+    return names[names.index("Trainer.run") :]
+
+
+def test_few_frames_lie_between_the_loop_and_the_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Would catch one more layer of forwarding on the way that every reader goes."""
+    found: list[list[str]] = []
+    real = TileKernel.attend
+
+    def attend(self: TileKernel, *rest: object) -> None:
+        found.append(own_frames())
+        real(self, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(TileKernel, "attend", attend)
+    assert main([*TINY, "--dtype", "float32", "--train-iters", "1", "--lr-warmup-iters", "0"]) == 0
+    frames = [*found[0], "TileKernel.attend"]
+    assert len(frames) <= MOST_FRAMES, frames

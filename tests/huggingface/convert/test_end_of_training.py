@@ -18,7 +18,7 @@ from megacp.prepare import command as preprocess
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from tests.prepare.build.builds import documents
 from tests.prepare.templates.public import write_tokenizer
-from tests.prepare.templates.test_answer_ends import PROMPT, TALK
+from tests.prepare.templates.test_conversation import PROMPT, TALK
 from tests.prepare.templates.test_public import ASK, TELL
 
 SIZES = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--ffn-hidden-size", "16"]

@@ -1,4 +1,4 @@
-"""A build in parts: the bytes of one run, whatever the order, and no dataset while a unit is missing."""
+"""A build in parts and its directory: the bytes of one run, one whole build at a time; datasets that are merged."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 from megacp.prepare import command as preprocess
+from megacp.prepare.build.journal import locked
+from megacp.prepare.build.merge import merge
 from megacp.prepare.build.run import BuildSummary, build
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import run, settings, visible, write_records
+from tests.prepare.build.builds import documents, expected, files, run, settings, visible, write_records
 
 
 def part(inputs: list[Path], output: Path, index: int, count: int, **changes: Any) -> tuple[int, int]:
@@ -89,3 +91,82 @@ def test_a_part_is_a_number_below_a_count(text: str, capsys: pytest.CaptureFixtu
     assert "expected I/N with 0 <= I < N" in capsys.readouterr().err
     assert preprocess.main(["build", *flags, "--units", "0/2", "--overwrite"]) == 2
     assert "would delete what other parts have built" in capsys.readouterr().err
+
+
+def test_a_whole_build_keeps_all_others_out_and_parts_share(tmp_path: Path) -> None:
+    def other(shared: bool) -> subprocess.CompletedProcess[str]:
+        code = "import sys; from pathlib import Path; from megacp.prepare.build.journal import locked"
+        command = [sys.executable, "-c", f"{code}\nwith locked(Path(sys.argv[1]), {shared}): print('in')"]
+        return subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
+
+    with locked(tmp_path):
+        for shared in (False, True):
+            assert "another build is writing to it" in other(shared).stderr
+    with locked(tmp_path, shared=True):
+        assert other(True).stdout == "in\n" and "another build is writing to it" in other(False).stderr
+    assert other(False).returncode == 0
+
+
+def test_a_damaged_file_of_a_unit_is_named_and_built_again_once_it_is_gone(tmp_path: Path) -> None:
+    write_records(tmp_path / "a.jsonl", 60)
+    run([tmp_path / "a.jsonl"], tmp_path / "d")
+    before, unit = files(tmp_path / "d"), tmp_path / "d/.build/00001.json"
+    unit.write_bytes(unit.read_bytes()[:40])
+    with pytest.raises(ValueError, match=f"{unit} is damaged"):
+        run([tmp_path / "a.jsonl"], tmp_path / "d")
+    unit.unlink()
+    run([tmp_path / "a.jsonl"], tmp_path / "d")
+    assert files(tmp_path / "d") == before
+
+
+def test_merged_datasets_hold_the_documents_of_all(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    records = [write_records(path, 40, seed) for seed, path in enumerate(paths)]
+    for path in paths:
+        run([path], tmp_path / path.stem)
+    manifest = merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "both"))
+    assert documents(tmp_path / "both") == expected(records[0]) + expected(records[1])
+    assert manifest.sources == tuple(map(str, paths)) and verify(tmp_path / "both") == []
+    with pytest.raises(ValueError, match="merged dataset; nothing was overwritten"):
+        run([paths[0]], tmp_path / "both")
+
+
+def test_datasets_that_do_not_fit_are_refused_with_all_mismatches(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 5)
+    run([a], tmp_path / "one")
+    run([a], tmp_path / "two", seq_length=256, pad_multiple=2)
+    with pytest.raises(ValueError, match="two has seq_length 256, not 128, pad_multiple 2, not 1$"):
+        merge([str(tmp_path / "one"), str(tmp_path / "two")], str(tmp_path / "both"))
+    with pytest.raises(ValueError, match="at least two"):
+        merge([str(tmp_path / "one")], str(tmp_path / "both"))
+    with pytest.raises(ValueError, match="is one of the datasets"):
+        merge([str(tmp_path / "one"), str(tmp_path / "one")], str(tmp_path / "one"))
+    assert not (tmp_path / "both").exists()
+
+
+def test_documents_with_and_without_an_end_are_not_merged(tmp_path: Path) -> None:
+    """Would catch a dataset in which some documents end with a token and some do not, with nothing that says so."""
+    a = tmp_path / "a.jsonl"
+    write_records(a, 5)
+    ends, without = str(tmp_path / "ends"), str(tmp_path / "open")
+    run([a], tmp_path / "ends")
+    run([a], tmp_path / "open", append_eod=False)
+    with pytest.raises(ValueError, match=r"open has a last token none, not 256 .--append-eod, --eod-token"):
+        merge([ends, ends, without], str(tmp_path / "no"))
+    assert merge([ends, ends], str(tmp_path / "1")).document_end == {"token": 256}
+    assert merge([without, without], str(tmp_path / "2")).document_end == {"token": None}
+
+
+def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
+    a = tmp_path / "a.jsonl"
+    write_records(a, 5)
+    run([a], tmp_path / "one")
+    run([a], tmp_path / "two")
+    path = tmp_path / "two/shard_00000/tokens.bin"
+    data = bytearray(path.read_bytes())
+    data[3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="two/shard_00000/tokens.bin: sha256"):
+        merge([str(tmp_path / "one"), str(tmp_path / "two")], str(tmp_path / "both"))
+    assert not (tmp_path / "both/manifest.json").exists()

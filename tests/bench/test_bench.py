@@ -1,24 +1,87 @@
-"""The pictures: they show what plans and schedules say, they are small, and the same call draws the same bytes."""
+"""The benchmarks run, their figures mean what they say, and the pictures show what plans and schedules say."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from bench.attention import AREA_GOALS, area_per_rank, plans_of, remote_rows
+from bench.mixed_rows import mixed_row
 from bench.pictures import flow, pipeline
 from bench.pictures.demo import read_answers, shown
 from bench.pictures.example import CP, dealt, example_metadata
 from bench.pictures.gallery import PICTURES, draw_all
 from bench.pictures.masks import tile_shapes
+from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.ops.mask import allowed
 from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.prepare.records.sample import parse_record
+from tests.reference.packs import random_batch
 from tools.draw_pictures import main
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+def test_area_and_remote_rows_are_counted_as_a_dense_mask_says(layout: str) -> None:
+    batch = random_batch(np.random.default_rng(5), 48, documents=4, branches=True, images=True, padding=True)
+    plans = plans_of(batch, layout, 4)
+    mask = allowed(plans[0].metadata, plans[0].metadata)
+    seen = 0
+    for plan in plans:
+        columns = mask[plan.local].any(0)
+        columns[plan.local] = False
+        seen += columns.sum()
+    assert remote_rows(plans) == seen
+    assert area_per_rank(plans).tolist() == [mask[plan.local].sum() for plan in plans]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cp", AREA_GOALS)
+def test_balanced_reaches_its_goals_on_mixed_packs(cp: int) -> None:
+    for seed in range(3):
+        area = area_per_rank(plans_of(mixed_row(8_192, seed), "balanced", cp))
+        assert area.max() / area.mean() <= AREA_GOALS[cp]
+
+
+def test_a_mixed_row_is_full_and_made_of_documents_that_fit_it() -> None:
+    for tokens in (1, 100, 8_192):
+        row = mixed_row(tokens, 3)
+        assert len(row) == tokens and (mask_metadata(row).document >= 0).all()
+    lengths = np.bincount(mixed_row(36_864, 0).document)
+    assert lengths.max() <= 36_864 // 3 and len(lengths) > 8
+
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+
+
+def figures(tool: str, path: Path, *flags: str) -> dict[str, Any]:
+    assert runpy.run_path(str(TOOLS / tool))["main"](["--quick", *flags, "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+def test_a_quick_benchmark_gives_ratios_memory_and_bytes(tmp_path: Path) -> None:
+    rows = {row["layout"]: row for row in figures("benchmark.py", tmp_path / "a.json", "--only", "short")["short"]}
+    assert list(rows) == ["one process, 1 thread", "one process, 2 threads", "dp 2", "tp 2", "pp 2", "cp 2"]
+    assert rows["one process, 1 thread"]["over_one_thread"] == rows["one process, 2 threads"]["over_two_threads"] == 1.0
+    for row in rows.values():
+        assert len(row["peak_memory"]) == row["ranks"] and min(row["peak_memory"]) > 0
+        assert row["loss"] == pytest.approx(rows["one process, 1 thread"]["loss"], rel=1e-4)
+        assert any(row["bytes_sent"]) == (row["ranks"] > 1)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_context_parallelism_counts_and_times(tmp_path: Path) -> None:
+    found = figures("bench_cp.py", tmp_path / "a.json")
+    assert len(found["goals"]) == 10 and {entry["cp"] for entry in found["layouts"]} == {2, 4, 8, 16}
+    assert all(seconds > 0 for runs in found["time"].values() for seconds in runs)
+
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_BYTES = 150_000

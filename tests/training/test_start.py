@@ -1,0 +1,269 @@
+"""What stands before the first step: datasets that fit, the model of a checkpoint, ranks that agree."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
+from megacp.core.config.cli import given_names, parse
+from megacp.core.config.run import RunConfig, fields, flag, with_values
+from megacp.core.distributed.launch import Meeting
+from megacp.core.training.agreement import MAY_DIFFER, require_agreement, statement
+from megacp.core.training.sources import open_sources
+from megacp.core.training.stored import stored_config, with_stored_model
+from megacp.train import main
+from tests.checkpoint.test_commit import WORLD
+from tests.data.datasets import random_packs, write_dataset
+from tests.distributed.test_launch import at_once
+from tests.training.runs import TINY, losses, run
+
+
+def config_of(path: Path, layout: str, cp: int) -> RunConfig:
+    values = {"data_path": str(path), "cp_layout": layout, "context_parallel_size": cp, "vocab_size": 0}
+    return with_values(RunConfig(), values)
+
+
+def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(tmp_path: Path) -> None:
+    """Would catch a dataset padded for cp 2 that is filled up a second time for cp 4."""
+    manifest = write_dataset(tmp_path / "four", [random_packs(np.random.default_rng(0), 3)], pad_multiple=4)
+    base = {"seq_length": manifest.seq_length}
+
+    def opened(layout: str, cp: int) -> None:
+        open_sources(with_values(config_of(tmp_path / "four", layout, cp), base))
+
+    opened("zigzag_document", 2)
+    opened("zigzag_document", 1)
+    opened("balanced", 4)
+    with pytest.raises(
+        ValueError, match="multiples of 4, --cp-layout zigzag_document at --context-parallel-size 4 needs"
+    ):
+        opened("zigzag_document", 4)
+    write_dataset(tmp_path / "one", [random_packs(np.random.default_rng(0), 3)], pad_multiple=1)
+    open_sources(with_values(config_of(tmp_path / "one", "zigzag_document", 4), base))
+
+
+def test_what_is_wrong_with_both_datasets_is_told_at_once(tmp_path: Path) -> None:
+    packs = [random_packs(np.random.default_rng(0), 3)]
+    write_dataset(tmp_path / "older", packs)
+    manifest = write_dataset(tmp_path / "newer", packs)
+    values = {
+        "data_path": str(tmp_path / "older"),
+        "valid_data_path": str(tmp_path / "newer"),
+        "vocab_size": 0,
+        "seq_length": 32,
+    }
+    _, sources = open_sources(with_values(RunConfig(), values))
+    assert sources.fingerprint == sources.train.manifest.fingerprint
+    assert sources.valid.manifest == manifest
+    for name in ("older", "newer"):
+        (tmp_path / name / "shard_00000/tokens.bin").unlink()
+    with pytest.raises(ValueError) as error:
+        open_sources(with_values(RunConfig(), values))
+    first, second = str(error.value).splitlines()
+    assert first.startswith(f"--data-path {tmp_path / 'older'}: ") and "tokens.bin: no such file" in first
+    assert second.startswith(f"--valid-data-path {tmp_path / 'newer'}: ")
+
+
+@pytest.mark.parametrize(
+    ("ends", "differ"),
+    [
+        ([(1, {"token": 1}), (1, {"token": None})], True),
+        ([(1, {"token": 1}), (2, {"token": 2})], True),
+        ([(1, None), (2, None)], True),
+        ([(1, None), (1, {"token": 1})], False),
+        ([(1, {"token": None}), (2, {"token": None})], False),
+    ],
+)
+def test_validation_documents_end_as_those_of_training(
+    tmp_path: Path, ends: list[tuple[int, dict[str, int | None] | None]], differ: bool
+) -> None:
+    """Would catch a validation loss on an end token that was never learned."""
+    for name, (eos, end) in zip("ab", ends, strict=True):
+        manifest = write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 3)])
+        tokenizer = dataclasses.replace(manifest.tokenizer, eos_id=eos)
+        dataclasses.replace(manifest, tokenizer=tokenizer, document_end=end).write(tmp_path / name)
+    paths = {"data_path": str(tmp_path / "a"), "valid_data_path": str(tmp_path / "b")}
+    config = with_values(RunConfig(), {**paths, "vocab_size": 0, "seq_length": 32})
+    if not differ:
+        assert open_sources(config)[1].document_end == ends[1][1]
+        return
+    with pytest.raises(ValueError, match="--valid-data-path .* last token .*--eod-token"):
+        open_sources(config)
+
+
+REST = [
+    *("--seq-length", "64", "--global-batch-size", "4", "--train-iters", "4", "--lr", "0.01"),
+    *("--lr-warmup-iters", "2", "--lr-decay-iters", "4"),
+]
+"""TINY without what a checkpoint says: model and dtype."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of TINY after two steps."""
+    folder = tmp_path_factory.mktemp("base") / "out"
+    run(1, [*TINY, "--lr-decay-iters", "4", "--train-iters", "2", "--save", str(folder)])
+    return folder
+
+
+def copied(base: Path, target: Path) -> Path:
+    """A copy of the checkpoint; its directory."""
+    (target / "step_0000002").mkdir(parents=True)
+    for path in (base / "step_0000002").iterdir():
+        (target / "step_0000002" / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def change(folder: Path, content: dict[str, Any] | None = None, config: str | None = None) -> None:
+    """Craft the manifest, with a right checksum, and the config, with a right hash."""
+    step = folder / "step_0000002"
+    manifest = json.loads((step / MANIFEST_FILE).read_text())
+    manifest.pop("checksum")
+    if config is not None:
+        (step / "config.yaml").write_text(config)
+        record = {"size": len(config.encode()), "sha256": hashlib.sha256(config.encode()).hexdigest()}
+        manifest["files"]["config.yaml"] = record
+    for key, value in (content or {}).items():
+        manifest["extra"][key] = value
+        if value is Ellipsis:
+            del manifest["extra"][key]
+    (step / MANIFEST_FILE).write_text(json.dumps(manifest | {"checksum": checksum_of(manifest)}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--load", "--auto-resume"])
+def test_a_run_is_resumed_without_a_flag_of_its_model(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Would catch defaults of flags that take the place of what the checkpoint says."""
+    folders = [copied(base, tmp_path / name) for name in ("with", "without")]
+    for folder, flags in zip(folders, (TINY, REST), strict=True):
+        save = ["--save", str(folder), "--lr-decay-iters", "4"]
+        run(1, [*flags, *save, *(["--load", str(folder)] if how == "--load" else ["--auto-resume"])])
+    assert losses(folders[0]) == losses(folders[1]) and sorted(losses(folders[0])) == [3, 4]
+    told = capsys.readouterr().out
+    assert f"the model is that of {folders[1] / 'step_0000002'}: --hidden-size 32, --ffn-hidden-size 48" in told
+    assert "--vocab-size 61, --hidden-dropout 0.1, --dtype float64" in told and str(folders[0]) in told
+    assert "changed since the checkpoint" not in told
+
+
+@pytest.mark.slow
+def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(base: Path, tmp_path: Path) -> None:
+    """Would catch a run that needs `--config` of a folder inside the checkpoint, and one that takes too much."""
+    explicit = [*TINY, "--hidden-dropout", "0", "--lr-decay-iters", "4"]
+    for name, flags in (("with", explicit), ("without", REST)):
+        run(1, [*flags, "--load", str(base), "--finetune", "--save", str(tmp_path / name)])
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+    stored = load_checkpoint(base, WORLD).config_yaml
+    crafted = stored.replace("freeze: null", "freeze: text").replace(
+        "vision_lr_multiplier: 1.0", "vision_lr_multiplier: 7.0"
+    )
+    assert crafted != stored
+    change(copied(base, tmp_path / "frozen"), config=crafted)
+    argv = [*REST, "--load", str(tmp_path / "frozen")]
+    tuned, _ = with_stored_model(parse([*argv, "--finetune"]), given_names(argv))
+    assert (tuned.vision.freeze, tuned.vision.vision_lr_multiplier, tuned.model.hidden_dropout) == (None, 1.0, 0)
+    resumed, _ = with_stored_model(parse(argv), given_names(argv))
+    assert (resumed.vision.freeze, resumed.model.hidden_dropout) == ("text", 0.1)
+
+
+@pytest.mark.parametrize("finetune", [[], ["--finetune"]])
+@pytest.mark.parametrize("where", ["flag", "file"])
+@pytest.mark.slow
+def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finetune: list[str], where: str
+) -> None:
+    """Would catch a flag that is quietly replaced, also one that is given with its default."""
+    (tmp_path / "c.yaml").write_text("num_layers: 3\nhidden_size: 256\n")
+    given = ["--num-layers", "3", "--hidden-size", "256"] if where == "flag" else ["--config", str(tmp_path / "c.yaml")]
+    assert main([*REST, *given, "--load", str(base), *finetune]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    step = base / "step_0000002"
+    assert lines == [f"error: {step} has --num-layers 4, this run 3", f"{step} has --hidden-size 32, this run 256"]
+
+
+def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:
+    for flags in ([], ["--load", str(tmp_path)], ["--load", str(tmp_path / "none")], ["--save", str(tmp_path)]):
+        config = parse(flags)
+        assert with_stored_model(config, given_names(flags)) == (config, "")
+
+
+def test_the_whole_config_comes_back(base: Path) -> None:
+    loaded = load_checkpoint(base, WORLD)
+    assert isinstance(stored_config(loaded), RunConfig) and stored_config(loaded).model.num_layers == 4
+
+
+HOST = socket.gethostname()
+
+
+def stated(*flags: str) -> dict[str, str]:
+    config, sources = open_sources(parse([*TINY, *flags]))
+    return statement(config, sources, "cpu")
+
+
+@pytest.mark.slow
+def test_every_flag_is_stated_but_those_that_may_differ() -> None:
+    """Would catch a new flag that ranks may set differently without anybody having thought of it."""
+    told = stated()
+    assert {name for name in fields() if flag(name) not in told} == set(MAY_DIFFER)
+
+
+@pytest.mark.slow
+def test_data_and_software_are_stated() -> None:
+    assert stated("--seq-length", "128")["the fingerprint of --data-path"] != stated()["the fingerprint of --data-path"]
+    named = "the version of megacp", "the source of megacp (sha256)", "the version of torch", "the version of Python"
+    assert all(stated()[name] for name in (*named, "the device"))
+
+
+def agreed(statements: list[dict[str, str]], problems: dict[int, str] | None = None) -> list[str]:
+    def action(meeting: Meeting) -> str:
+        require_agreement(meeting, statements[meeting.rank], (problems or {}).get(meeting.rank, ""))
+        return "agreed"
+
+    return at_once(len(statements), action)
+
+
+def test_equal_statements_agree_also_where_machines_read_their_own_copy() -> None:
+    assert agreed([stated(), stated("--num-workers", "3"), stated()]) == ["agreed"] * 3
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ([0.01, 0.01, 0.5, 0.01], f"0.5 on rank 2 (host {HOST}); 0.01 on ranks 0, 1, 3 (host {HOST})"),
+        ([0.5, 0.01, 0.01, 0.01], f"0.5 on rank 0 (host {HOST}); 0.01 on ranks 1, 2, 3 (host {HOST})"),
+        (
+            [0.01, 0.5, 0.7, 0.01],
+            f"0.5 on rank 1 (host {HOST}), 0.7 on rank 2 (host {HOST}); 0.01 on ranks 0, 3 (host {HOST})",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_a_difference_is_told_with_its_ranks_on_every_rank(values: list[float], told: str) -> None:
+    refusals = agreed([stated("--lr", str(value)) for value in values])
+    assert len(set(refusals)) == 1
+    assert refusals[0].endswith(f"\n  - --lr: {told}")
+
+
+def test_every_difference_is_told_at_once() -> None:
+    (refusal, _) = agreed([stated(), stated("--seed", "2", "--num-layers", "2") | {"the version of torch": "1.0"}])
+    assert all(f"\n  - {name}: " in refusal for name in ("--seed", "--num-layers", "the version of torch"))
+    assert refusal.count("  - ") == 3
+
+
+def test_a_problem_of_one_rank_is_told_by_all_of_them() -> None:
+    refusals = agreed([stated(), {}], {1: "--data-path is not here"})
+    assert refusals == [f"refused: rank 1 (host {HOST}): --data-path is not here"] * 2
+
+
+def test_a_problem_of_all_ranks_is_told_as_it_is() -> None:
+    assert agreed([{}, {}], dict.fromkeys((0, 1), "no such flag")) == ["refused: no such flag"] * 2
