@@ -49,7 +49,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(kind[1:] == FULL) & (kind[:-1] == FULL) & (k.start", "(k.start", "a triangle joins a rectangle"),
         ("& (count[1:] == count[:-1])", "", "rows that see more join"),
     ],
-    ("core/ops/tile_kernels.py", "tests/ops/test_kernels.py tests/ops/test_calls.py"): [
+    ("core/ops/tile_kernels.py", "tests/ops/test_kernels.py tests/ops/test_blocks.py"): [
         ("(*pairs.shape) > 0 if tile.kind", "(*pairs.shape, 1) > 0 if tile.kind", "a masked call sees one key ahead"),
         ("dq[rows] += found[0]", "dq[rows] = found[0]", "the query gradient of an earlier call is lost"),
         ("        x[part] += piece", "        x[part] = piece", "the key gradient of an earlier call is lost"),

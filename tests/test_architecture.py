@@ -291,7 +291,6 @@ def test_the_core_imports_no_extra() -> None:
 
 
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
-    """Would catch torch coming in through another package, for example through tyro's handlers."""
     code = (
         "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import require; "
         "from megacp.plan import report; c = cli.parse(['--vocab-size', '64']); "
@@ -384,7 +383,6 @@ def test_the_documents_keep_their_budget() -> None:
 
 
 def test_folders_have_one_direction() -> None:
-    """Would catch two folders that know each other, which a circle of files need not be."""
     graph = import_graph({module_name(path): tree_of(path) for path in sources("megacp")})
     assert len(circles(folder_graph(graph))) <= CIRCLES
 

@@ -63,7 +63,6 @@ def test_the_table_of_rooms_is_as_they_are() -> None:
 
 @pages
 def test_links_lead_somewhere(page: Path) -> None:
-    """Would catch a page that was moved, and a heading that was renamed."""
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         name, _, anchor = target.partition("#")
@@ -83,7 +82,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pages
 def test_flags_that_a_page_names_exist(page: Path) -> None:
-    """Would catch a flag that was renamed in the code alone."""
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text(encoding="utf-8"))) - OTHERS
     known = sources()
 

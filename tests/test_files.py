@@ -26,7 +26,6 @@ def odd_file(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["a named pipe", "a directory", "a device"])
 def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_path: Path, kind: str) -> None:
-    """Would catch a reader that waits for a pipe's writer or fills the memory from /dev/zero."""
     odd_file(kind, tmp_path / "x")
     for read in (files.open_regular, files.read_regular, files.read_json, files.sha256_of):
         with pytest.raises(ValueError, match=f"x is {kind}, no regular file"):
@@ -35,14 +34,12 @@ def test_what_is_no_regular_file_is_refused_by_its_kind_and_read_by_nobody(tmp_p
 
 @pytest.mark.parametrize("text", ["[" * 200_000, "9" * 5000, "{", ""])
 def test_json_without_an_end_or_a_number_is_a_value_error(tmp_path: Path, text: str) -> None:
-    """Would catch a RecursionError, which no reader expects."""
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(ValueError, match=r"x\.json is no JSON: "):
         files.read_json(tmp_path / "x.json")
 
 
 def test_a_new_file_and_a_lock_follow_no_link(tmp_path: Path) -> None:
-    """Would catch a planted link through which a file elsewhere is overwritten."""
     outside = tmp_path / "outside"
     outside.write_text("precious")
     (tmp_path / "link").symlink_to(outside)

@@ -40,7 +40,6 @@ def value(loaded: LoadedCheckpoint) -> float:
 
 
 def test_a_saved_checkpoint_comes_back_with_everything(tmp_path: Path) -> None:
-    """Would catch a file that the manifest forgets, and extra state that is lost."""
     path = save(tmp_path, 100)
     assert path == tmp_path / "step_0000100"
     assert (tmp_path / LATEST_FILE).read_text() == "step_0000100\n"
@@ -54,7 +53,6 @@ def test_a_saved_checkpoint_comes_back_with_everything(tmp_path: Path) -> None:
 
 
 def test_latest_is_loaded_and_a_step_directory_can_be_asked_for(tmp_path: Path) -> None:
-    """Would catch the newest by name instead of `latest`, which a user may have set back."""
     for step in (1, 2, 3):
         save(tmp_path, step)
     assert value(load_checkpoint(tmp_path, WORLD)) == 3
@@ -67,7 +65,6 @@ def test_latest_is_loaded_and_a_step_directory_can_be_asked_for(tmp_path: Path) 
 
 
 def test_the_newest_is_the_last_written_not_the_highest_step(tmp_path: Path) -> None:
-    """Would catch a run that was set back to an earlier step and then resumes from the abandoned branch."""
     for step in (1, 3, 2):
         save(tmp_path, step)
     (tmp_path / LATEST_FILE).unlink()
@@ -76,7 +73,6 @@ def test_the_newest_is_the_last_written_not_the_highest_step(tmp_path: Path) -> 
 
 
 def test_a_directory_is_never_written_to_twice(tmp_path: Path) -> None:
-    """Would catch a re-save into an existing directory, which a full disk turns into the loss of both."""
     first = save(tmp_path, 5)
     before = {p.name: p.read_bytes() for p in first.iterdir()}
     second = save(tmp_path, 5)
@@ -100,7 +96,6 @@ def _flip(path: Path) -> None:
 def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_loaded(
     tmp_path: Path, name: str, harm: object, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Would catch a file that no hash covers, a silent fallback, and a restart from step 0."""
     save(tmp_path, 1)
     newest = save(tmp_path, 2)
     harm(newest / name)  # type: ignore[operator]
@@ -114,7 +109,6 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_is_loaded(
 
 
 def test_when_nothing_is_whole_every_damage_is_named(tmp_path: Path) -> None:
-    """Would catch a run that quietly starts anew because all its checkpoints are damaged."""
     for step in (1, 2):
         (save(tmp_path, step) / "rank_00000.safetensors").unlink()
     with pytest.raises(ValueError, match=r"step_0000002.*step_0000001"):
@@ -123,7 +117,6 @@ def test_when_nothing_is_whole_every_damage_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["missing", "empty", "file"])
 def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> None:
-    """Would catch a FileNotFoundError as the user's message."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="no committed checkpoint"):
@@ -134,7 +127,6 @@ def test_a_place_without_checkpoints_is_refused(tmp_path: Path, name: str) -> No
 def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Would catch a directory that counts before it is complete. The crash is one that no `except` sees."""
     save(tmp_path, 1)
 
     class Killed(BaseException):
@@ -156,7 +148,6 @@ def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
 def test_a_crash_between_rename_and_latest_leaves_both_loadable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch a run that cannot save step 2 again after resuming from step 1."""
     save(tmp_path, 1)
     with monkeypatch.context() as patch:
         patch.setattr(commit, "point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -168,7 +159,6 @@ def test_a_crash_between_rename_and_latest_leaves_both_loadable(
 
 
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    """Would catch pruning by name (10 before 9), of the newest, or of something else in the directory."""
     (tmp_path / "notes").mkdir()
     for step in (8, 9, 10, 11):
         save(tmp_path, step, keep_last=2)
@@ -176,14 +166,12 @@ def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_extra_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    """Would catch a half-written checkpoint because of a tensor in the loader state."""
     with pytest.raises(SaveError, match="JSON"):
         save_checkpoint(tmp_path / "new", 1, boxes(1), extra={"rng": torch.zeros(1)}, config_yaml="", world=WORLD)
     assert not (tmp_path / "new").exists()
 
 
 def test_tensors_that_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
-    """Would catch a checkpoint of a deeper model, loaded without its upper layers."""
     world = [*boxes(1.0), *boxes(2.0, name="model.v"), *boxes(3.0, name="optimizer.exp_avg.w")]
     save_checkpoint(tmp_path, 1, world, extra={}, config_yaml="", world=WORLD)
     loaded = load_checkpoint(tmp_path, WORLD)
@@ -203,7 +191,6 @@ def _ranks_save_and_load(rank: int, world_size: int, root: str) -> tuple[float, 
 
 
 def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
-    """Would catch files of a rank that the manifest lacks: one per rank, the index and the config."""
     assert run_ranks(_ranks_save_and_load, 4, str(tmp_path)) == [(2.0, 6)] * 4
     assert sorted(p.name for p in tmp_path.iterdir()) == [LATEST_FILE, "step_0000002"]
 
@@ -227,7 +214,6 @@ def _one_disk_is_full(rank: int, world_size: int, root: str, broken: int) -> tup
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_disk_error_on_one_rank_is_raised_on_all_and_the_previous_one_stays(tmp_path: Path, broken: int) -> None:
-    """Would catch ranks that wait for ever for the one that failed, and a checkpoint committed without its file."""
     results = run_ranks(_one_disk_is_full, 2, str(tmp_path), broken)
     assert results[0] == results[1]
     message, loaded = results[0]
@@ -248,7 +234,6 @@ def _damage_is_seen_by_all(rank: int, world_size: int, root: str) -> tuple[float
 
 
 def test_all_ranks_agree_to_pass_over_a_damaged_checkpoint(tmp_path: Path) -> None:
-    """Would catch ranks that load different steps because only one of them hashed the bad file."""
     results = run_ranks(_damage_is_seen_by_all, 2, str(tmp_path))
     assert results[0] == results[1]
     assert results[0][0] == 1 and "rank_00001.safetensors" in results[0][1]
@@ -266,7 +251,6 @@ def _misfit(rank: int, world_size: int, root: str) -> str:
 
 
 def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
-    """Would catch a pipeline stage that loads while another has refused."""
     results = run_ranks(_misfit, 2, str(tmp_path))
     assert results[0] == results[1]
     assert "rank 1" in results[0] and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]

@@ -41,13 +41,11 @@ def written(folder: Path) -> CheckpointManifest:
 
 
 def test_a_manifest_comes_back_equal(tmp_path: Path) -> None:
-    """Would catch a field that is not written."""
     manifest = written(tmp_path)
     assert read_manifest(tmp_path) == manifest
 
 
 def test_every_flipped_digit_of_the_manifest_is_found(tmp_path: Path) -> None:
-    """Would catch a manifest without a checksum: a flipped bit in `step` would load silently wrong."""
     written(tmp_path)
     text = (tmp_path / MANIFEST_FILE).read_text()
     for place in [i for i, c in enumerate(text) if c.isdigit()]:
@@ -59,14 +57,12 @@ def test_every_flipped_digit_of_the_manifest_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1, 2]", '{"step": 1}', "\x00\x01"])
 def test_a_broken_manifest_is_named(tmp_path: Path, content: str) -> None:
-    """Would catch a KeyError or a JSON error as the user's message."""
     (tmp_path / MANIFEST_FILE).write_text(content)
     with pytest.raises(ValueError, match=f"{MANIFEST_FILE} is damaged"):
         read_manifest(tmp_path)
 
 
 def test_truncation_deletion_and_a_flipped_bit_are_told_apart(tmp_path: Path) -> None:
-    """Would catch a check of sizes alone."""
     files = written(tmp_path).files
     assert damage(tmp_path, files, ["data"]) == []
     for harm, reason in ((b"012345678", "has 9 bytes, expected 10"), (b"0123456788", "sha256"), (None, "cannot be")):
@@ -86,7 +82,6 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_manifest_with_a_right_checksum_is_not_trusted_for_that(kind: str, tmp_path: Path) -> None:
-    """Would catch files read outside the folder, and a TypeError in place of the earlier checkpoint."""
     older, newest = save(tmp_path, 1), save(tmp_path, 2)
     content = {**json.loads((newest / MANIFEST_FILE).read_text()), **WRONG[kind]}
     content.pop("checksum")
@@ -119,7 +114,6 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.parametrize("how", ["in order", "kill -9"])
 def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path, how: str) -> None:
-    """Would catch two jobs in one directory, and a lock that somebody must delete after a crash."""
     owner = holder(tmp_path / "new")
     try:
         with pytest.raises(ValueError) as refused:
@@ -139,7 +133,6 @@ def test_a_second_run_is_refused_until_the_first_has_ended(tmp_path: Path, how: 
 
 
 def test_a_child_of_a_killed_run_does_not_keep_the_lock(tmp_path: Path) -> None:
-    """Would catch `flock`, whose lock a forked worker inherits."""
     code = _HOLD.replace("print(", "import os\nif os.fork() == 0: time.sleep(20); os._exit(0)\nprint(")
     owner = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdin is not None and owner.stdout is not None and owner.stdout.readline() == b"held\n"
@@ -168,7 +161,6 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
 
 
 def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
-    """Would catch a user's file, a checkpoint or the log that goes with the leftovers."""
     kept = ["step_0000001", "step_0000002.2", "notes.tmp-12345678", "step_0000003.tmp-mine", "log.jsonl", "latest"]
     gone = [".latest.0123abcd0123.partial", "step_0000003.tmp-0123abcd", "step_0000001.2.tmp-0123abcd"]
     for name in (*kept, *gone):
@@ -182,7 +174,6 @@ def test_only_what_crashed_saves_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_a_link_is_refused_and_not_written(tmp_path: Path) -> None:
-    """Would catch a lock that truncates what a planted link points to."""
     (tmp_path / "precious").write_text("thesis")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_FILE).symlink_to(tmp_path / "precious")
@@ -192,7 +183,6 @@ def test_a_lock_that_is_a_link_is_refused_and_not_written(tmp_path: Path) -> Non
 
 
 def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_stays(tmp_path: Path) -> None:
-    """Would catch `Cannot call rmtree on a symbolic link` after a good save, and at every later start."""
     moved = save(tmp_path / "archive", 1)
     own = tmp_path / "own"
     own.mkdir()
@@ -204,7 +194,6 @@ def test_a_linked_checkpoint_is_unlinked_and_what_it_points_to_stays(tmp_path: P
 
 
 def test_a_reader_beside_a_job_that_prunes_reads_or_says_so_in_one_message(tmp_path: Path) -> None:
-    """Would catch a FileNotFoundError of a tensor's file."""
     save(tmp_path, 1)
     loaded = load_checkpoint(tmp_path, WORLD)
     save(tmp_path, 2, keep_last=1)
@@ -218,7 +207,6 @@ def test_a_reader_beside_a_job_that_prunes_reads_or_says_so_in_one_message(tmp_p
     [("step_0000001", True), ("step_0000001.2", True), ("latest", True), ("step_0000001.tmp-0123abcd", False)],
 )
 def test_anything_that_was_ever_committed_is_a_trace(tmp_path: Path, name: str, counts: bool) -> None:
-    """Would catch a damaged checkpoint that counts as none, after which a run starts at step 0."""
     (tmp_path / name).write_text("") if name == "latest" else (tmp_path / name).mkdir()
     (tmp_path / "log.jsonl").write_text("{}")
     assert holds_checkpoints(tmp_path) == counts

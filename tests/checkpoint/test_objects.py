@@ -38,7 +38,6 @@ def test_a_saved_checkpoint_comes_back_with_everything() -> None:
 
 
 def test_the_manifest_is_written_last_and_latest_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a checkpoint that counts while files of it are still on their way."""
     written = []
     for name in ("write", "stream"):
         original = getattr(Url, name)
@@ -78,7 +77,6 @@ def test_a_damaged_file_is_named_and_the_one_before_is_loaded(harm: str) -> None
 
 
 def test_the_first_save_that_failed_leaves_no_trace_of_a_run() -> None:
-    """Would catch --auto-resume that refuses for ever because an upload was cut before anything was committed."""
     root = memory()
     path = save(root, 1)
     (path / MANIFEST_FILE).unlink()
@@ -126,7 +124,6 @@ def test_a_store_that_is_gone_ends_the_save_and_keeps_what_is_there() -> None:
 
 
 def test_an_unreached_store_is_no_reason_to_load_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a run that goes back a thousand steps because the network was down for a minute."""
     root = memory()
     save(root, 1)
     save(root, 2)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import os
 import pickle
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ import torch
 
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
-from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
+from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
 from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.storage import INDEX_FILE
-from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.distributed.grid import Axis, GridShape, build_grid, single_axis
 from megacp.core.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
@@ -71,13 +73,11 @@ def _both_ways(rank: int, world_size: int, root: str) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_save_in_the_background_writes_the_same_bytes(tmp_path: Path, world_size: int) -> None:
-    """Would catch values that training has changed in the meantime, and files that depend on the thread."""
     results = run_ranks(_both_ways, world_size, str(tmp_path)) if world_size > 1 else [_both_ways(0, 1, str(tmp_path))]
     assert results == [True] * world_size
 
 
 def test_the_caller_goes_on_while_the_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a begin that waits for the disk, and a commit that does not."""
     gate, real = threading.Event(), commit.write_boxes
 
     def slow(folder: Path, *rest: Any) -> Any:
@@ -116,7 +116,6 @@ def _one_cannot_write(rank: int, world_size: int, root: str, broken: int) -> tup
 
 
 def test_an_error_in_the_background_is_raised_on_all_ranks_by_the_commit(tmp_path: Path) -> None:
-    """Would catch an exception that dies with its thread."""
     save_checkpoint(tmp_path, 1, boxes(), extra={}, config_yaml="", world=WORLD)
     results = run_ranks(_one_cannot_write, 2, str(tmp_path), 1)
     assert [failed for failed, _, _ in results] == [False, True]
@@ -142,7 +141,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk: Path, background: bool) -> None:
-    """Would catch writing in place, and a partial directory that keeps the space."""
     save_checkpoint(small_disk, 1, boxes(), extra={}, config_yaml="", world=WORLD)
     before = hashes(small_disk / "step_0000001")
     big = boxes(rows=3 * 4096)  # 2 x 3 MiB
@@ -174,7 +172,6 @@ def test_a_directory_that_cannot_be_written_is_one_error(tmp_path: Path, below: 
 
 @pytest.mark.parametrize("name", [INDEX_FILE, "rank_00000.safetensors"])
 def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -> None:
-    """Would catch trust in a hash: whoever wrote the file wrote its hash too."""
     folder = save_checkpoint(tmp_path, 1, boxes(), extra={}, config_yaml="", world=WORLD)
 
     class Evil:
@@ -194,3 +191,42 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
     with pytest.raises(ValueError, match=told):
         list(loaded.whole_tensors())
     assert not (tmp_path / "ran").exists()
+
+
+GROUP_SECONDS = 1.0
+
+
+def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool, late: int) -> str:
+    """Save where rank `late` needs `seconds` for its file; the error, if any."""
+    timeout = datetime.timedelta(seconds=GROUP_SECONDS)
+    waiting = datetime.timedelta(seconds=patience)
+    world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, patience=waiting).world
+    real = commit.write_boxes
+
+    def write(folder: Path, *rest: Any) -> Any:
+        time.sleep(seconds * (rank == late))
+        return real(folder, *rest)
+
+    commit.write_boxes = write
+    try:
+        begin(Path(root), 3, boxes(world), world, background).commit()
+    except SaveError as error:
+        return str(error)
+    finally:
+        commit.write_boxes = real
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("background", "late"), [(False, 0), (False, 1), (True, 1)])
+def test_a_save_may_take_longer_than_a_collective(tmp_path: Path, background: bool, late: int) -> None:
+    assert run_ranks(_slow, 2, str(tmp_path), 2 * GROUP_SECONDS, 60.0, background, late) == ["", ""]
+    assert load_checkpoint(tmp_path, single_axis("world")).step == 3
+
+
+@pytest.mark.slow
+def test_a_rank_beyond_the_limit_of_saving_is_named(tmp_path: Path) -> None:
+    first, late = run_ranks(_slow, 2, str(tmp_path), 2.0, 0.5, False, 1)
+    assert "within 0.5 s (6 x --distributed-timeout-minutes" in first and "Rank 1" in first
+    assert "--distributed-timeout-minutes" in late
+    assert committed(tmp_path) == []

@@ -71,7 +71,6 @@ GRIDS = [{}, {"tp": 4}, {"dp": 4}, {"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"tp"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.slow
 def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Would catch tp, dp, pp or fused pieces in the file, a tied copy left empty, padding that is not zero."""
     run_ranks(_save, 4, SAVED, str(tmp_path), dtype)
     for shape in GRIDS:
         ranks = math.prod(shape.values())
@@ -86,7 +85,6 @@ def test_a_checkpoint_of_one_grid_loads_on_every_other_bit_for_bit(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"pp": 2, "dp": 2}, {"tp": 4}, {}], ids=str)
 def test_every_grid_writes_files_that_one_process_reads(tmp_path: Path, shape: dict[str, int]) -> None:
-    """Would catch a copy written twice (tied over stages, replicated over tp) or a parameter that nobody writes."""
     ranks = math.prod(shape.values())
     if ranks > 1:
         run_ranks(_save, ranks, shape, str(tmp_path), torch.float32)
@@ -116,6 +114,5 @@ def _resume(rank: int, world_size: int, shape: dict[str, int], root: str) -> boo
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tmp_path: Path) -> None:
-    """Would catch a count of updates that is lost: the bias correction would start anew."""
     run_ranks(_save, 4, SAVED, str(tmp_path), torch.float32)
     assert run_ranks(_resume, 4, SAVED, str(tmp_path)) == [True] * 4

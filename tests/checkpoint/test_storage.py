@@ -39,7 +39,6 @@ def hashes(folder: Path) -> dict[str, FileRecord]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_boxes_cut_in_any_way_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    """Would catch swapped offsets, boxes that overlap several stored ones, special values that change."""
     source = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     source[0, 0], source[1, 1], source[2, 2] = float("nan"), -0.0, float("inf")
     cuts = [((0, 0), (3, 5)), ((3, 0), (1, 2)), ((3, 2), (1, 3)), ((4, 0), (3, 5))]
@@ -58,7 +57,6 @@ def test_boxes_cut_in_any_way_come_back_bit_for_bit(tmp_path: Path, dtype: torch
 
 
 def test_the_files_are_ordinary_safetensors(tmp_path: Path) -> None:
-    """Would catch a private format: the library must read it, a whole tensor under its own name."""
     w, v, h = torch.arange(6.0).view(2, 3), torch.arange(4.0).double(), torch.tensor([1.5]).bfloat16()
     parts = [TensorBox("v", (4,), (0,), v[:1]), TensorBox("v", (4,), (1,), v[1:])]
     write_payload(tmp_path, [whole_box("h", h), whole_box("w", w), *parts, whole_box("s", torch.tensor(3))])
@@ -73,7 +71,6 @@ def test_the_files_are_ordinary_safetensors(tmp_path: Path) -> None:
 def test_only_the_bytes_from_the_first_to_the_last_wanted_element_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch a rank that reads whole matrices for its rows or its ZeRO slice."""
     source = torch.arange(6000.0).view(60, 100)
     write_payload(tmp_path, [whole_box("w", source)])
     payload, read = Payload(tmp_path, hashes(tmp_path)), list[int]()
@@ -96,7 +93,6 @@ def test_only_the_bytes_from_the_first_to_the_last_wanted_element_are_read(
 
 
 def test_the_same_tensors_make_the_same_bytes(tmp_path: Path) -> None:
-    """Would catch a path or a random id in the files."""
     for name in "ab":
         (tmp_path / name).mkdir()
         write_payload(tmp_path / name, [whole_box("w", torch.arange(6.0))])
@@ -108,21 +104,18 @@ CUTS = {"hole": [(0, 3)], "overlap": [(0, 4), (3, 6)], "twice": [(0, 3), (0, 3)]
 
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_elements_written_twice_or_not_at_all_are_refused(tmp_path: Path, cuts: list[tuple[int, int]]) -> None:
-    """Would catch a wrong `counted`: a copy that is written, or a parameter that no rank writes."""
     x = torch.zeros(6)
     with pytest.raises(ValueError, match="boxes of w "):
         write_payload(tmp_path, [TensorBox("w", (6,), (i,), x[i:j]) for i, j in cuts])
 
 
 def test_boxes_of_one_tensor_with_other_dtypes_are_refused(tmp_path: Path) -> None:
-    """Would catch a file whose header gives all boxes of a tensor the dtype of the last one."""
     boxes = [TensorBox("w", (4,), (0,), torch.zeros(2)), TensorBox("w", (4,), (2,), torch.zeros(2).int())]
     with pytest.raises(ValueError, match="two boxes disagree on shape or dtype of w"):
         write_payload(tmp_path, boxes)
 
 
 def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
-    """Would catch an index that is read before it is checked."""
     write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
     known = hashes(tmp_path)
     (tmp_path / INDEX_FILE).write_bytes(bytes(known[INDEX_FILE].size))
@@ -131,14 +124,12 @@ def test_an_index_with_another_hash_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_an_index_may_not_refer_to_files_outside_the_manifest(tmp_path: Path) -> None:
-    """Would catch data that no hash protects."""
     write_payload(tmp_path, [whole_box("w", torch.zeros(2))])
     with pytest.raises(ValueError, match=r"rank_00000\.safetensors"):
         Payload(tmp_path, {INDEX_FILE: hashes(tmp_path)[INDEX_FILE]})
 
 
 def test_tensors_that_do_not_fit_are_named_with_both_sides(tmp_path: Path) -> None:
-    """Would catch a silent conversion, broadcast or skip."""
     write_payload(tmp_path, [whole_box("w", torch.zeros(2, 3)), whole_box("v", torch.zeros(2))])
     payload = Payload(tmp_path, hashes(tmp_path))
     wanted = [
@@ -164,7 +155,6 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 @given(ranges())
 @pytest.mark.slow
 def test_boxes_of_a_range_are_its_elements_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
-    """Would catch a range inside one row, ends at row borders, more boxes than needed, wrong dimensions."""
     shape, low, high = case
     array = np.arange(math.prod(shape)).reshape(shape)
     boxes = split_range(shape, low, high)
@@ -174,13 +164,11 @@ def test_boxes_of_a_range_are_its_elements_in_order(case: tuple[tuple[int, ...],
 
 
 def test_whole_rows_are_one_box() -> None:
-    """Would catch a box per row, which makes files of a million entries."""
     assert split_range((1000, 8), 8, 7992) == [((1, 0), (998, 8))]
     assert split_range((1000, 8), 5, 7993) == [((0, 5), (1, 3)), ((1, 0), (998, 8)), ((999, 0), (1, 1))]
 
 
 def test_a_slice_of_a_fused_and_padded_parameter_lands_in_its_pieces() -> None:
-    """Would catch padding rows that are saved, pieces mixed up, offsets of the local part forgotten."""
     pieces = (TensorSlice("q", (4, 3), (2, 0), (2, 3), start=0), TensorSlice("k", (2, 6), (1, 3), (1, 3), start=2))
     local = torch.arange(12.0)  # [4, 3]: two rows of q, one of k, one of padding
     part = ParameterSlice(ParameterSpec(pieces), (4, 3), 4, local[4:])
@@ -194,7 +182,6 @@ def test_a_slice_of_a_fused_and_padded_parameter_lands_in_its_pieces() -> None:
 
 
 def test_copies_are_read_but_not_written() -> None:
-    """Would catch two ranks that write the same element, and a tied head that stays empty after loading."""
     spec = ParameterSpec((TensorSlice("w", (2,), (0,), (2,)),), counted=False)
     part = ParameterSlice(spec, (2,), 0, torch.zeros(2))
     assert boxes_to_save([part], {"exp_avg": [part]}) == []

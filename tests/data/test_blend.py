@@ -43,7 +43,6 @@ def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
 @settings(max_examples=80, deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 10**15), st.integers(0, 40))
 def test_shares_are_kept_and_any_place_is_found_at_once(parts: list[int], start: int, count: int) -> None:
-    """Would catch a rule that starves a dataset of small weight. Two datasets are within one sample, more near it."""
     order = BlendOrder(parts)
     dataset, nth = order.places(0, 2 * sum(parts) + 3)
     assert off_by(parts, dataset) < (1 if len(parts) <= 2 else 2)
@@ -112,7 +111,6 @@ def test_an_exhausted_dataset_begins_its_next_epoch_in_a_new_order(tmp_path: Pat
 def test_resumed_at_any_sample_on_any_dp_size_the_order_goes_on(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Would catch samples that are repeated or skipped by a resume, and an order that depends on dp."""
     folder = tmp_path_factory.getbasetemp() / "resumed"
     blend = blended(folder, {"a": 5, "b": 11, "c": 3}, ["0.6", "0.3", "0.1"])
     start, batch, seed = data.draw(st.integers(0, 300)), 8, data.draw(st.integers(0, 9))
@@ -126,7 +124,6 @@ def test_resumed_at_any_sample_on_any_dp_size_the_order_goes_on(
 
 
 def test_a_pack_keeps_its_tokens_and_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:
-    """Would catch a resumed run that goes on with other weights, and one that depends on where its data lies."""
     sizes = {"a": 4, "b": 6}
     blend = blended(tmp_path, sizes, ["1", "2"])
     assert len(blend) == 10
@@ -141,7 +138,6 @@ def test_a_pack_keeps_its_tokens_and_weights_and_content_make_the_fingerprint(tm
 
 
 def test_text_and_images_share_a_row(tmp_path: Path) -> None:
-    """Would catch a row of packs with and without images, which no single dataset has."""
     rng = np.random.default_rng(0)
     write_dataset(tmp_path / "text", [random_packs(rng, 4)])
     write_dataset(tmp_path / "images", [weighted_images(rng, 4)], image_rules=IMAGE_RULES)

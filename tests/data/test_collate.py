@@ -94,7 +94,6 @@ def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
 
 
 def test_a_prefix_predicts_what_all_its_branches_begin_with() -> None:
-    """Would catch a shared first token that is never learned, and one that only some branches begin with."""
     alike = ([1, 2, 3, 9, 5, 9, 7], [1.0, 1.0, 1.0, 0.5, 1.0, 0.0, 1.0], 8, (3, 5))
     differing = ([1, 2, 3, 9, 5, 8, 7], [1.0] * 7, 8, (3, 5))
     batch = collate([make_pack(0, [alike, differing], weighted=True)])
@@ -143,7 +142,6 @@ def test_what_is_no_batch_is_refused() -> None:
 
 
 def test_the_fingerprint_sees_every_field_and_is_the_same_in_another_process() -> None:
-    """Would catch Python's hash(), which is salted per process, and a field that ranks do not compare."""
     batch = make()
     prints = {batch.fingerprint(), dataclasses.replace(batch, pack_ids=(8,)).fingerprint()}
     names = [field.name for field in dataclasses.fields(PackedBatch) if field.name not in NOT_ROWS]
@@ -179,7 +177,6 @@ IMAGES = VisionInputs(
 
 
 def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -> None:
-    """Would catch ranks that take each other's rows for different ones, or rows with other images for the same."""
     batch = dataclasses.replace(make(5), vision=IMAGES)
     prints = {make(5).fingerprint(), batch.fingerprint()}
     for change in ({"feature_rows": np.array([1, 3, 4])}, {"cum_crop_bounds": np.array([2, 3])}):
@@ -202,7 +199,6 @@ def test_a_dropped_document_is_inert_and_the_rest_stays() -> None:
 
 
 def test_tokens_are_named_by_pack_and_place_whichever_packs_share_the_row() -> None:
-    """Would catch dropout that depends on how many packs a row joins: on the micro batch, or on dp with dynamic cp."""
     rules = MockRules(vocab_size=50, seq_length=24, mask="mixed", ragged=True)
     joined = mock_batch([3, 8], rules)
     alone = [mock_batch([number], rules) for number in (3, 8)]
@@ -217,7 +213,6 @@ def test_tokens_are_named_by_pack_and_place_whichever_packs_share_the_row() -> N
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("length", [2, 3, 7, 64])
 def test_every_mask_makes_lawful_rows_of_any_length(mask: str, length: int) -> None:
-    """Would catch an empty document, a branch outside its document, weights on padding."""
     for index in range(40):
         batch = mock_batch([index, index + 1], MockRules(13, length, mask, ragged=True))
         assert 0 < len(batch) <= 2 * length
@@ -226,7 +221,6 @@ def test_every_mask_makes_lawful_rows_of_any_length(mask: str, length: int) -> N
 
 
 def test_a_pack_depends_on_seed_and_number_alone() -> None:
-    """Would catch ranks that train on different rows, or steps that repeat one."""
     rules = MockRules(50, 40, "mixed", ragged=True, seed=5)
     assert mock_batch([3, 4], rules).fingerprint() == mock_batch([3, 4], rules).fingerprint()
     others = [mock_batch([4, 5], rules), mock_batch([3, 4], MockRules(50, 40, "mixed", ragged=True, seed=6))]
@@ -234,7 +228,6 @@ def test_a_pack_depends_on_seed_and_number_alone() -> None:
 
 
 def test_masks_hold_what_their_names_say() -> None:
-    """Would catch a parity check on images that never saw a span."""
     rows = {mask: [mock_batch([i], MockRules(50, 64, mask, ragged=True)) for i in range(30)] for mask in MASKS}
     documents = {mask: max(int(batch.document.max()) for batch in batches) for mask, batches in rows.items()}
     branched = {mask for mask, batches in rows.items() if any(batch.branch.any() for batch in batches)}
@@ -245,6 +238,5 @@ def test_masks_hold_what_their_names_say() -> None:
 
 
 def test_the_next_token_can_be_guessed_three_times_in_four() -> None:
-    """Would catch mock data on which no loss can fall, so that a broken optimizer goes unseen."""
     tokens = MockRules(1000, 4096).pack(0).tokens
     assert 0.7 < np.mean((tokens[1:] - tokens[:-1]) % 1000 == 1) < 0.8

@@ -76,7 +76,6 @@ def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[in
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 500), st.integers(1, 3), st.sampled_from(["example", "image", "causal"]))
 def test_a_row_of_packs_knows_its_images_like_the_token_by_token_twin(first: int, count: int, attention: str) -> None:
-    """Would catch bounds that restart in each pack, places that forget padding, a span over two documents."""
     packs = [RULES.pack(first + i) for i in range(count)]
     batch = collate(packs, image_attention=attention)
     span, places, images, pooled = spans_by_hand(packs, attention)
@@ -99,7 +98,6 @@ def features(batch: PackedBatch) -> np.ndarray:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 500), st.integers(1, 2), st.sampled_from([1, 2, 3, 4, 8, 16]))
 def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int, count: int, ranks: int) -> None:
-    """Would catch a frame decoded twice or not at all, and windows that point into another rank's patches."""
     packs = [RULES.pack(first + i) for i in range(count)]
     (whole,) = rows_of_ranks(packs, 1)
     for strategy in ("stored", "computed"):
@@ -118,7 +116,6 @@ def test_all_ranks_together_hold_each_image_once_under_every_strategy(first: int
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_rank_holds_all_images_where_they_are_replicated_each_with_its_own_patches(ranks: int) -> None:
-    """Would catch a share of the images under the name of all, and a frame that pools the patches of the first."""
     packs = [RULES.pack(number) for number in range(6)]
     (whole,) = rows_of_ranks(packs, 1)
     for part in rows_of_ranks(packs, ranks, REPLICATE):
@@ -165,7 +162,6 @@ def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
 
 
 def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:
-    """Would catch a file that was exchanged after the build: its crops would shift all that follow."""
 
     class Larger(MockDecoder):
         def image(self, data: bytes) -> Pixels:

@@ -90,7 +90,6 @@ def test_reading_ahead_changes_nothing(num_threads: int) -> None:
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_an_error_surfaces_in_its_own_step_and_what_is_prepared_belongs_to_its_batches(threads: int) -> None:
-    """Would catch plans of another step, an error that comes steps too early, and a look-ahead without an end."""
     order, prepared = samples(0, 8, 10, seed=0).tolist(), []
 
     def prepare(batch: PackedBatch) -> tuple[int, ...]:

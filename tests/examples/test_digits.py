@@ -113,7 +113,6 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
 def test_a_page_shows_no_file_outside_of_its_images(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch answers.jsonl of somebody else that copies a file of mine into a page that I pass on."""
     images, secret = tmp_path / "images", tmp_path / "secret.txt"
     images.mkdir()
     secret.write_text("secret")

@@ -1,4 +1,4 @@
-"""Files that launch runs elsewhere: their structure, and a dry run of the command inside of each."""
+"""Launch files, scripts for clusters and recipes: their structure, and a dry run of what stands in them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ import numpy as np
 import pytest
 import yaml
 
+from megacp.core.config.cli import parse
+from megacp.core.config.run import RunConfig, flatten
 from megacp.core.config.yaml_file import values_of_file
 from megacp.core.data.reader import PackedDataset
+from megacp.core.models.build import stage_layers
+from megacp.core.models.costs import run_parameters
+from megacp.huggingface.convert.families import of_values
+from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess
-from megacp.train import main
+from megacp.train import dry_run, main
 from tests.data.datasets import random_packs, write_dataset
 from tests.prepare.build.builds import write_records
 
@@ -127,3 +133,99 @@ def test_the_arrays_build_in_parts_and_finish(tmp_path: Path) -> None:
     words = shlex.split(line.replace("$JOB_COMPLETION_INDEX", "7"))
     assert words[:4] == ["exec", "python", "tools/preprocess_data.py", "build"]
     assert preprocess.main(["build", *common, "--output", str(tmp_path / "pods"), "--units", "7/16"]) == 0
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ("pretrain_vlm.sh", "long_context.sh", "slurm/pretrain_vlm.sbatch", "slurm/long_context.sbatch")
+ROW = re.compile(r"^# +(\d+) GPUs  ((?:[A-Z]+=[\w.]+ +)+)([\d.]+) GiB$(?:\n# +(weights .*) GiB$)?", re.MULTILINE)
+
+
+def estimates(script: str) -> list[tuple[str, ...]]:
+    """(GPUs, settings of the environment, GiB, terms or nothing) of each row."""
+    return ROW.findall((ROOT / "examples" / script).read_text(encoding="utf-8"))
+
+
+def settings_of(row: tuple[str, ...]) -> dict[str, str]:
+    return dict(word.split("=") for word in row[1].split())
+
+
+def dry_run_flags(script: str, row: tuple[str, ...], folder: Path) -> list[str]:
+    """The flags that a dry run of the script gives to `python -m megacp.train`, told by a `python` that prints them."""
+    (folder / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (folder / "python").chmod(0o755)
+    settings = {**settings_of(row), "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["bash", f"examples/{script}", "--dry-run", "--world-size", row[0]]
+    printed = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    program, *flags = printed.stdout.split("-m\n")[1].splitlines()
+    assert program == "megacp.train"
+    return flags
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_tells_the_memory_of_several_sizes(script: str) -> None:
+    rows = estimates(script)
+    assert rows and all(float(row[2]) < 141 for row in rows)
+    for row in rows:
+        settings = settings_of(row)
+        assert int(row[0]) % (int(settings["TP"]) * int(settings["CP"])) == 0
+
+
+@pytest.mark.parametrize("script, row", [(script, row) for script in SCRIPTS for row in estimates(script)])
+def test_the_memory_in_a_script_is_what_its_dry_run_estimates(
+    script: str, row: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(dry_run_flags(script, row, tmp_path)) == 0
+    _, head, *stages = capsys.readouterr().out.split("Memory of one rank")[1].split("\n\n")[0].splitlines()
+    names = re.split(" {2,}", head.strip())
+    cells = [dict(zip(names, re.split(" {2,}", stage.strip()), strict=True)) for stage in stages]
+    assert all(stage["total"].endswith(" GiB") for stage in cells)
+    fullest = max(cells, key=lambda stage: float(stage["total"].split()[0]))
+    assert fullest["total"] == f"{row[2]} GiB"
+    for name, value in (term.rsplit(" ", 1) for term in row[3].split(", ") if term):
+        assert fullest[name] == f"{value} GiB", name
+
+
+PARAMETERS = {
+    "llama3_8b": 8_030_261_248,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "molmo2_4b": 4_851_000_000,
+    "molmo2_8b": 8_660_000_000,
+}
+"""Published, or within 1 % of the sum of the published parts."""
+GRIDS = {"1gpu": 1, "8gpus": 8, "64gpus": 64}
+
+
+def recipe(model: str, grid: str) -> RunConfig:
+    files = [EXAMPLES / "recipes" / model / f"{name}.yaml" for name in ("model", grid)]
+    flags = [text for file in files for text in ("--config", str(file))]
+    return parse([*flags, "--dry-run", "--world-size", str(GRIDS[grid])])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None:
+    config = recipe(model, grid)
+    assert f"Dry run: {GRIDS[grid]} ranks" in dry_run(config)
+    head = (EXAMPLES / "recipes" / model / f"{grid}.yaml").read_text().splitlines()[0]
+    (gib,) = re.findall(r"(\d+) GiB", head)
+    needed = max(
+        stage_memory(config, stage, chunks, GRIDS[grid]).total
+        for stage, chunks in enumerate(stage_layers(config, GRIDS[grid]))
+    )
+    assert needed <= 0.9 * float(gib) * 2**30, head
+
+
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_a_recipe_has_the_size_of_its_model_and_its_export_has_its_name(model: str) -> None:
+    config = recipe(model, "8gpus")
+    assert run_parameters(config) == pytest.approx(PARAMETERS[model], rel=0.01)
+    architecture = of_values(flatten(config))
+    assert model.startswith(architecture.name.rstrip("2")) and architecture.config(flatten(config))
+
+
+def test_the_tiny_config_takes_its_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(EXAMPLES / "tiny.yaml"), "--train-iters", "2"]) == 0
+    assert "step 2/2" in capsys.readouterr().out

@@ -38,7 +38,6 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> bool:
 
 @pytest.mark.parametrize(("name", "status"), [("lock", 2), ("latest", 0)])
 def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, status: int) -> None:
-    """Would catch a file elsewhere that a run overwrites because somebody put a link into its directory."""
     out, precious = tmp_path / "out", tmp_path / "precious"
     out.mkdir()
     precious.write_text("precious")
@@ -51,7 +50,6 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, status: in
 def test_names_that_are_no_utf_8_are_refused_at_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
-    """Would catch a run that trains for hours and dies at its first save."""
     assert main([*TINY, flag, os.fsdecode(os.fsencode(tmp_path) + b"/\xff")]) == 2
     assert r"\udcff' on the command line is no text in UTF-8" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -59,7 +57,6 @@ def test_names_that_are_no_utf_8_are_refused_at_the_start(
 
 @pytest.mark.faults
 def test_a_program_says_of_a_name_that_is_no_utf_8_what_is_wrong(tmp_path: Path) -> None:
-    """Would catch a message that cannot be printed itself."""
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
     assert refused(program(TRAIN, *TINY, "--save", odd), r"\udcff' on the command line is no text in UTF-8")
     assert not os.path.exists(odd)
@@ -69,7 +66,6 @@ def test_a_program_says_of_a_name_that_is_no_utf_8_what_is_wrong(tmp_path: Path)
 def test_readers_beside_a_run_that_keeps_one_checkpoint_find_it_whole_or_say_that_it_was_removed(
     tmp_path: Path,
 ) -> None:
-    """Would catch a reader that takes half of a checkpoint that --keep-last removes, or ends with a stack."""
     out = tmp_path / "out"
     flags = [*TINY, "--vocab-size", "257", "--train-iters", "1000000", "--lr-decay-style", "constant"]
     flags += ["--save", str(out), "--save-interval", "1", "--keep-last", "1"]

@@ -61,7 +61,6 @@ def killed_later(rank: int, world_size: int, flags: Sequence[str], where: int, s
 def test_a_run_killed_at_any_moment_loses_steps_and_nothing_else(
     moments: random.Random, tmp_path: Path, undisturbed: tuple[Path, float]
 ) -> None:
-    """Would catch a half-written checkpoint that counts, a lock that stays, a step that is repeated or left out."""
     folder, seconds = undisturbed
     flags = [*LONG, "--save", str(tmp_path), "--auto-resume", *moments.choice([[], ["--async-save"]])]
     kills = 0
@@ -83,7 +82,6 @@ def test_a_run_killed_at_any_moment_loses_steps_and_nothing_else(
 def test_a_build_killed_at_any_moment_goes_on_to_the_same_bytes(
     moments: random.Random, corpus: Path, tmp_path: Path
 ) -> None:
-    """Would catch a shard that counts and is cut, and a worker that writes on after its parent."""
     size = [*test_preprocess_images.TINY, "--max-crops-per-pack", 30, "--unit-bytes", 1500]
     begin = time.monotonic()
     assert tool(*arguments(corpus, tmp_path / "whole", *size)).returncode == 0
@@ -116,7 +114,6 @@ def flip(path: Path, moments: random.Random) -> None:
 def test_a_bit_flipped_anywhere_in_a_checkpoint_is_found_and_the_one_before_taken(
     moments: random.Random, tmp_path: Path, undisturbed: tuple[Path, float]
 ) -> None:
-    """Would catch a byte of any file that no hash covers."""
     steps = (STEPS - 1, STEPS)
     for step in steps:
         shutil.copytree(undisturbed[0] / f"step_{step:07d}", tmp_path / f"step_{step:07d}")
@@ -132,7 +129,6 @@ def test_a_bit_flipped_anywhere_in_a_checkpoint_is_found_and_the_one_before_take
 
 @pytest.mark.faults
 def test_a_bit_flipped_anywhere_in_a_dataset_is_never_read_in_silence(moments: random.Random, tmp_path: Path) -> None:
-    """Would catch a byte of any file, table or manifest that training would believe."""
     numbers = np.random.default_rng(moments.randrange(1 << 30))
     write_dataset(tmp_path / "d", [weighted_images(numbers, 4), weighted_images(numbers, 3)], image_rules=IMAGE_RULES)
     sound = everything(tmp_path / "d")

@@ -46,7 +46,6 @@ def finite(folder: Path) -> bool:
 
 @pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["at once", "in the background"])
 def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Path, saving: list[str]) -> None:
-    """Would catch 34 skipped steps and "finished", and --keep-last that deletes the way back meanwhile."""
     flags = [*LONG, "--save", str(tmp_path), "--save-interval", "2", "--keep-last", "2"]
     assert run_ranks(train_sick, 2, [*flags, *saving], "nan loss", 1, range(6, 99)) == [FAILED, FAILED]
     assert max(losses(tmp_path)) == 15
@@ -58,7 +57,6 @@ def test_a_loss_that_stays_nan_ends_the_run_and_costs_no_checkpoint(tmp_path: Pa
 
 
 def test_weights_that_became_nan_are_not_saved_and_delete_nothing(tmp_path: Path) -> None:
-    """Would catch two checkpoints of NaN in place of every good one; one rank of two holds the bad weight."""
     flags = [*LONG, "--save", str(tmp_path), "--save-interval", "5", "--keep-last", "2"]
     assert run_ranks(train_sick, 2, flags, "nan weight", 1, [12]) == [FAILED, FAILED]
     assert steps(tmp_path) == [5, 10] and finite(tmp_path / "step_0000010")
@@ -76,7 +74,6 @@ def test_a_run_without_any_update_is_not_finished(tmp_path: Path) -> None:
 
 
 def test_a_run_resumed_between_skipped_steps_is_the_undisturbed_one(tmp_path: Path) -> None:
-    """Would catch a count in a row that starts again with every resume, and so never ends a run that is restarted."""
     flags = [*LONG, "--train-iters", "20"]
     bad = [4, 5, *range(9, 19)]
     whole, halved = [*flags, "--save", str(tmp_path / "whole")], [*flags, "--save", str(tmp_path / "halved")]
@@ -101,7 +98,6 @@ def _save_nan(folder: str) -> None:
 
 
 def test_a_checkpoint_of_nan_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a run that goes on from what an earlier version has written."""
     _save_nan(str(tmp_path))
     for more in ([], ["--finetune"]):
         assert main([*TINY, "--load", str(tmp_path), *more]) == 2

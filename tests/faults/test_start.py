@@ -28,7 +28,6 @@ def refused(ended: Ended) -> str:
 
 @pytest.mark.slow
 def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_values() -> None:
-    """Would catch ranks that train to the end with two configurations and end with status 0."""
     messages = {refused(ended) for ended in run_all([QUICK, [*QUICK, "--lr", "0.02"]])}
     assert messages == {
         "the 2 ranks of this run were not started alike; give all of them the same flags and software:\n"
@@ -70,7 +69,6 @@ SILENT = [
     ids=lambda value: value[0] if isinstance(value, list) else str(value),
 )
 def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str], odd: int) -> None:
-    """Would catch a difference that dies later, hangs, or is never noticed."""
     flags = [QUICK, QUICK]
     flags[odd] = [*QUICK, *other]
     first, second = (refused(ended) for ended in run_all(flags, [tmp_path, tmp_path]))
@@ -82,7 +80,6 @@ def test_any_other_flag_on_one_rank_is_refused(tmp_path: Path, other: list[str],
 @pytest.mark.faults
 @pytest.mark.parametrize("wrong", [["--data-path", "/nowhere"], ["--lr", "much"], ["--lerning-rate", "1"]])
 def test_what_only_one_rank_cannot_do_ends_all_of_them_with_its_reason(wrong: list[str]) -> None:
-    """Would catch ranks that wait for one that has gone, and a reason that only its own machine has seen."""
     first, second = (refused(ended) for ended in run_all([QUICK, [*QUICK, *wrong]]))
     assert first == second
     assert f"rank 1 (host {HOST}): " in first and wrong[0].strip("-") in first
@@ -96,7 +93,6 @@ def test_what_no_rank_can_do_is_told_without_ranks() -> None:
 
 @pytest.mark.faults
 def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    """Would catch a run that finds out at its last step, with checkpoints that lack one machine's files."""
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -132,7 +128,6 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
 )
 @pytest.mark.faults
 def test_garbage_in_the_launchers_variables_is_one_message(changed: dict[str, str | None], told: str) -> None:
-    """Would catch a traceback from torch, and processes that each train alone with status 0."""
     (ended,) = by_hand([1], 2, **changed)
     assert told in refused(ended)
 
@@ -148,7 +143,6 @@ def test_a_port_that_is_taken_is_one_message() -> None:
 
 @pytest.mark.faults
 def test_local_ranks_behind_the_first_are_silent() -> None:
-    """Would catch the same message from every rank of a machine."""
     port = free_port()
     processes: list[subprocess.Popen[str]] = []
     for rank, flags in enumerate((QUICK, [*QUICK, "--lr", "0.02"])):

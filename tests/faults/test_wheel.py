@@ -79,7 +79,6 @@ def run(installed: Path, command: str, *flags: str, status: int = 0) -> str:
 
 @pytest.mark.slow
 def test_the_wheel_holds_every_module_and_a_program_for_each_command(wheel: Path) -> None:
-    """Would catch a package without an `__init__.py`, and a command whose module is not in the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
@@ -92,7 +91,6 @@ def test_the_wheel_holds_every_module_and_a_program_for_each_command(wheel: Path
 
 @pytest.mark.faults
 def test_every_command_of_the_wheel_starts_in_an_empty_folder(installed: Path) -> None:
-    """Would catch a package that the wheel leaves out, and a command that finds its modules through a checkout."""
     python, folder = str(installed / "venv" / "bin" / "python"), installed / "empty"
     code = "import megacp; print(megacp.__file__)"
     found = subprocess.run(

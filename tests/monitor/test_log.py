@@ -77,7 +77,6 @@ def test_the_console_keeps_its_interval_and_shows_the_last_step_while_the_file_g
 
 
 def test_json_keeps_every_digit_and_has_no_nan(tmp_path) -> None:
-    """Would catch rounding, by which a resumed run looks bitwise equal when it is not."""
     path = tmp_path / "deep" / "log.jsonl"
     log = RunLog(LogTargets(jsonl=path), total_steps=2)
     log.step(record(1))
@@ -93,7 +92,6 @@ def test_json_keeps_every_digit_and_has_no_nan(tmp_path) -> None:
 
 
 def test_a_run_that_goes_on_appends_and_a_reader_takes_each_step_once(tmp_path) -> None:
-    """Would catch a log that is cut or moved, and a curve that goes back."""
     path = tmp_path / "log.jsonl"
     run(path, range(1, 8))
     before = path.read_bytes()

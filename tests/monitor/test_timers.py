@@ -64,7 +64,6 @@ class Event:
 
 
 def test_events_of_a_gpu_are_read_when_seconds_are_wanted_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a step that waits for the GPU at every timer, and milliseconds taken for seconds."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     timers = Timers(EventClock(torch.device("cuda")))
@@ -92,7 +91,6 @@ def test_events_of_a_gpu_are_read_when_seconds_are_wanted_and_not_before(monkeyp
     ],
 )
 def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
-    """Would catch an L40S taken for an L4, or an unknown GPU given somebody else's peak."""
     assert gpu_peak(name, "bfloat16") == peak
 
 
@@ -100,7 +98,6 @@ def test_a_gpu_is_known_by_its_name(name: str, peak: float | None) -> None:
 def test_float32_is_compared_with_what_torch_may_use(
     precision: str, peak: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch float32 products held against tensor cores that torch leaves idle by default."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
     assert cuda_peak(torch.device("cuda"), "float32") == peak
@@ -108,7 +105,6 @@ def test_float32_is_compared_with_what_torch_may_use(
 
 
 def test_the_peak_sees_an_allocation_that_is_gone() -> None:
-    """Would catch a current value in place of the peak, KiB taken for bytes, and the peak of the parent process."""
     code = (
         "from megacp.core.monitor.flops import peak_bytes; before = peak_bytes(); x = bytearray(b'x') * (64 << 20); "
         "del x; grown = peak_bytes() - before; assert 60 << 20 < grown < 80 << 20, grown"
@@ -118,7 +114,6 @@ def test_the_peak_sees_an_allocation_that_is_gone() -> None:
 
 @pytest.mark.gpu
 def test_the_peak_on_cuda_is_the_allocators() -> None:
-    """Would catch host memory reported for a GPU."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     before = peak_bytes("cuda")
@@ -142,7 +137,6 @@ def rows(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_trace_names_every_phase_of_its_steps_on_rank_0(tmp_path: Path) -> None:
-    """Would catch a trace of other steps, of all ranks, and a pipeline whose waits nobody sees."""
     flags = [*TINY, *grid_flags(pp=2), "--train-iters", "5", "--save", str(tmp_path), "--profile", "2:3"]
     assert run_ranks(train_on_rank, 4, flags) == [0] * 4
     (trace,) = (tmp_path / "profile").iterdir()
@@ -196,7 +190,6 @@ def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [0, 1])
 def test_the_slowest_rank_is_named_with_its_phase(tmp_path: Path, slow: int) -> None:
-    """Would catch the blame falling on a rank that only waited."""
     flags = [*TINY, "--save", str(tmp_path), "--profile", "3:4"]
     assert run_ranks(_slow, 2, flags, slow) == [0, 0]
     found = rows(tmp_path, "timing")
@@ -216,7 +209,6 @@ def test_a_line_says_mean_longest_and_who() -> None:
 
 
 def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch an estimate from the time since the start, which compilation and a resume falsify."""
     now = {"time": 100.0}
     monkeypatch.setattr("megacp.core.monitor.timers.time.monotonic", lambda: now["time"])
     pace, left = Pace(), []

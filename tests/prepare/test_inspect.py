@@ -60,7 +60,6 @@ def page_of(tmp_path: Path, *records: dict, **changes: object) -> Page:
 
 
 def test_text_of_records_is_escaped_and_what_is_learned_is_marked(tmp_path: Path) -> None:
-    """Would catch a record that runs in the reader's browser."""
     page = page_of(
         tmp_path, {"messages": [{"role": "user", "content": EVIL}, {"role": "assistant", "content": f"no {EVIL}"}]}
     )

@@ -98,7 +98,6 @@ _LOADED: dict[str, Tokenizer] = {}
 
 @pytest.mark.parametrize("kind", ["huggingface", "gpt2"])
 def test_many_texts_at_once_have_the_ids_of_each_alone(folder: Path, kind: str) -> None:
-    """Would catch texts of another call, a lost order, and special tokens that a call of many adds."""
     tokenizer = load(kind, folder, "reference")
     texts = [f"{number} {text}" if number % 7 else text for number, text in enumerate([*PROBE] * 12)]
     assert len(texts) > 128
@@ -112,7 +111,6 @@ def test_many_texts_at_once_have_the_ids_of_each_alone(folder: Path, kind: str) 
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("kind", ["byte", "gpt2", "huggingface"])
 def test_a_lone_surrogate_is_no_text_of_any_kind(folder: Path, kind: str, engine: str) -> None:
-    """Would catch a TypeError of a library in place of the error that callers catch."""
     with pytest.raises(ValueError):
         load(kind, folder, engine).encode(["\ud800"])
 
@@ -176,7 +174,6 @@ def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
 def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tmp_path: Path, kind: str) -> None:
-    """Would catch an engine that passes the probe but spells out user-defined symbols, or forgets a token's flags."""
     if kind == "sentencepiece":
         path = tmp_path / "sp.model"
         sentencepiece.SentencePieceTrainer.train(

@@ -101,7 +101,6 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_paths_need_no_fsspec(tmp_path: Path) -> None:
-    """Would catch an import that costs every build and every run, or ends those without the extra."""
     (tmp_path / "a.jsonl").write_text("{}\n")
     code = (
         "import sys; sys.modules['fsspec'] = None\n"

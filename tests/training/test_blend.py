@@ -55,7 +55,6 @@ def test_a_run_tells_the_shares_and_epochs_of_its_datasets(tmp_path: Path, capsy
 
 @pytest.mark.slow
 def test_a_resumed_blend_repeats_the_uninterrupted_one_and_dp_changes_nothing(tmp_path: Path) -> None:
-    """Would catch a resume that begins the shares anew, and an order that hangs on the grid."""
     flags = [*FLAGS, *blend_flags(tmp_path), *blend_flags(tmp_path, "--valid-data-path", ("1", "0", "1"))]
     flags += ["--eval-interval", "2", "--eval-iters", "3", "--lr-decay-iters", "5"]
     run(1, [*flags, "--save", str(tmp_path / "whole"), "--train-iters", "5"])

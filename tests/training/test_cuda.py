@@ -60,7 +60,6 @@ def test_bfloat16_on_a_gpu_stays_near_float64() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_activations_on_the_host_change_no_bit(recompute: str) -> None:
-    """Would catch a copy that is read before it is done, and memory that is used again under a copy."""
     sizes = {"num_layers": 6, "hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 2048}
     plain = train("cuda", **sizes, recompute_granularity=recompute)
     moved = train("cuda", **sizes, recompute_granularity=recompute, activation_offload=0.9)

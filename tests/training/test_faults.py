@@ -76,7 +76,6 @@ def _faulty(rank: int, world_size: int, flags: Sequence[str], fault: str, where:
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_else(
     tmp_path: Path, undisturbed: Path, fault: str, where: int, left: list[str], saving: list[str]
 ) -> None:
-    """Would catch a half-written checkpoint that counts, a lock that stays, steps that are repeated or left out."""
     flags = [*SIX, "--save", str(tmp_path), "--auto-resume", *saving]
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(_faulty, 2, flags, fault, where, 4)
@@ -101,7 +100,6 @@ def torchrun(*arguments: str, restarts: int = 0, timeout: float = 200.0) -> subp
 def test_a_run_that_torchrun_restarts_goes_on_from_its_newest_checkpoint(
     tmp_path: Path, undisturbed: Path, where: int
 ) -> None:
-    """Would catch a restart from step 0, and a second life that its dead predecessor's lock refuses."""
     flags = [*SIX, "--save", str(tmp_path), "--auto-resume"]
     done = torchrun("kill in step", str(where), "4", *flags, restarts=1)
     assert done.returncode == 0, done.stderr
@@ -172,7 +170,6 @@ def without_torchrun(folder: Path, *arguments: str) -> Iterator[list[Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path: Path, where: int) -> None:
-    """Would catch a run that waits for ever, and a message that blames the rank that only waited."""
     flags = [*SIX, "--save", str(tmp_path / "out"), "--distributed-timeout-minutes", "0.1"]
     with without_torchrun(tmp_path, "stop in step", str(where), "3", *flags) as processes:
         processes[1 - where].join(60)
@@ -185,7 +182,6 @@ def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path:
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
-    """Would catch peers that wait for the timeout, and a reason that only the failed rank's machine has seen."""
     with without_torchrun(tmp_path, "raise in step", "1", "3", *SIX, "--save", str(tmp_path / "out")) as processes:
         for rank, process in enumerate(processes):
             process.join(60)
@@ -198,7 +194,6 @@ def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("restarts", [pytest.param(0, marks=pytest.mark.faults), 1])
 def test_a_run_that_stops_by_the_clock_is_not_restarted(tmp_path: Path, restarts: int) -> None:
-    """Would catch torchrun starting a run again that was asked to stop; without restarts the status says so."""
     flags = [*TINY, "--train-iters", "100000", "--exit-duration", "0.01", "--save", str(tmp_path), "--auto-resume"]
     done = torchrun("none", "0", "0", *flags, restarts=restarts)
     assert done.stdout.count("stopped after --exit-duration after step") == 1

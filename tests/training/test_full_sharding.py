@@ -89,7 +89,6 @@ def _between(rank: int, world_size: int, values: Values, shape: dict[str, int]) 
 @pytest.mark.parametrize("shape", [{"dp": 2}, {"dp": 2, "pp": 2}], ids=str)
 @pytest.mark.slow
 def test_validation_between_steps_neither_sees_old_weights_nor_leaves_them_behind(shape: dict[str, int]) -> None:
-    """Would catch parameters that stay gathered after a forward without backward."""
     expected = _between(0, 1, UNTIED, {})
     for found in run_ranks(_between, int(np.prod(list(shape.values()))), sharded(STRATEGIES[2], **UNTIED), shape):
         np.testing.assert_allclose(found, expected, rtol=1e-10)
@@ -128,7 +127,6 @@ LAYERS = 4
 
 @pytest.mark.slow
 def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
-    """Would catch a block gathered again by recomputation, or a head freed between its forward and its backward."""
     microbatches = 3
     for granularity in ("none", "full"):
         options = sharded("optim_grads_params", **UNTIED, recompute_granularity=granularity)
@@ -140,7 +138,6 @@ def test_a_block_is_gathered_twice_a_microbatch_and_summed_once() -> None:
 @pytest.mark.parametrize("virtual", [1, 2])
 @pytest.mark.slow
 def test_a_pipeline_gathers_when_its_schedule_says_so(virtual: int) -> None:
-    """Would catch gathers in the middle of a chunk, or again for every microbatch."""
     microbatches = 4
     options = sharded("optim_grads_params", **UNTIED, num_virtual_stages_per_pipeline_rank=virtual)
     calls = run_ranks(_calls, 4, {"dp": 2, "pp": 2}, options, 2 * microbatches)
@@ -178,7 +175,6 @@ def _bytes(rank: int, world_size: int, dtype: str) -> tuple[int, int]:
 
 
 def test_state_is_sixteen_bytes_a_parameter_over_the_ranks() -> None:
-    """Would catch master weights beside the shards, or shards that keep their padding or their whole storage."""
     for dtype in ("bfloat16", "float32"):
         found = run_ranks(_bytes, 4, dtype)
         whole = found[0][1]

@@ -90,7 +90,6 @@ def checkpoint_of(case: Case, made: dict[str, Path]) -> Path:
 def test_state_is_equal_bit_for_bit_after_any_change_of_grid(
     tmp_path: Path, checkpoints: dict[str, Path], before: Case, after: Case
 ) -> None:
-    """Would catch a moment, a fused piece or a tied copy that a grid reads or writes at another place."""
     source, target = checkpoint_of(before, checkpoints), tmp_path / "again"
     arguments = (parse([*flags_of(after), "--load", str(source)]), str(target))
     world = ranks(after)
@@ -120,7 +119,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 def test_the_next_losses_are_those_of_the_uninterrupted_run(
     tmp_path: Path, checkpoints: dict[str, Path], uninterrupted: dict[int, float], before: Case, after: Case
 ) -> None:
-    """Would catch samples repeated or left out, and updates counted anew; only the order of sums may differ."""
     source = checkpoint_of(before, checkpoints)
     run(ranks(after), [*flags_of(after), "--load", str(source), "--save", str(tmp_path)])
     found = losses(tmp_path)

@@ -54,7 +54,6 @@ def test_a_jump_over_the_median_is_told() -> None:
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_no_update_from_the_first_step_on_and_no_level(wrong: float) -> None:
-    """Would catch a NaN that is updated with while too few updates are known to call it a jump."""
     for numbers in (StepNumbers(1, wrong, 1.0), StepNumbers(1, 2.0, wrong)):
         health = Health()
         decision = health.check(numbers)
@@ -63,7 +62,6 @@ def test_a_number_that_is_not_finite_is_no_update_from_the_first_step_on_and_no_
 
 
 def test_skipped_steps_end_a_run_only_in_a_row() -> None:
-    """Would catch a count that an update does not start again, and a limit that is one step off."""
     nan, good = StepNumbers(5, math.nan, 1.0), StepNumbers(6, 2.0, 1.0)
     health = Health()
     ends = [bool(health.check(step).end) for step in (nan, nan, good, *[nan] * 10)]
@@ -76,7 +74,6 @@ def test_a_step_without_a_weighted_token_is_no_update() -> None:
 
 
 def test_a_level_is_learned_from_eight_updates_and_forgets() -> None:
-    """Would catch a run whose loss has changed for good and that is warned of for ever."""
     health = fed(Health(), 7)
     assert health.check(StepNumbers(8, 100.0, 1.0)) == Decision()
     assert health.check(StepNumbers(9, 100.0, 1.0)).findings
@@ -86,7 +83,6 @@ def test_a_level_is_learned_from_eight_updates_and_forgets() -> None:
 
 
 def test_a_state_survives_json_and_decides_alike() -> None:
-    """Would catch digits lost on the way through a checkpoint."""
     one = Health()
     numbers = [StepNumbers(i, 2 + math.sin(i) / 3, 1 + math.cos(7 * i) / 2, 1.0, 3, i % 2) for i in range(1, 30)]
     numbers[20] = StepNumbers(21, math.nan, 1.0)
@@ -98,7 +94,6 @@ def test_a_state_survives_json_and_decides_alike() -> None:
 
 
 def test_bad_images_are_a_share_of_documents_with_images_however_few_a_step_has() -> None:
-    """Would catch one bad image in a step of one that ends a run, and a share that text documents make small."""
     health = Health()
     assert health.check(StepNumbers(1, 2.0, 1.0, 1.0, image_documents=1, left_out=1)) == Decision()
     for step in range(2, 18):
@@ -119,7 +114,6 @@ def test_a_spike_of_one_rank_is_told_with_the_packs_of_the_step(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_run_resumed_before_a_spike_tells_it_like_the_undisturbed_one(tmp_path: Path) -> None:
-    """Would catch a running median that begins anew with every resume."""
     flags = [*TWELVE, "--save-interval", "9"]
     assert run_ranks(train_sick, 2, [*flags, "--save", str(tmp_path / "whole")], "spike", 1, [10]) == [0, 0]
     halved = [*flags, "--save", str(tmp_path / "halved")]
@@ -191,7 +185,6 @@ def _train(data: Path, folder: Path, **values: Any) -> int:
 
 @pytest.mark.slow
 def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
-    """Would catch documents left out by the hundred, a loss of 0.0 and "finished"."""
     for name, text in (("mixed", True), ("images", False)):
         (tmp_path / name).mkdir()
         data = broken_images(tmp_path / name, text)
@@ -203,7 +196,6 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_that_learns_from_no_token_is_named_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch weight decay and momentum that move weights for nothing, and a loss of 0.0 in the curve."""
     data = broken_images(tmp_path, text=False)
     monkeypatch.setattr("megacp.core.training.health.MOST_LEFT_OUT", 1.0)
     assert _train(data, tmp_path / "out") == FAILED

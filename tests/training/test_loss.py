@@ -177,7 +177,6 @@ def test_without_agreement_different_lengths_on_tp_peers_are_noticed_by_the_pool
 
 
 def test_a_step_is_judged_by_loss_and_norm_and_validation_drops_nothing() -> None:
-    """Would catch a gradient of NaN under a good loss that nobody looks at, and dropout in validation."""
     batches, seen, losses = step_batches(2, 1), [], []
 
     def check(loss: float, norm: float) -> Decision:

@@ -54,7 +54,6 @@ def _arrived(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[i
 
 @pytest.mark.parametrize("case", GRIDS)
 def test_a_row_comes_to_the_device_once_and_leaves_with_its_last_chunk(case: str) -> None:
-    """Would catch pixels of a whole step on a GPU at once, and rows that are copied again for every chunk."""
     world = GRIDS[case].get("pipeline_model_parallel_size", 1)
     for alive, left in run_ranks(_arrived, world, GRIDS[case]):
         assert len(alive) == 4 and left == 0
@@ -87,7 +86,6 @@ def test_a_row_of_dynamic_context_parallelism_has_the_packs_of_all_its_ranks() -
 
 
 def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
-    """Would catch NCCL groups that are connected beside messages of a step: ranks could wait for one another."""
     split = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
     for met in run_ranks(_met, 4, split):
         assert met == [("cp_inner", 2), ("cp_outer", 2)]
@@ -110,7 +108,6 @@ def own_frames() -> list[str]:
 
 
 def test_few_frames_lie_between_the_loop_and_the_attention_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch one more layer of forwarding on the way that every reader goes."""
     found: list[list[str]] = []
     real = TileKernel.attend
 

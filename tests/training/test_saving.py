@@ -49,7 +49,6 @@ def steps(folder: Path) -> list[str]:
 def test_checkpoints_in_the_background_are_bytewise_those_at_once(
     tmp_path: Path, world_size: int, sizes: dict[str, int]
 ) -> None:
-    """Would catch weights of a later step in an earlier checkpoint, and a checkpoint that is not waited for."""
     flags = [*TINY, *grid_flags(**sizes), "--save-interval", "1", "--keep-last", "3"]
     run(world_size, [*flags, "--save", str(tmp_path / "at_once")])
     run(world_size, [*flags, "--save", str(tmp_path / "background"), "--async-save"])
@@ -85,7 +84,6 @@ def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, 
 
 @pytest.mark.slow
 def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a save that blocks the loop: several steps end between the two lines of one checkpoint."""
     flags = [*TINY, "--train-iters", "12", "--save", str(tmp_path), "--save-interval", "4", "--async-save"]
     assert _with_writer(0, 1, flags, -1, True) == "finished"
     lines = capsys.readouterr().out.splitlines()
@@ -98,7 +96,6 @@ def test_training_goes_on_during_a_slow_write(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Path) -> None:
-    """Would catch a run that trains on without checkpoints. Step 6 may have begun when the writer of step 5 fails."""
     flags = [*TINY, "--train-iters", "40", "--save", str(tmp_path), "--save-interval", "5", "--async-save"]
     first, second = run_ranks(_with_writer, 2, flags, 1, False)
     assert first == second
@@ -107,7 +104,6 @@ def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Pat
 
 
 def test_what_ranks_tell_of_their_files_is_ordered() -> None:
-    """Would catch a maximum over ranks in which somebody's failure, or somebody still writing, is not seen."""
     assert DONE < WRITING < FAILED
 
 
@@ -123,7 +119,6 @@ def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
 
 @pytest.mark.slow
 def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> None:
-    """Would catch clocks of ranks that differ: the reason of one is that of all."""
     flags = [*TINY, "--train-iters", "100000", "--exit-duration", "60", "--save", str(tmp_path)]
     assert run_ranks(_clock_of_one_rank, 2, flags) == [STOPPED] * 2
     last = max(losses(tmp_path))
@@ -134,7 +129,6 @@ def test_exit_duration_stops_all_ranks_at_one_step_and_saves(tmp_path: Path) -> 
 def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a silent restart at step 0, above all of a directory whose checkpoints are all damaged."""
     flags = [*TINY, "--save", str(tmp_path / "out"), "--auto-resume", "--save-interval", "2"]
     run(1, [*flags, "--lr-decay-iters", "4", "--train-iters", "2"])
     assert "holds no checkpoint at all, this run starts from step 0, from scratch" in capsys.readouterr().out
@@ -156,7 +150,6 @@ def test_auto_resume_starts_loudly_from_scratch_only_where_nothing_ever_was(
 
 @pytest.mark.slow
 def test_auto_resume_of_a_finetuning_goes_on_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a restarted fine-tuning that takes the base's weights once more."""
     run(1, [*TINY, "--save", str(tmp_path / "base"), "--train-iters", "2"])
     tune = [*TINY, "--load", str(tmp_path / "base"), "--finetune", "--save", str(tmp_path / "tuned"), "--auto-resume"]
     run(1, [*tune, "--train-iters", "2", "--lr-decay-iters", "4"])
@@ -171,7 +164,6 @@ def test_auto_resume_of_a_finetuning_goes_on_with_it(tmp_path: Path, capsys: pyt
 def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
     tmp_path: Path, packed_dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a step counter, moments or samples that come along, and a need for optimizer state."""
     base = [text for text in TINY if text not in ("--vocab-size", "61")] + ["--vocab-size", "257"]
     run(1, [*base, "--save", str(tmp_path / "base")])
     loaded = load_checkpoint(tmp_path / "base", WORLD)
@@ -193,7 +185,6 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
 
 @pytest.mark.slow
 def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path) -> None:
-    """Would catch masters of zeros, which the first update would write over the weights."""
     base = [text if text != "float64" else "bfloat16" for text in TINY]
     run(1, [*base, "--save", str(tmp_path / "base")])
     flags = [*base, "--load", str(tmp_path / "base"), "--finetune", "--lr", "0", "--train-iters", "2"]
@@ -210,7 +201,6 @@ def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path)
 def test_a_resume_without_a_further_step_says_so_and_saves_where_it_was_asked_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch status 0 without a checkpoint in --save, and a --train-iters that is passed without a word."""
     flags = [*TINY, "--train-iters", "2", "--lr-decay-iters", "4"]
     first, second = tmp_path / "first", tmp_path / "second"
     run(1, [*flags, "--save", str(first)])
@@ -232,7 +222,6 @@ def test_a_resume_without_a_further_step_says_so_and_saves_where_it_was_asked_to
 def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch two jobs that cut each other's log and delete each other's unfinished checkpoints."""
     flags = [*TINY, "--train-iters", "100000", "--save", str(tmp_path)]
     first = subprocess.Popen([sys.executable, "-m", "megacp.train", *flags], stdout=subprocess.PIPE, text=True)
     try:
@@ -295,7 +284,6 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_by_all_and_its_packs_are_named(tmp_path: Path, where: str) -> None:
-    """Would catch ranks that part ways, and a log from which nobody can find the bad record."""
     flags = [*TINY, "--save", str(tmp_path), "--train-iters", "3"]
     first, second = run_ranks(_skipping, 2, flags, where)
     assert first == second

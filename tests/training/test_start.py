@@ -33,7 +33,6 @@ def config_of(path: Path, layout: str, cp: int) -> RunConfig:
 
 
 def test_stored_padding_of_another_degree_is_refused_for_zigzag_in_documents(tmp_path: Path) -> None:
-    """Would catch a dataset padded for cp 2 that is filled up a second time for cp 4."""
     manifest = write_dataset(tmp_path / "four", [random_packs(np.random.default_rng(0), 3)], pad_multiple=4)
     base = {"seq_length": manifest.seq_length}
 
@@ -86,7 +85,6 @@ def test_what_is_wrong_with_both_datasets_is_told_at_once(tmp_path: Path) -> Non
 def test_validation_documents_end_as_those_of_training(
     tmp_path: Path, ends: list[tuple[int, dict[str, int | None] | None]], differ: bool
 ) -> None:
-    """Would catch a validation loss on an end token that was never learned."""
     for name, (eos, end) in zip("ab", ends, strict=True):
         manifest = write_dataset(tmp_path / name, [random_packs(np.random.default_rng(0), 3)])
         tokenizer = dataclasses.replace(manifest.tokenizer, eos_id=eos)
@@ -144,7 +142,6 @@ def change(folder: Path, content: dict[str, Any] | None = None, config: str | No
 def test_a_run_is_resumed_without_a_flag_of_its_model(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    """Would catch defaults of flags that take the place of what the checkpoint says."""
     folders = [copied(base, tmp_path / name) for name in ("with", "without")]
     for folder, flags in zip(folders, (TINY, REST), strict=True):
         save = ["--save", str(folder), "--lr-decay-iters", "4"]
@@ -158,7 +155,6 @@ def test_a_run_is_resumed_without_a_flag_of_its_model(
 
 @pytest.mark.slow
 def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(base: Path, tmp_path: Path) -> None:
-    """Would catch a run that needs `--config` of a folder inside the checkpoint, and one that takes too much."""
     explicit = [*TINY, "--hidden-dropout", "0", "--lr-decay-iters", "4"]
     for name, flags in (("with", explicit), ("without", REST)):
         run(1, [*flags, "--load", str(base), "--finetune", "--save", str(tmp_path / name)])
@@ -182,7 +178,6 @@ def test_a_finetuning_takes_the_model_and_leaves_dropout_rates_and_frozen_parts(
 def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], finetune: list[str], where: str
 ) -> None:
-    """Would catch a flag that is quietly replaced, also one that is given with its default."""
     (tmp_path / "c.yaml").write_text("num_layers: 3\nhidden_size: 256\n")
     given = ["--num-layers", "3", "--hidden-size", "256"] if where == "flag" else ["--config", str(tmp_path / "c.yaml")]
     assert main([*REST, *given, "--load", str(base), *finetune]) == 2
@@ -212,7 +207,6 @@ def stated(*flags: str) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_every_flag_is_stated_but_those_that_may_differ() -> None:
-    """Would catch a new flag that ranks may set differently without anybody having thought of it."""
     told = stated()
     assert {name for name in fields() if flag(name) not in told} == set(MAY_DIFFER)
 

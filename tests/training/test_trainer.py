@@ -147,7 +147,6 @@ def test_another_model_of_the_same_shapes_is_refused_and_other_changes_are_told(
 def test_another_length_is_told_where_the_learning_rate_decays_over_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a resumed run whose learning rate jumps without a word: the decay is as long as the run."""
     run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
     load = ["--load", str(tmp_path), "--train-iters", "3", "--log-file", str(tmp_path / "resumed.jsonl")]
     run(1, [*TINY, *load])
@@ -158,7 +157,6 @@ def test_another_length_is_told_where_the_learning_rate_decays_over_it(
 
 @pytest.mark.slow
 def test_another_dtype_is_one_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch a line for every tensor in place of the flag, also with --finetune."""
     run(1, [*TINY, "--save", str(tmp_path), "--train-iters", "2"])
     for more in ([], ["--finetune"]):
         assert main([*TINY, "--load", str(tmp_path), "--dtype", "float32", *more]) == 2
@@ -175,7 +173,6 @@ def test_a_finished_run_that_is_resumed_writes_no_second_copy(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_dataset: Path) -> None:
-    """Would catch a batch without counted tokens that weighs as one token of loss 0."""
     records = [{"text": "seven times eight is fifty-six, of course it is", "weight": weight} for weight in (1.0, 0.0)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     for name, count in (("both", 2), ("one", 1)):
@@ -195,7 +192,6 @@ def test_validation_counts_only_tokens_with_a_weight(tmp_path: Path, packed_data
 
 
 def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a Ctrl-C that torchrun passes on once more and that then ends the run before it has saved."""
     before = signal.getsignal(signal.SIGINT)
     of_starter = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
@@ -272,7 +268,6 @@ def test_a_log_file_of_dev_null_is_none_and_stays_a_device(tmp_path: Path) -> No
 
 
 def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Would catch an OSError at the start that no other rank hears of."""
     assert main([*TINY, "--load", str(tmp_path / ("a" * 300))]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error") and "File name too long" in error and "Traceback" not in error
@@ -280,7 +275,6 @@ def test_what_this_machine_alone_cannot_read_is_one_message(tmp_path: Path, caps
 
 @pytest.mark.slow
 def test_a_closed_standard_output_ends_nothing(tmp_path: Path) -> None:
-    """Would catch `'NoneType' object has no attribute 'flush'` of a run that is started with `>&-`."""
     command = [sys.executable, "-m", "megacp.train", *TINY, "--save", str(tmp_path)]
     done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.context_parallel.vision import LocalVision
 from megacp.core.data.collate import collate
-from megacp.core.data.decoding import RulesDecoder
-from megacp.core.data.images import ImageLoading
+from megacp.core.data.decoding import ImageError, RulesDecoder
+from megacp.core.data.images import ImageLoading, Pixels
 from megacp.core.data.loader import PackedLoader
+from megacp.core.data.mock import MockDecoder, MockImages
 from megacp.core.data.reader import PackedDataset
 from megacp.core.training.images import image_loading, without_bad_images
 from megacp.core.training.loss import agree
@@ -23,7 +27,7 @@ from megacp.core.training.sources import loader_options, open_sources
 from megacp.core.training.step import ParallelModel
 from megacp.train import main
 from megacp.verify import command as parity
-from megacp.verify.parity import MODELS
+from megacp.verify.parity import MODELS, ParitySetup, microbatches, prepare
 from tests.data.datasets import damage
 from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise, video
@@ -75,7 +79,6 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
 
 
 def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) -> None:
-    """Would catch windows, frames or crops that a rank counts otherwise than the build did."""
     dataset = PackedDataset(write_dataset(tmp_path))
     decoder = RulesDecoder(TINY)
     seen_video = False
@@ -121,7 +124,6 @@ def test_a_step_on_a_stored_dataset_is_that_of_one_process(tmp_path: Path, shape
 @pytest.mark.slow
 @pytest.mark.parametrize("cp", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_giant_video_spreads_over_more_ranks_than_were_planned(tmp_path: Path, cp: int) -> None:
-    """Would catch a video that one rank decodes alone, and a degree that the dataset has no table for."""
     movie = base64.b64encode(video(40)).decode()
     record = {"content": [{"type": "video", "base64": movie}, {"type": "text", "text": "it moves"}]}
     source = tmp_path / "records.jsonl"
@@ -175,7 +177,6 @@ def _many(value: object) -> bool:
 def test_a_run_tells_how_images_are_dealt_what_it_left_out_and_has_the_losses_of_one_process(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a validation without images, and bad images that end the run after all."""
     data = write_dataset(tmp_path)
     path = sorted(data.glob("shard_*/images.bin"))[0]
     damage(path, path.read_bytes().index(b"IDAT") + 6, b"\xff" * 8)
@@ -215,7 +216,6 @@ def test_a_model_that_does_not_fit_the_images_is_refused_with_the_flags(tmp_path
 def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch a check of a vision run on random packs while its own lie there."""
     data = write_dataset(tmp_path)
     pixels = {name: MODELS["tiny_vlm"][name] for name in ("vision_image_size", "vision_patch_size")}
     large = with_values(RunConfig(), {**pixels, "vision_num_layers": 25, "hidden_size": 2048, "num_layers": 12})
@@ -226,3 +226,95 @@ def test_a_parity_check_takes_the_stored_images_and_keeps_their_patch_sizes(
     printed = capsys.readouterr().out
     assert f"packs of {data}" in printed and "3 vision layers" in printed and "THE SAME" in printed
     assert "--vision-patch-size" not in printed
+
+
+class SecondItemBroken(MockDecoder):
+    """Every second image or video of a pack cannot be decoded."""
+
+    def __init__(self, images: MockImages) -> None:
+        super().__init__(images)
+
+    def _refuse(self, data: bytes) -> None:
+        if int.from_bytes(data[16:24], "little") % 2:
+            raise ImageError("cut short")
+
+    def image(self, data: bytes) -> Pixels:
+        self._refuse(data)
+        return super().image(data)
+
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
+        self._refuse(data)
+        return super().video(data, frames)
+
+
+def setup_of(shape: dict[str, int], world: int) -> ParitySetup:
+    flags = {"tp": "tensor", "pp": "pipeline"}
+    values = {f"{flags[axis]}_model_parallel_size": size for axis, size in shape.items() if axis in flags}
+    values["context_parallel_size"] = shape.get("cp", 1)
+    config = with_values(RunConfig(), {**values, "on_bad_image": "skip", "global_batch_size": 4})
+    return prepare(config, frozenset(values), model="tiny_vlm", mask="mixed", world_size=world)
+
+
+def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], reference: bool) -> tuple[Any, ...]:
+    """(replica, fingerprints, what was left out, loss, gradient norm)."""
+    config = setup.reference if reference else setup.config
+    mine = grid(**shape)
+    model = ParallelModel(config, mine)
+    assert setup.rules.images is not None
+    loading = image_loading(config, mine, model.rows, SecondItemBroken(setup.rules.images))
+    read = microbatches(config, setup.rules, 1, model.rows, loading)
+    replica = model.rows.data_rank.index
+    batches, reasons = without_bad_images(read, mine, replica)
+    agreed = agree(batches, mine, replica=replica)
+    loss = model.gradients(batches, 1, agreed.denominator)
+    norm = model.optimizer.step(1e-3)
+    return replica, [batch.fingerprint() for batch in batches], reasons, loss, norm
+
+
+LARGER_SHAPES = [pytest.param(shape, marks=pytest.mark.slow) for shape in ({"cp": 2, "pp": 2}, {"dp": 2, "cp": 2})]
+
+
+@pytest.mark.parametrize("shape", [{"cp": 2}, *LARGER_SHAPES], ids=str)
+def test_all_ranks_leave_out_the_same_documents_and_train_like_one_process(shape: dict[str, int]) -> None:
+    world = 1
+    for size in shape.values():
+        world *= size
+    setup = setup_of(shape, world)
+    results = run_ranks(one_step, world, setup, shape, False)
+    (expected,) = run_ranks(one_step, 1, setup, {}, True)
+    assert expected[2] and all("cut short" in reason for reason in expected[2])
+    assert all(result[2] == results[0][2] for result in results) and sorted(results[0][2]) == sorted(expected[2])
+    prints = {replica: fingerprints for replica, fingerprints, *_ in results}
+    assert all(fingerprints == prints[replica] for replica, fingerprints, *_ in results)
+    for _, _, _, loss, norm in results:
+        assert abs(loss / expected[3] - 1) < 1e-12 and abs(norm / expected[4] - 1) < 1e-10
+
+
+def nothing_bad(rank: int, world: int, setup: ParitySetup) -> bool:
+    mine = grid(cp=2)
+    model = ParallelModel(setup.config, mine)
+    assert setup.rules.images is not None
+    loading = image_loading(setup.config, mine, model.rows, MockDecoder(setup.rules.images))
+    read = microbatches(setup.config, setup.rules, 1, model.rows, loading)
+    batches, reasons = without_bad_images(read, mine, 0)
+    return not reasons and all(one is other for one, other in zip(read, batches, strict=True))
+
+
+def test_sound_images_change_nothing() -> None:
+    assert all(run_ranks(nothing_bad, 2, setup_of({"cp": 2}, 2)))
+
+
+def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_of({}, 1)
+    config = with_values(setup.config, {"dtype": "bfloat16", "on_bad_image": "fail"})
+    model = ParallelModel(config, grid())
+    loading = image_loading(config, model.grid, model.rows, MockDecoder(setup.rules.images))
+    batches = microbatches(config, setup.rules, 1, model.rows, loading)
+    rows = [model.plan(batch) for batch in batches]
+    assert {row.share.vision.patches.dtype for row in rows} == {torch.bfloat16}
+    loss, norm = model.gradients(rows, 1, 100.0), model.optimizer.step(0.0)
+    monkeypatch.setattr(LocalVision, "packed_for", lambda share, *_: share)
+    assert (model.gradients(batches, 1, 100.0), model.optimizer.step(0.0)) == (loss, norm)
+    wide = ParallelModel(setup.reference, grid())
+    monkeypatch.undo()
+    assert wide.plan(batches[0]).share.vision.patches.dtype == torch.float32, "a float64 model gets them as they are"

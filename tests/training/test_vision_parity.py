@@ -104,7 +104,6 @@ def _one_process(config: RunConfig, rules: MockRules) -> list[StepTrace]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "values", "strategy"), CASES)
 def test_a_grid_trains_the_vision_language_model_like_one_process(world: int, values: dict, strategy: str) -> None:
-    """Would catch a feature on a wrong token, a starved rank without its zero, a gradient lost on the way back."""
     setup = setup_of(world, values)
     expected = one_process(setup)
     ranks = run_ranks(train_rank, world, setup.config, setup.rules, 2, strategy, timeout=240)
@@ -114,7 +113,6 @@ def test_a_grid_trains_the_vision_language_model_like_one_process(world: int, va
 
 @pytest.mark.slow
 def test_the_rows_hold_what_the_comparison_is_about() -> None:
-    """Would catch rows without images, which any vision code passes, and a tower whose gradients are nothing."""
     setup = setup_of(1, {})
     gradients = assemble(one_process(setup)[0].gradients)
     largest = {name: np.abs(value).max() for name, value in gradients.items()}
@@ -132,7 +130,6 @@ def test_the_rows_hold_what_the_comparison_is_about() -> None:
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
 def test_text_alone_stands_between_images_and_ranks_starve_in_steps_that_are_compared(cp: int) -> None:
-    """Would catch other mock packs, after which no compared step has a microbatch without images."""
     setup = setup_of(cp, {CP: cp, **BETWEEN})
     for step in (1, 2):
         batches = microbatches(setup.config, setup.rules, step, Rows(single_axis("cp"), DataRank(), 1))

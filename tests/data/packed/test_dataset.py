@@ -119,7 +119,6 @@ def read_all(path: Path) -> None:
 
 
 def test_each_flipped_bit_is_told_at_open_or_when_its_pack_is_read(dataset_path: Path) -> None:
-    """Would catch a token, a weight, an image or a table that is trained on as the disk happens to give it."""
     read_all(dataset_path)
     rng = np.random.default_rng(1)
     for path in [*sorted((dataset_path / "shard_00001").iterdir()), dataset_path / "manifest.json"]:
@@ -218,7 +217,6 @@ def test_verify_tells_each_damaged_file_in_one_line(dataset_path: Path) -> None:
 def test_verify_reads_what_hashes_cannot_tell(
     dataset_path: Path, name: str, offset: int, value: bytes, told: str
 ) -> None:
-    """Would catch a builder that stores ids beyond the vocabulary or weights that are no numbers, with right hashes."""
     folder = dataset_path / "shard_00000"
     damage(folder / name, offset, value)
     sign(dataset_path)
@@ -233,7 +231,6 @@ def test_verify_reads_what_hashes_cannot_tell(
 
 @pytest.mark.slow
 def test_a_pack_outlives_the_shard_it_came_from(tmp_path: Path) -> None:
-    """Would catch a descriptor that is closed, or given to another file, while a thread still reads images by it."""
     rng = np.random.default_rng(0)
     write_dataset(tmp_path, [weighted_images(rng, 1) for _ in range(OPEN_SHARDS + 2)], image_rules=IMAGE_RULES)
     dataset = PackedDataset(tmp_path)

@@ -47,7 +47,6 @@ def test_parts_in_any_order_have_the_bytes_of_one_run(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    """Would catch a dataset of the parts that happened to succeed."""
     a = tmp_path / "a.jsonl"
     write_records(a, 150)
     units = len(run([a], tmp_path / "one").results)
@@ -69,7 +68,6 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parts_of_other_processes_build_at_the_same_time(tmp_path: Path) -> None:
-    """Would catch an array of which all but one task are refused, and one task that is started twice."""
     a = tmp_path / "a.jsonl"
     write_records(a, 60)
     command = [sys.executable, "-c", "import sys; from megacp.prepare.command import main; sys.exit(main())"]
@@ -146,7 +144,6 @@ def test_datasets_that_do_not_fit_are_refused_with_all_mismatches(tmp_path: Path
 
 
 def test_documents_with_and_without_an_end_are_not_merged(tmp_path: Path) -> None:
-    """Would catch a dataset in which some documents end with a token and some do not, with nothing that says so."""
     a = tmp_path / "a.jsonl"
     write_records(a, 5)
     ends, without = str(tmp_path / "ends"), str(tmp_path / "open")

@@ -107,7 +107,6 @@ def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_wa
 
 
 def test_a_task_whose_workers_are_lost_again_and_again_ends_the_build(fake: FakeRay) -> None:
-    """Would catch a record that fills the memory of one node after another, without end."""
     fake.lose = {2: 99}
     with pytest.raises(WorkerFailed, match="^4 workers were lost at task 2: the worker died$"):
         squares()
@@ -138,7 +137,6 @@ def test_a_worker_that_is_not_like_this_process_does_nothing(fake: FakeRay, monk
 def test_without_ray_a_build_runs_as_ever_and_the_flag_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Would catch an import of Ray that everybody pays for."""
     found = builtins.__import__
 
     def no_ray(name: str, *arguments: Any, **more: Any) -> Any:

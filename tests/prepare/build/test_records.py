@@ -56,7 +56,6 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
 def test_what_would_be_lost_or_teach_nothing_ends_the_build_by_its_place_or_flag(
     tmp_path: Path, records: list[dict[str, Any]], changes: dict[str, Any], named: str
 ) -> None:
-    """Would catch a run whose loss is 0.0000 from the first step to the last."""
     a = write(tmp_path / "a.jsonl", *records)
     with pytest.raises(ValueError, match=f"{a}{named}" if named.startswith(":") else named):
         run([a], tmp_path / "d", **changes)
@@ -148,7 +147,6 @@ def tokenizer_in(place: Path, folder: Path, order: list[str] | None, **config: A
 
 
 def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_path: Path) -> None:
-    """Would catch a model that is served with a first token that it never saw."""
     library = pytest.importorskip("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
     a = write(tmp_path / "a.jsonl", {"text": "a b"}, TALK, {"text": "c" * 40, "branches": ["a", "b"]}, {"text": "<s>a"})
     run([a], tmp_path / "d", tokenizer=str(folder / "tokenizer.json"), oversize="split")
@@ -169,7 +167,6 @@ def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_p
 
 @pytest.mark.parametrize("eod", ["</s>", "<sep>", None])
 def test_a_dataset_keeps_what_ends_its_documents(folder: Path, tmp_path: Path, eod: str | None) -> None:
-    """Would catch an end token that only the flags of the build knew."""
     a = write(tmp_path / "a.jsonl", {"text": "a b"})
     path = str(folder / "tokenizer.json")
     run([a], tmp_path / "d", tokenizer=path, eod_token=eod, append_eod=eod is not None)
@@ -234,7 +231,6 @@ def test_a_config_beside_vocab_and_merges_says_how_texts_begin(tmp_path: Path) -
 def test_messages_are_refused_where_the_tokenizer_has_a_template_for_them(
     folder: Path, tmp_path: Path, where: str, branch: bool
 ) -> None:
-    """Would catch a model that is served with a prompt it was not trained on."""
     path = tokenizer_in(tmp_path / "t", folder, ["<s>", "A"])
     written = {"tokenizer_config.json": json.dumps({"chat_template": "{{ messages }}"}), "chat_template.jinja": "{{ }}"}
     (tmp_path / "t" / where).write_text(written[where])
@@ -250,7 +246,6 @@ def test_messages_are_refused_where_the_tokenizer_has_a_template_for_them(
 
 
 def test_records_that_carry_ids_in_messages_or_text_under_a_forms_name_are_read(tmp_path: Path) -> None:
-    """Would catch a flag that the message names and the command refuses, and `content`, the key of code corpora."""
     told = {"messages": [{**USER, "id": "1"}, {**ASSISTANT, "id": 2}]}
     run([write(tmp_path / "a.jsonl", told)], tmp_path / "a")
     code = {"content": "some code", "ext": "py"}
@@ -260,7 +255,6 @@ def test_records_that_carry_ids_in_messages_or_text_under_a_forms_name_are_read(
 
 
 def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path) -> None:
-    """Would catch a first token that is taken for a last one because the probe has no ids."""
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {name: i for i, name in enumerate(["<s>", "</s>", "A", "C", "G", "T"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="</s>"))

@@ -44,7 +44,6 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_what_a_killed_build_was_just_writing_is_gone_when_the_next_one_ends(tmp_path: Path, finished: bool) -> None:
-    """Would catch parts of a journal, a manifest or a tokenizer that stay in the dataset for ever."""
     a = tmp_path / "a.jsonl"
     write_records(a, 30)
     run([a], tmp_path / "whole")
@@ -280,7 +279,6 @@ def learned(directory: Path) -> list[tuple[bytes, int, float]]:
     ],
 )
 def test_branches_teach_what_their_records_apart_would(tmp_path: Path, prefix: str, branches: list[Any]) -> None:
-    """Would catch a first word of an answer that no token predicts, or that the wrong one does."""
     both = {"text": prefix, "weight": 0.5, "branches": branches}
     (tmp_path / "a.jsonl").write_text(json.dumps(both) + "\n")
     run([tmp_path / "a.jsonl"], tmp_path / "together")

@@ -92,7 +92,6 @@ def test_a_folder_of_save_to_disk_is_read_at_a_url() -> None:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_store_that_fails_loses_no_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch a cut connection that is taken for the end of a file, or for damage of it."""
     monkeypatch.setattr("megacp.core.storage.place._BLOCK", 4096)
     url = memory() / name
     url.write(FORMS[name]())
@@ -103,7 +102,6 @@ def test_a_store_that_fails_loses_no_record(name: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_store_that_is_gone_ends_the_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Would catch --on-error skip that takes an outage for the last, bad record of each file."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     url = memory() / name
     url.write(FORMS[name]())
@@ -160,7 +158,6 @@ def test_a_build_from_a_url_to_a_url_has_the_bytes_of_one_on_a_disk(corpus: list
 
 
 def test_parts_send_their_shards_and_finish_sends_the_manifest(corpus: list[Path], tmp_path: Path) -> None:
-    """Would catch a part that takes what it has sent for missing, and a finish that builds it again."""
     inputs, url, whole, work = f"{uploaded(corpus)}/*.jsonl", memory(), memory(), tmp_path / "work"
     to_url(inputs, whole, tmp_path / "whole")
     flags: dict[str, Any] = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, "work_dir": str(work)}
@@ -198,7 +195,6 @@ def test_a_finished_build_does_nothing_and_a_lost_shard_is_built_again(
 def test_a_build_goes_on_where_another_machine_began(
     corpus: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Would catch a directory that is lost with its machine, and all shards with it."""
     inputs, url = f"{uploaded(corpus)}/*.jsonl", memory()
     original, sent = Url.upload, []
 
@@ -275,7 +271,6 @@ def test_images_below_a_url_are_fetched_once_each_and_those_that_do_not_come_are
     ["https://images.example/a.png", "file:///etc/passwd", "../a.png", "/a.png", "%2e%2e/a.png", "x/..%5c../a.png"],
 )
 def test_nothing_is_fetched_out_of_the_root(tmp_path: Path, place: str) -> None:
-    """Would catch a record that has the build ask a server inside of the user's network."""
     store = memory()
     (store / "a.png").write(encoded(noise(16, 16)))
     path = image_records([place], tmp_path)

@@ -161,7 +161,6 @@ def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
 
 
 def test_a_frame_of_the_models_size_keeps_its_pixels_and_their_ends_are_one() -> None:
-    """Would catch pixels that are read half a place beside them, and another scale."""
     rules = ImageRules(image_size=4, patch_size=2, overlap_margins=(0, 0))
     pixels = np.arange(0, 240, 5, dtype=np.uint8).reshape(4, 4, 3)
     pixels[0, 0], pixels[3, 3] = 0, 255
@@ -197,7 +196,6 @@ def test_the_largest_cost_is_the_optimum_and_no_rank_starves_needlessly(images: 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 40)), max_size=12), st.integers(1, 8))
 @pytest.mark.slow
 def test_every_field_of_the_table_counted_by_hand(units: list[tuple[int, int]], ranks: int) -> None:
-    """Would catch pooled ranges that are derived from images, and a table that its own checker alone finds right."""
     crops, pooled = [c for c, _ in units], [p for _, p in units]
     bounds = np.cumsum(crops, dtype=np.int64), np.cumsum(pooled, dtype=np.int64)
     table = compute_image_shard_boundaries(*bounds, ranks)

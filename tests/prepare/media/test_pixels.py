@@ -52,7 +52,6 @@ def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
 
 
 def test_a_transparent_colour_counts_in_the_depth_of_the_file() -> None:
-    """Would catch white that is taken for another grey, which Pillow scales."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -86,7 +86,6 @@ def test_a_still_image_is_a_video_of_one_frame(kind: str) -> None:
     ("container", "left"), [("matroska", 0.5), ("webm", 0.5), ("flv", 0.5), ("avi", 0.5), ("avi", 0.8), ("gif", 0.5)]
 )
 def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, left: float) -> None:
-    """Would catch a video of which the second half is silently not there."""
     codec = {"webm": "libvpx-vp9", "flv": "flv1", "gif": "gif"}.get(container, "mpeg4")
     data = video(60, container, codec)
     assert video_info(data, TINY)[0] == 60
@@ -95,7 +94,6 @@ def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, l
 
 
 def test_a_rate_that_the_frames_contradict_is_not_believed() -> None:
-    """Would catch 2 of 56 frames, taken because the header says 30 a second."""
     data = video(20, "matroska", every=10)
     _, fps = video_info(data, TINY)
     assert fps == pytest.approx(1.0, rel=0.01) and len(sample_frames(20, fps, TINY)) == 12
@@ -109,7 +107,6 @@ def in_order(data: bytes) -> np.ndarray:
 
 
 def test_what_the_first_packet_alone_says_is_known_behind_a_seek() -> None:
-    """Would catch green frames of 4:4:4 by an old x264, whose errors FFmpeg mends where it knows the writer."""
     now = h264(30, "cabac=1:8x8dct=1:crf=14:keyint=1")
     old = claiming_an_old_x264(now)
     expected = in_order(old)
@@ -134,7 +131,6 @@ SOUND = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
-    """Would catch a sound video that is called damaged, or whose frames stand at other times."""
     data = SOUND[name]()
     expected = in_order(data)
     num_frames, fps = video_info(data, EVERY)
@@ -149,7 +145,6 @@ def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
 @pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
 @pytest.mark.slow
 def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
-    """Would catch the grey that FFmpeg fills in for blocks that it cannot decode."""
     whole = coded(40, codec, {}, "mp4", (160, 96), "yuv420p")
     assert len(list(video_pixels(whole, EVERY))) == 40
     for seed in range(6):
@@ -185,7 +180,6 @@ def test_a_bad_video_is_refused_with_its_own_message() -> None:
 
 
 def test_frames_that_grow_within_a_video_are_held_to_the_limit_too() -> None:
-    """Would catch a limit that the header alone is held to."""
     data = growing((32, 16), (320, 160))
     assert video_info(data, EVERY)[0] == 8
     assert [pixels.shape[0] for pixels in video_pixels(data, EVERY)] == [16] * 4 + [160] * 4

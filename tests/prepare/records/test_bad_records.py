@@ -77,7 +77,6 @@ def bad_lines(root: Path) -> dict[bytes, str]:
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_each_bad_record_has_its_own_reason_and_all_others_are_stored(tmp_path: Path, workers: int) -> None:
-    """Would catch a bad record that takes its neighbour along, and a reason that says nothing."""
     root = tmp_path / "root"
     root.mkdir()
     (tmp_path / "secret.png").write_bytes(encoded(noise(9, 9)))

@@ -141,7 +141,6 @@ def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any]
 @pytest.mark.parametrize("text", ["<image>\nWhat is shown?", "What is shown?\n<image>", "<image> What?"])
 @pytest.mark.parametrize("images", [{}, {"images": []}, {"image": None}])
 def test_a_place_for_an_image_that_nothing_names_is_refused_where_images_may_be(text: str, images: Any) -> None:
-    """Would catch an answer about a picture that is learned without the picture."""
     record = {**images, "conversations": [{"from": "human", "value": text}, TURNS[1]]}
     with pytest.raises(RecordError, match=re.escape("`conversations[0]` has a place <image>")):
         parse_record(record, media=True)
@@ -186,7 +185,6 @@ def test_ordinary_metadata_may_stand_beside_the_text() -> None:
 
 @pytest.mark.parametrize("key", LOST)
 def test_a_key_that_would_be_lost_is_refused_unless_it_is_named(key: str) -> None:
-    """Would catch words that are trained on without the image beside them."""
     for record in ({"text": "see <image>"}, {"messages": [TELL]}):
         with pytest.raises(RecordError, match=f"`{key}` .*--ignore-keys {key} "):
             parse_record({**record, key: LOST[key]})
@@ -217,7 +215,6 @@ def test_a_form_is_chosen_by_ignoring_the_keys_of_the_other() -> None:
 
 @pytest.mark.parametrize("role", ["gpt", "model", "bot", "human", "Assistant"])
 def test_a_role_that_is_not_known_is_refused_unless_it_is_named_as_context(role: str) -> None:
-    """Would catch conversations of which nothing is learned because the speaker is called otherwise."""
     record = {"messages": [{"role": role, "content": "a"}, TELL]}
     with pytest.raises(RecordError, match=rf"`messages\[0\].role`: '{role}' .*--context-roles {role}"):
         parse_record(record)

@@ -28,7 +28,6 @@ def texts(folder: Path, choice: str = "auto", today: str | None = None) -> dict[
 
 
 def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
-    """Would catch a config's template that is taken although a file stands beside it."""
     write_tokenizer(tmp_path)
     with pytest.raises(
         ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
@@ -88,7 +87,6 @@ def test_a_template_needs_a_tokenizer_with_special_tokens_and_jinja(
 
 @pytest.mark.parametrize("older", [False, True])
 def test_tokens_that_only_the_settings_add_are_special_as_in_the_library(tmp_path: Path, older: bool) -> None:
-    """Would catch an end of turn that stays plain text because tokenizer.json does not list it."""
     path = write_tokenizer(tmp_path)
     content = json.loads(path.read_text())
     content["added_tokens"] = [t for t in content["added_tokens"] if t["content"] not in ("</s>", "<|im_end|>")]
@@ -135,7 +133,6 @@ def test_a_build_by_a_template_has_the_same_bytes_for_any_number_of_workers(tmp_
 
 
 def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
-    """Would catch a build that goes on with another template, and two that are merged."""
     path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
     made = records(tmp_path / "a.jsonl", 4)
     values: dict[str, Any] = {"tokenizer": str(path), "seq_length": 512}

@@ -255,7 +255,6 @@ def document(folder: Path, text: str, record: dict[str, Any]) -> tuple[list[int]
 
 @pytest.mark.parametrize("name", ["chatml", "llama_3", "granite", "phi_3", "llama_2", "gemma"])
 def test_branches_are_each_the_conversation_that_shared_messages_and_branch_make(folder: Path, name: str) -> None:
-    """Would catch a branch that is tokenized, masked or weighted other than the conversation alone."""
     others = [{"messages": [TELL]}, {"messages": [TELL_2], "weight": 0.5}]
     record = talk(ASK, branches=others, weight=2)
     if name == "phi_3":  # it ends every rendering with a token that a conversation has once
@@ -272,7 +271,6 @@ def test_branches_are_each_the_conversation_that_shared_messages_and_branch_make
 
 
 def test_a_branch_whose_tokens_reach_into_the_shared_messages_is_refused(folder: Path) -> None:
-    """Would catch a document that holds tokens of which no conversation consists."""
     joined = "{% for m in messages %}{{ m.content }}{% endfor %}"
     question, answer = {"role": "user", "content": "The an"}, {"role": "assistant", "content": "swer is"}
     with pytest.raises(RecordError, match=r"branches\[0\]: the tokens of the shared messages are others"):
@@ -303,7 +301,6 @@ def ends(folder: Path, **texts: str) -> list[str]:
 
 @pytest.mark.parametrize("name", sorted({**TEMPLATES, **OURS}))
 def test_a_template_says_with_what_its_answers_end(name: str, tmp_path: Path) -> None:
-    """Would catch a model that is never stopped: the end token of its tokenizer is `</s>`."""
     known = {**TEMPLATES, **OURS}
     expected = ENDS["chatml"] if name in OURS else ENDS.get(name, ["</s>"])
     assert ends(tmp_path, default=known[name]) == expected
@@ -323,12 +320,10 @@ def test_a_template_says_with_what_its_answers_end(name: str, tmp_path: Path) ->
     ],
 )
 def test_what_no_answer_has_learned_ends_none(template: str, expected: list[str], tmp_path: Path) -> None:
-    """Would catch a token behind a generation block, which the model never learned to write."""
     assert ends(tmp_path, default=template) == expected
 
 
 def test_calls_and_a_template_of_their_own_may_end_otherwise(tmp_path: Path) -> None:
-    """Would catch a call that ends like no other answer, and one that is stopped between its parts."""
     default, tools = f"{TALK}{{{{ m.content }}}}<|end|>{PROMPT}", f"{FIRST_CALLS}{TALK}{CALLS}<|eot_id|>{PROMPT}"
     assert ends(tmp_path, default=default) == ["<|end|>"]
     assert ends(tmp_path, default=default, tool_use=tools) == ["<|end|>", "<|eot_id|>"]

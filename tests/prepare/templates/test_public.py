@@ -136,7 +136,6 @@ def expected(theirs: Any, messages: list[dict[str, Any]], **given: Any) -> tuple
 
 @pytest.mark.slow
 def test_a_build_has_the_ids_and_the_mask_of_the_library(folder: Path, name: str, tmp_path: Path) -> None:
-    """Would catch another environment of the template, a second first token, a token of the border learned or not."""
     template, theirs = template_of(folder, name, tmp_path), library(folder, TEMPLATES[name])
     talks = [[ASK, TELL], [ASK, TELL, ASK_2, TELL_2], [ASK, {**TELL, "weight": 0}, ASK_2, TELL_2]]
     talks += [] if name in WITHOUT_SYSTEM else [[SYSTEM, ASK, TELL], [{**SYSTEM, "content": ""}, ASK, TELL]]
@@ -174,7 +173,6 @@ def test_tools_and_calls_are_those_of_the_library(folder: Path, name: str, tmp_p
 def test_any_text_has_the_ids_and_the_mask_of_the_library_or_is_refused(
     folder: Path, name: str, tmp_path: Path, texts: list[str]
 ) -> None:
-    """Would catch a border of what is learned that is off by a blank, and an offset in bytes."""
     talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
     template, theirs = template_of(folder, name, tmp_path), library(folder, TEMPLATES[name])
     try:
