@@ -15,7 +15,7 @@ from tests.reference.training import Values, config_of, step_batches, train
 TOLERANCE = 1e-10
 """As in the golden gradients: float64, sums in another order."""
 PAIRS: Values = {"lora_rank": 3, "lora_alpha": 7.5, "lora_targets": "all"}
-MODELS: dict[str, Values] = {
+PAIRED: dict[str, Values] = {
     "all linears": {**PAIRS, "qk_layernorm": "head", "add_qkv_bias": True, "num_query_groups": 2},
     "q and v, tied": {**PAIRS, "lora_targets": None, "hidden_dropout": 0.1},
     "output, up and down, norms after": {
@@ -52,14 +52,14 @@ def steps() -> list[list[Any]]:
 
 @functools.cache
 def one_process(name: str, groups: int) -> tuple[Any, ...]:
-    config = config_of({**MODELS[name], "num_query_groups": groups, "attention_kernel": "dense"}, {})
+    config = config_of({**PAIRED[name], "num_query_groups": groups, "attention_kernel": "dense"}, {})
     reports, gradients, weights, validation = train(grid(), config, steps())
     return reports, [assemble([pieces]) for pieces in gradients], assemble([weights]), validation
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     return [
-        train(grid(**shape), config_of({**MODELS[name], **values}, shape), steps()) for shape, name, values in cases
+        train(grid(**shape), config_of({**PAIRED[name], **values}, shape), steps()) for shape, name, values in cases
     ]
 
 
@@ -73,7 +73,7 @@ def close(what: str, found: dict[str, np.ndarray], expected: dict[str, np.ndarra
 def check(cases: list[Case], ranks: int) -> None:
     results = run_ranks(on_ranks, ranks, cases, timeout=240)
     for number, (shape, name, values) in enumerate(cases):
-        groups = {**MODELS[name], **values}.get("num_query_groups", 4)
+        groups = {**PAIRED[name], **values}.get("num_query_groups", 4)
         reports, gradients, weights, validation = one_process(name, groups)
         what = f"{shape} {name} {values}"
         for found_reports, _, _, found_validation in (rank[number] for rank in results):

@@ -71,7 +71,7 @@ def test_every_grid_gives_the_loss_and_all_gradients_of_one_process(shape: dict[
             np.testing.assert_allclose(value, theirs[name], rtol=1e-10, atol=1e-10 * max(largest, 1e-3), err_msg=name)
 
 
-TOWERS = {
+TRAINED_TOWERS = {
     "vision": ("vision.",),
     "connector": ("connector.",),
     "text": ("embedding.", "layers.", "final_norm", "head."),
@@ -80,7 +80,7 @@ PLAIN = {"clip_grad": 0.0}
 
 
 def frozen_names(names: set[str], towers: tuple[str, ...]) -> set[str]:
-    return {name for name in names for tower in towers if name.startswith(TOWERS[tower])}
+    return {name for name in names for tower in towers if name.startswith(TRAINED_TOWERS[tower])}
 
 
 def trained_frozen(

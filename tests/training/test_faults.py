@@ -27,7 +27,7 @@ from tests.training.runs import TINY, losses, run, train_on_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 SIX = [*TINY, "--train-iters", "6", "--save-interval", "2"]
-WORLD = single_axis("world")
+ALONE = single_axis("world")
 
 
 def payload(folder: Path) -> dict[str, str]:
@@ -80,7 +80,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
     with pytest.raises(RankError, match="exit code -9"):
         run_ranks(_faulty, 2, flags, fault, where, 4)
     assert sorted(path.name[-1] for path in committed(tmp_path)) == left
-    assert load_checkpoint(tmp_path, WORLD).step == 2
+    assert load_checkpoint(tmp_path, ALONE).step == 2
     run(2, flags)
     assert losses(tmp_path) == losses(undisturbed)
     assert payload(tmp_path / "step_0000006") == payload(undisturbed / "step_0000006")
@@ -177,7 +177,7 @@ def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path:
     message = (tmp_path / f"words {1 - where}").read_text()
     assert f"rank {1 - where} failed in step 3: RuntimeError" in message
     assert f"no word from rank {where} in step 3: stopped, dead, or still computing" in message
-    assert load_checkpoint(tmp_path / "out", WORLD).step == 2
+    assert load_checkpoint(tmp_path / "out", ALONE).step == 2
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_a_rank_that_raises_ends_all_with_its_reason(tmp_path: Path) -> None:
             assert process.exitcode == 1
             said = (tmp_path / f"words {rank}").read_text()
             assert "rank 1 failed in step 3: ValueError: something of this rank alone is wrong" in said
-    assert load_checkpoint(tmp_path / "out", WORLD).step == 2
+    assert load_checkpoint(tmp_path / "out", ALONE).step == 2
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from tests.storage.s3_server import S3Server, s3_server, use
 from tests.training.runs import TINY, grid_flags, losses, train_on_rank
 
 WORLD = single_axis("world")
-FLAGS = [*TINY, "--vocab-size", "257", "--lr-decay-iters", "6", "--train-iters", "6"]
+STORE_FLAGS = [*TINY, "--vocab-size", "257", "--lr-decay-iters", "6", "--train-iters", "6"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def data(server: S3Server, packed_dataset: Path) -> tuple[Path, Url]:
 @pytest.fixture
 def run_flags(data: tuple[Path, Url], tmp_path: Path) -> list[str]:
     """A run on the objects, each pack of which is in several blocks."""
-    return [*FLAGS, "--data-path", str(data[1]), "--log-file", str(tmp_path / "log.jsonl")]
+    return [*STORE_FLAGS, "--data-path", str(data[1]), "--log-file", str(tmp_path / "log.jsonl")]
 
 
 def _on_rank(rank: int, world_size: int, environment: dict[str, str], flags: Sequence[str]) -> int:
@@ -87,7 +87,7 @@ def test_a_run_on_a_failing_store_is_that_on_a_disk_on_any_grid(
 ) -> None:
     """Saved by 2 tp ranks, in the background; gone on with by 2 dp ranks, then sampled from: the same losses."""
     disk = tmp_path / "disk"
-    assert main([*FLAGS, "--data-path", str(data[0]), "--save", str(disk), "--save-interval", "3"]) == 0
+    assert main([*STORE_FLAGS, "--data-path", str(data[0]), "--save", str(disk), "--save-interval", "3"]) == 0
     save = server.bucket / "run"
     server.faults.share = 0.05
     server.faults.faults.clear()

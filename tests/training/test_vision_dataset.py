@@ -75,7 +75,8 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
     loss = model.gradients(batches, 1, agreed.denominator)
     norm = model.optimizer.step(1e-3)
     decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
-    return loss, norm, {batch.vision.strategy for batch in batches if batch.vision is not None}, decoded, reasons
+    strategies = {batch.vision.strategy for batch in batches if batch.vision is not None and batch.vision.num_crops}
+    return loss, norm, strategies, decoded, reasons
 
 
 def test_a_stored_dataset_is_decoded_by_ranks_as_by_one_process(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
-from tests.huggingface.convert.test_processor import library_processor
 from tests.huggingface.convert.test_tokenizer import LINES, OPTIONS, theirs, train
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.tools.test_convert_checkpoint import convert
