@@ -75,7 +75,7 @@ test-fast: $(STAMP)
 
 # FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
-	$(PYTEST) tests/faults tests/training/test_faults.py $(FAULTS)
+	$(PYTEST) tests/faults tests/training/test_health.py $(FAULTS)
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py

@@ -122,7 +122,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(metadata.branch == 0, _last", "(metadata.branch >= 0, _last", "a branch's keys cross to other branches"),
         ("error <= max(AREA_SLACK", "error >= max(AREA_SLACK", "ranks take stretches of another area"),
     ],
-    ("core/context_parallel/choose.py", "tests/context_parallel/test_choose.py"): [
+    ("core/context_parallel/choose.py", "tests/context_parallel/test_layout.py"): [
         ("if needed <= FEW_ROWS:", "if needed > FEW_ROWS:", "auto takes the exchange for dense masks"),
         ("heads % cp == 0 and", "", "auto takes a2a where heads do not divide"),
     ],
@@ -294,11 +294,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],
-    ("core/data/blend.py", "tests/data/test_blend.py"): [
+    ("core/data/blend.py", "tests/data/test_loader.py"): [
         ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
         ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
     ],
-    ("core/checkpoint/names.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_resharding.py"): [
+    ("core/checkpoint/names.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
         ("if copies or part.spec.counted)", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
@@ -331,7 +331,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("chunk.eval()", "chunk.train()", "evaluation drops out"),
         ("check(loss, norm)", "check(loss, 0.0)", "nobody looks at the norm"),
     ],
-    ("core/training/rows.py", "tests/training/test_rows.py"): [
+    ("core/training/rows.py", "tests/training/test_loss.py"): [
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [

@@ -26,7 +26,7 @@ from megacp.core.models import build
 from megacp.core.training.step import ParallelModel
 from megacp.verify.parity import MODELS
 from tests.ranks import grid, run_ranks
-from tests.tensor_parallel.test_weight_gradients import SIZES
+from tests.tensor_parallel.test_linear import SIZES
 
 WIDTH, DEPTH = 8, 4
 

@@ -29,7 +29,7 @@ from tests.tools.in_process import preprocessed as tool
 from tests.tools.test_preprocess_data import command, environment, files
 from tests.tools.test_preprocess_images import arguments
 from tests.training.runs import TINY, losses, run, train_on_rank
-from tests.training.test_faults import payload
+from tests.training.test_health import payload
 
 corpus = test_preprocess_images.corpus
 STEPS = 40

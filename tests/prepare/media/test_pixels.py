@@ -6,13 +6,24 @@ import dataclasses
 import io
 import struct
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megacp.core.data.decoding import ImageError, load_pixels
-from tests.prepare.media.pictures import TINY, encoded, noise
+from megacp.core.data.decoding import (
+    ImageError,
+    RulesDecoder,
+    load_pixels,
+    sample_frames,
+    time_text,
+    video_info,
+    video_pixels,
+)
+from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
+from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.reference import molmo2_processor as reference
 
 RULES = dataclasses.replace(TINY, max_pixels=10_000)
 
@@ -152,3 +163,168 @@ def test_a_giant_header_is_refused_before_anything_is_decoded() -> None:
     data = encoded(Image.new("1", (10_000, 10_000)))
     with pytest.raises(ImageError, match="10000 x 10000 = 100000000 pixels, more than --max-pixels 89478485"):
         load_pixels(data, TINY)
+
+
+av = pytest.importorskip("av")
+EVERY = dataclasses.replace(TINY, max_frames=64, video_fps=10.0)
+"""Takes all frames of short videos."""
+
+
+def decoded(data: bytes, frames: Sequence[int] = range(99)) -> np.ndarray:
+    return RulesDecoder(TINY).video(data, frames)[0]
+
+
+CONTAINERS = [
+    ("mp4", "mpeg4"),
+    ("mp4", "libx264"),
+    ("matroska", "mpeg4"),
+    ("webm", "libvpx-vp9"),
+    ("avi", "mpeg4"),
+    ("mpegts", "mpeg2video"),
+    ("gif", "gif"),
+]
+
+
+def test_the_frames_taken_are_those_of_the_transformers_library() -> None:
+    for rules in (TINY, dataclasses.replace(TINY, max_frames=64, video_fps=2.0)):
+        for num_frames in (*range(1, 140), 1000, 4711):
+            for fps in (1.0, 2.0, 23.976, 25.0, 30000 / 1001, 60.0):
+                expected = [n for n in reference.sampled_frames(num_frames, fps, rules) if n < num_frames]
+                assert sample_frames(num_frames, fps, rules) == expected, (num_frames, fps)
+
+
+def test_times_are_written_as_the_library_does() -> None:
+    numbers = sample_frames(43, 10.0, TINY)
+    text = "".join(time_text(i, n / 10.0, TINY) + "F" for i, n in enumerate(numbers))
+    frame = "<frame_start><im_patch><frame_end>"
+    assert text.replace("F", frame) == reference.video_text([len(numbers), 1, 1], [n / 10.0 for n in numbers], TINY)
+    assert time_text(3, 1.0, dataclasses.replace(TINY, time_mode="off")) == ""
+
+
+@pytest.mark.parametrize(("container", "codec"), CONTAINERS)
+def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec: str) -> None:
+    data = video(43, container, codec)
+    info = video_info(data, TINY)
+    assert info == (43, 10.0)
+    taken = sample_frames(43, 10.0, TINY)
+    with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[taken]
+    assert len(taken) == 12 and np.array_equal(np.stack(list(video_pixels(data, TINY))), frames)
+    whole = decoded(data)
+    assert np.abs(whole - reference.process_video(frames, TINY)[0]).max() <= 2 / 255 * 1.001
+    for part in (range(5), [5], [11], [], [1, 4, 5, 9], range(0, 12, 2)):
+        assert np.array_equal(decoded(data, part), whole[list(part)])
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
+def test_a_still_image_is_a_video_of_one_frame(kind: str) -> None:
+    data = encoded(noise(30, 20), kind)
+    assert video_info(data, TINY)[0] == 1
+    expected = reference.process_video(load_pixels(data, TINY)[None], TINY)[0]
+    assert np.abs(decoded(data, [0]) - expected).max() <= 2 / 255 * 1.001
+    assert decoded(data, [1, 2]).shape == (0, 16, 48)
+
+
+@pytest.mark.parametrize(
+    ("container", "left"), [("matroska", 0.5), ("webm", 0.5), ("flv", 0.5), ("avi", 0.5), ("avi", 0.8), ("gif", 0.5)]
+)
+def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, left: float) -> None:
+    codec = {"webm": "libvpx-vp9", "flv": "flv1", "gif": "gif"}.get(container, "mpeg4")
+    data = video(60, container, codec)
+    assert video_info(data, TINY)[0] == 60
+    with pytest.raises(ImageError, match="video is cut short"):
+        video_info(data[: int(left * len(data))], TINY)
+
+
+def test_a_rate_that_the_frames_contradict_is_not_believed() -> None:
+    data = video(20, "matroska", every=10)
+    _, fps = video_info(data, TINY)
+    assert fps == pytest.approx(1.0, rel=0.01) and len(sample_frames(20, fps, TINY)) == 12
+
+
+def in_order(data: bytes) -> np.ndarray:
+    """All frames, decoded from the first to the last on one thread."""
+    with av.open(io.BytesIO(data)) as source:
+        source.streams.video[0].codec_context.thread_count = 1
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])
+
+
+def test_what_the_first_packet_alone_says_is_known_behind_a_seek() -> None:
+    now = h264(30, "cabac=1:8x8dct=1:crf=14:keyint=1")
+    old = claiming_an_old_x264(now)
+    expected = in_order(old)
+    assert (expected != in_order(now)).any(axis=(1, 2, 3)).sum() > 1, "the name decides on pixels"
+    for number in range(30):
+        (found,) = video_pixels(old, EVERY, [number])
+        assert np.array_equal(found, expected[number]), number
+
+
+SOUND = {
+    "open groups": lambda: h264(40, "open-gop=1:bframes=3:keyint=12"),
+    "open groups in a stream": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "mpegts"),
+    "refreshed in columns": lambda: h264(40, "intra-refresh=1:keyint=12", size=(64, 16)),
+    "H.264 in AVI": lambda: h264(40, "bframes=3:keyint=12", "avi"),
+    "open groups in AVI": lambda: h264(40, "open-gop=1:bframes=3:keyint=12", "avi"),
+    "one frame in AVI": lambda: h264(1, "bframes=3:keyint=12", "avi"),
+    "AVI with holes": lambda: video(40, "avi", every=2),
+    "AVI with long holes": lambda: video(30, "avi", every=10),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
+    data = SOUND[name]()
+    expected = in_order(data)
+    num_frames, fps = video_info(data, EVERY)
+    assert num_frames == len(expected) == len(sample_frames(num_frames, fps, EVERY))
+    assert np.array_equal(np.stack(list(video_pixels(data, EVERY))), expected)
+    for number in range(len(expected)):
+        (found,) = video_pixels(data, EVERY, [number])
+        assert np.array_equal(found, expected[number]), number
+
+
+@pytest.mark.parametrize("count", [20, 200])
+@pytest.mark.parametrize("codec", ["libx264", "mpeg4"])
+@pytest.mark.slow
+def test_a_damaged_video_is_refused(codec: str, count: int) -> None:
+    whole = coded(40, codec, {}, "mp4", (160, 96), "yuv420p")
+    assert len(list(video_pixels(whole, EVERY))) == 40
+    for seed in range(6):
+        with pytest.raises(ImageError, match=r"the video is damaged: its frame at \d.\d0 s|is cut short or damaged"):
+            list(video_pixels(damaged(whole, count, seed), EVERY))
+
+
+def sound_only() -> bytes:
+    stream = io.BytesIO()
+    with av.open(stream, "w", format="matroska") as output:
+        track = output.add_stream("pcm_s16le", rate=8000, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 8000
+        output.mux(track.encode(frame))
+    return stream.getvalue()
+
+
+def test_a_bad_video_is_refused_with_its_own_message() -> None:
+    half = video(43)
+    bad = {
+        b"": "0 bytes are none of mov",
+        b"#EXTM3U\nfile:///etc/passwd\n": "none of mov.*begins with b'#EXTM3U",
+        half[: len(half) // 2]: "the mov video is cut short or damaged",
+        video(0, "matroska"): "the matroska video is cut short or damaged",
+        sound_only(): "no video stream",
+        encoded(noise(5, 5), "JPEG")[:100]: "the JPEG is cut short or damaged",
+    }
+    for data, message in bad.items():
+        with pytest.raises(ImageError, match=message):
+            decoded(data)
+    with pytest.raises(ImageError, match="48 x 32 = 1536 pixels, more than --max-pixels 1000"):
+        video_info(video(3), dataclasses.replace(TINY, max_pixels=1000))
+
+
+def test_frames_that_grow_within_a_video_are_held_to_the_limit_too() -> None:
+    data = growing((32, 16), (320, 160))
+    assert video_info(data, EVERY)[0] == 8
+    assert [pixels.shape[0] for pixels in video_pixels(data, EVERY)] == [16] * 4 + [160] * 4
+    with pytest.raises(ImageError, match="320 x 160 = 51200 pixels, more than --max-pixels 1000"):
+        list(video_pixels(data, dataclasses.replace(EVERY, max_pixels=1000)))
