@@ -13,7 +13,7 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
 STAMP := $(VENV)/.installed
-GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/distributed/test_clock.py tests/monitor/test_memory.py
+GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/monitor/test_timers.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes start: without files of compiled modules each would compile the source again, for a second.

@@ -23,7 +23,7 @@ SECONDS = 240
 LEAST = 0.97
 
 POINTWISE = "tests/ops/test_pointwise.py"
-ATTENTION = "tests/context_parallel/test_attention.py tests/context_parallel/test_a2a.py"
+ATTENTION = "tests/context_parallel/test_attention.py tests/context_parallel/test_layout.py"
 LAYOUT = "tests/context_parallel/test_layout.py"
 TP = "tests/tensor_parallel"
 PP = "tests/pipeline_parallel"

@@ -3,15 +3,38 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed import launch
+from megacp.core.distributed.collectives import all_gather, all_reduce, barrier
 from megacp.core.distributed.grid import AXES, GridShape, build_grid, connect, single_axis, split_axis
+from megacp.core.distributed.launch import (
+    Meeting,
+    World,
+    device_type,
+    fresh_store,
+    join,
+    meet,
+    named,
+    pick_device,
+    report_failure,
+    run_store,
+    stop,
+    world_from_environment,
+)
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 
@@ -118,3 +141,197 @@ def _connected(rank: int, world_size: int, shape: dict[str, int]) -> int:
 def test_all_ranks_of_every_axis_meet_once_and_nothing_is_counted() -> None:
     """Middle stages have no embedding, for which others could wait for ever."""
     assert run_ranks(_connected, 6, {"pp": 3, "cp": 2}) == [0] * 6
+
+
+KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+STORE_KEYS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment without torchrun."""
+    for key in (*KEYS, *STORE_KEYS):
+        monkeypatch.delenv(key, raising=False)
+    return monkeypatch
+
+
+def test_the_launchers_variables_are_read_and_may_be_absent(environment: pytest.MonkeyPatch) -> None:
+    assert world_from_environment() == World(0, 1, 0, 1)
+    for key, value in zip(KEYS, ("5", "8", "1", "4"), strict=True):
+        environment.setenv(key, value)
+    assert world_from_environment() == World(rank=5, size=8, local_rank=1, local_size=4)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "8"}, ["RANK=one"]),
+        ({"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "", "LOCAL_WORLD_SIZE": "-4"}, ["LOCAL_WORLD_SIZE=-4"]),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, ["RANK=8", "WORLD_SIZE=8"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE=0"]),
+        ({"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, ["LOCAL_RANK=4"]),
+        ({"RANK": "1"}, ["WORLD_SIZE=(not set)"]),
+        ({"WORLD_SIZE": "1"}, ["RANK=(not set)"]),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR=, MASTER_PORT="]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "x"}, ["MASTER_PORT=x"]),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, ["MASTER_PORT=1"]),
+    ],
+    ids=str,
+)
+def test_variables_that_cannot_be_meant_are_named(
+    environment: pytest.MonkeyPatch, values: dict[str, str], named: list[str]
+) -> None:
+    for key, value in values.items():
+        environment.setenv(key, value)
+    with pytest.raises(ValueError) as caught:
+        meet(world_from_environment(), 0.3)
+    assert all(text in str(caught.value) for text in named)
+
+
+def together(ranks: Sequence[int], action: Callable[[int], Any]) -> dict[int, Any]:
+    """What `action` returns on each rank, as threads, or the words of its ValueError."""
+    found: dict[int, Any] = {}
+
+    def join(rank: int) -> None:
+        try:
+            found[rank] = action(rank)
+        except ValueError as error:
+            found[rank] = f"refused: {error}"
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
+    """What `action` returns or raises on every rank of a meeting, as threads over one store."""
+    store, ranks = dist.HashStore(), [rank for rank in range(size) if rank != absent]
+    found = together(ranks, lambda rank: action(Meeting(rank, size, store, seconds)))
+    return [found.get(rank, "") for rank in range(size)]
+
+
+def test_rank_0_judges_the_values_of_all_and_leaves_last() -> None:
+    left: list[int] = []
+
+    def action(meeting: Meeting) -> str:
+        time.sleep(0.3 * (meeting.rank == 1))
+        verdict = meeting.judged("t", str(meeting.rank), ",".join)
+        left.append(meeting.rank)
+        return verdict
+
+    assert at_once(3, action) == ["0,1,2"] * 3 and sorted(left) == [0, 1, 2]
+    assert Meeting(0, 1, None, 0.0).judged("t", "a", ",".join) == "a"
+
+
+@pytest.mark.slow
+def test_a_rank_that_gives_no_value_is_named() -> None:
+    first, _, third = at_once(3, lambda meeting: meeting.judged("t", "a", ",".join), 0.2, absent=1)
+    assert (first, third) == tuple(f"refused: no word on the t from rank {rank} within 0.2 s" for rank in (1, 0))
+
+
+def _life(store: dist.Store, delays: Sequence[float], present: Sequence[int]) -> dict[int, Any]:
+    """What each present one of three ranks gets, started after its delay."""
+
+    def join(rank: int) -> dist.Store:
+        time.sleep(delays[rank])
+        return fresh_store(store, rank, 3, 0.2 if len(present) < 3 else 20.0)
+
+    return together(present, join)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("delays", [(0.3, 0.0, 0.1), (0.0, 0.3, 0.0)], ids=str)
+def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, delays: tuple[float, ...]
+) -> None:
+    """Late ranks, a life that never came together, then whole ones."""
+    monkeypatch.setattr("megacp.core.distributed.launch._READING_SECONDS", 0.1)
+    store = dist.HashStore()
+    for life in range(2):
+        parts = _life(store, delays, (0, 1, 2))
+        parts[0].set("who", f"life {life}")
+        assert [parts[rank].get("who") for rank in range(3)] == [f"life {life}".encode()] * 3
+        for present in ((0, 1), (1, 2)):
+            broken = _life(store, (0.0, 0.0, 0.0), present)
+            assert all("waited 0.2 s for the 3 ranks" in str(text) for text in broken.values())
+    missing = _life(dist.HashStore(), (0.0, 0.0, 0.0), (0, 1))
+    assert all("no word from rank 2; start every rank" in str(text) for text in missing.values())
+
+
+def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(torch.cuda, "device_count", lambda: 4)
+    for available, ranks, expected in ((True, 4, "cuda"), (True, 5, "cpu"), (False, 1, "cpu")):
+        environment.setattr(torch.cuda, "is_available", lambda answer=available: answer)
+        assert device_type(World(0, ranks, 0, ranks)) == expected
+    environment.delenv("OMP_NUM_THREADS", raising=False)
+    threads = torch.get_num_threads()
+    try:
+        assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
+        assert torch.get_num_threads() == 1
+        assert join(meet(World(), 1.0), GridShape()).world.size == 1 and not dist.is_initialized()
+        stop()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def grown_by_collectives(rank: int, world_size: int) -> float:
+    """MiB that a hundred all-gathers of fresh 8 MiB outputs leave behind."""
+    axis, x = grid(dp=world_size).dp, torch.zeros(1 << 20)
+    sizes = []
+    for _ in range(2):
+        for _ in range(50):
+            all_gather(x, axis)
+        sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    return sizes[1] - sizes[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
+def test_a_rank_does_not_grow_with_the_number_of_collectives() -> None:
+    assert max(run_ranks(grown_by_collectives, 2)) < 20  # 60 to 180 with glibc's own threshold
+
+
+def _reported(rank: int, world_size: int, silent: int) -> tuple[str, float]:
+    """What a rank says, and after how many seconds; rank 1 fails by itself, the others in a collective with it."""
+    run_store().delete_key(f"megacp_failure/{rank}")  # other tests of this pool have used it
+    world = grid(dp=world_size).world
+    barrier(world)
+    begun = time.monotonic()
+    if rank == silent:
+        time.sleep(3.0)  # the store may go with it
+        return "", 0.0
+    error = ValueError("bad input") if rank == 1 else RuntimeError("connection closed by peer")
+    text = report_failure(error, "step 1", world, 1.0)
+    seconds = time.monotonic() - begun
+    time.sleep(1.0)
+    return text, seconds
+
+
+def test_ranks_that_were_hit_tell_the_reason_of_the_first_at_once() -> None:
+    found = run_ranks(_reported, 3, -1)
+    assert all("rank 1 failed in step 1: ValueError: bad input" in text for text, _ in found)
+    assert max(seconds for _, seconds in found) < 2.5
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    (first, _), _, (third, _) = run_ranks(_reported, 3, 1)
+    for text in (first, third):
+        assert "no word from rank 1 in step 1: stopped, dead, or still computing" in text
+
+
+def _of_a_frozen_store(rank: int, world_size: int) -> str:
+    with mock.patch.object(launch, "run_store", lambda: time.sleep(30)):
+        return report_failure(ValueError("bad input"), "step 1", grid(dp=world_size).world, 0.1)
+
+
+def test_a_store_that_does_not_answer_is_left_behind() -> None:
+    for text in run_ranks(_of_a_frozen_store, 2):
+        assert "ValueError: bad input\nthe run's store does not answer" in text
+
+
+def test_many_ranks_are_counted_and_not_listed() -> None:
+    assert named([3]) == "rank 3"
+    assert named(list(range(20))).endswith("13, 14, 15, and 4 more")

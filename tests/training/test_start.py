@@ -23,7 +23,7 @@ from megacp.core.training.stored import stored_config, with_stored_model
 from megacp.train import main
 from tests.checkpoint.test_commit import WORLD
 from tests.data.datasets import random_packs, write_dataset
-from tests.distributed.test_launch import at_once
+from tests.distributed.test_grid import at_once
 from tests.training.runs import TINY, losses, run
 
 
