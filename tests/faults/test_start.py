@@ -191,7 +191,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path) -> Path:
-    """A virtual clean_environment with the wheel, which sees the packages of this one behind it; an empty folder in it."""
+    """A virtual environment with the wheel, which sees the packages of this one behind it; an empty folder in it."""
     folder = wheel.parents[1]
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=100)
     own = folder / "venv" / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
