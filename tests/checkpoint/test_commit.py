@@ -150,19 +150,6 @@ def test_a_crash_at_any_point_before_the_rename_leaves_the_previous_one(
     assert value(load_checkpoint(tmp_path, WORLD)) == 2
 
 
-def test_a_crash_between_rename_and_latest_leaves_both_loadable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(commit, "point_and_prune", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            save(tmp_path, 2)
-    assert value(load_checkpoint(tmp_path, WORLD)) == 1
-    assert value(load_checkpoint(tmp_path / "step_0000002", WORLD)) == 2
-    assert save(tmp_path, 2).name == "step_0000002.2"
-
-
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     for step in (8, 9, 10, 11):

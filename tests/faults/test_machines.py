@@ -18,7 +18,7 @@ import pytest
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import committed
 from megacp.core.distributed.grid import single_axis
-from megacp.core.training.stopping import REASONS, STOPPED, StopSignal
+from megacp.core.training.stopping import REASONS, StopSignal
 from tests.faults.machines import Machines
 from tests.faults.processes import ROOT, Ended, ends, environment, free_port, launch, run_all
 from tests.training.runs import TINY, grid_flags, losses
@@ -222,22 +222,3 @@ def test_a_hangup_makes_the_ranks_of_torchrun_save_and_stop(tmp_path: Path, to: 
     last = max(losses(tmp_path))
     assert f"stopped on request after step {last}" in output
     assert [path.name for path in committed(tmp_path)] == [f"step_{last:07d}"]
-
-
-@pytest.mark.faults
-def test_a_run_under_nohup_goes_on_and_stops_when_it_is_asked_to(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megacp.train", *ENDLESS, "--save", str(tmp_path)]
-    run = started(command, tmp_path, ignoring=True)
-    try:
-        run.send_signal(signal.SIGHUP)
-        seen = max(losses(tmp_path))
-        deadline = time.monotonic() + 60
-        while max(losses(tmp_path)) < seen + 5:
-            assert time.monotonic() < deadline and run.poll() is None
-            time.sleep(0.1)
-        run.send_signal(signal.SIGTERM)
-        output, _ = run.communicate(timeout=60)
-    finally:
-        run.kill()
-        run.communicate()
-    assert run.returncode == STOPPED and "stopped on request" in output

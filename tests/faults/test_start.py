@@ -106,11 +106,6 @@ def test_a_save_directory_that_is_not_shared_is_refused_before_the_first_step(tm
     assert message.startswith(f"rank 1: --save out is not one directory for all machines: the lock of host {HOST}")
 
 
-def by_hand(ranks: list[int], size: int, **changed: str | None) -> list[Ended]:
-    port = free_port()
-    return ends([launch(IMPATIENT, environment(rank, size, port, **changed)) for rank in ranks])
-
-
 @pytest.mark.faults
 def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     flags = [*IMPATIENT, "--global-batch-size", "6"]
@@ -118,24 +113,6 @@ def test_a_rank_that_never_comes_is_named_by_all_others() -> None:
     for ended in ends([launch(flags, environment(rank, 3, port)) for rank in (0, 1)]):
         message = refused(ended)
         assert "waited 15 s for the 3 ranks of this run to start: no word from rank 2; start every rank" in message
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"RANK": "one"}, "RANK=one"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE=(not set)"),
-        ({"RANK": None}, "RANK=(not set)"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR=,"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT=http"),
-        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
-    ],
-    ids=str,
-)
-@pytest.mark.faults
-def test_garbage_in_the_launchers_variables_is_one_message(changed: dict[str, str | None], told: str) -> None:
-    (ended,) = by_hand([1], 2, **changed)
-    assert told in refused(ended)
 
 
 @pytest.mark.faults

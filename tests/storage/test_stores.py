@@ -83,7 +83,6 @@ def test_a_store_that_accepts_and_closes_connections_ends_within_a_minute(monkey
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{listener.getsockname()[1]}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    import s3fs
 
     s3fs.S3FileSystem.clear_instance_cache()
     begin = time.monotonic()
@@ -193,25 +192,6 @@ def test_a_stream_seeks(folder: Url) -> None:
         for offset in (9_000_000, 5, 4_194_300, 10_239_990):
             stream.seek(offset)
             assert stream.read(50) == LARGE[offset : offset + 50]
-
-
-def test_what_is_replaced_or_removed_is_seen_at_once(folder: Url) -> None:
-    url = folder / "a"
-    url.write(b"1")
-    before = url.version()
-    assert before.startswith("ETag ") and folder.sizes_below() == {"a": 1}
-    url.write(b"2")
-    assert url.version() != before
-    elsewhere = s3fs.S3FileSystem(skip_instance_cache=True)
-    elsewhere.pipe_file((folder / "b").text, b"3")
-    assert folder.sizes_below() == {"a": 1, "b": 1} and folder.children() == [folder / "a", folder / "b"]
-    elsewhere.pipe_file((folder / "b").text, b"33")
-    assert (folder / "b").size() == 2
-    url.unlink()
-    url.unlink()
-    assert not url.exists() and [child.name for child in folder.children()] == ["b"]
-    folder.remove_below()
-    assert not folder.exists() and folder.children() == [] and folder.sizes_below() == {}
 
 
 def test_a_failed_stream_leaves_no_object(folder: Url) -> None:

@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
-from megacp.core.models.costs import run_parameters
 from megacp.core.optim import sharded
 from megacp.core.optim.sharded import FlatAdamW
 from megacp.verify import command as tool
 from megacp.verify import gpu_report, spawn
 from megacp.verify.gpu_report import Finding
-from megacp.verify.parity import MAX_PARAMETERS, Box, StepTrace, compare, largest_difference, prepare, train_rank
+from megacp.verify.parity import Box, StepTrace, compare, largest_difference, train_rank
 
 ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
@@ -127,44 +125,6 @@ def test_a_config_of_a_user_keeps_its_layout_and_tells_what_was_made_smaller(
     ):
         assert text in out
     assert "--seq-length" not in out
-
-
-def test_the_one_process_is_dense_and_plain_and_the_grid_is_not_touched() -> None:
-    """A reference that shares the code path under test proves nothing."""
-    layout = {"context_parallel_size": 2, "pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
-    options = {"activation_offload": 0.5, "mlp_chunk_tokens": 100}
-    config = with_values(RunConfig(), layout | options | {"recompute_granularity": "full"})
-    setup = prepare(config, mask="mixed")
-    twin = setup.reference
-    assert setup.world_size == 4 and {name: getattr(setup.config.parallel, name) for name in layout} == layout
-    assert (twin.training.attention_kernel, twin.training.recompute_granularity) == ("dense", "none")
-    assert {name: getattr(twin.training, name) for name in options} == dict.fromkeys(options, 0)
-    assert twin.model_ranks == twin.parallel.num_virtual_stages_per_pipeline_rank == 1
-    assert twin.model == setup.config.model
-    layout |= {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 3}
-    model = prepare(with_values(RunConfig(), layout)).config.model
-    assert (model.query_groups, model.num_attention_heads, model.num_layers) == (8, 16, 6)
-
-
-@pytest.mark.parametrize(("model", "heads"), [(None, (32, 8)), ("tiny_llm", (8, 4))])
-def test_the_8b_example_is_checked_with_a_small_tower_and_mixed_masks(model: str | None, heads: Any) -> None:
-    """It is refused only where flags keep it huge."""
-    gpu = {"attention_kernel": "flex", "transformer_impl": "transformer_engine", "fp8": "delayed"}
-    aside = {"async_save": True, "auto_resume": True, "save": "/a", "load": "/b", "exit_duration": 5}
-    huge = with_values(
-        parse(["--config", str(ROOT / "examples" / "molmo2_8b.yaml")]), gpu | aside | {"activation_offload": 30.0}
-    )
-    with pytest.raises(ValueError, match=f"at most {MAX_PARAMETERS / 1e6:.1f} M"):
-        prepare(huge, {"hidden_size", "num_layers"}, has_config=True)
-    setup = prepare(huge, has_config=True, model=model)
-    small, vision = setup.config, setup.config.vision
-    assert run_parameters(small) < MAX_PARAMETERS < run_parameters(huge)
-    assert small.training.activation_offload == small.model.num_layers
-    assert (vision.vision_num_layers, vision.vision_hidden_size) == (3, 32)
-    assert (small.model.num_attention_heads, small.model.query_groups) == heads
-    assert setup.rules is not None and setup.rules.images is not None and setup.rules.mask == "mixed"
-    assert {"--fp8 off instead of delayed", "--attention-kernel auto instead of flex"} <= set(setup.notes)
-    assert small.checkpoint == RunConfig().checkpoint
 
 
 @pytest.mark.slow

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import subprocess
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +10,7 @@ import pytest
 
 from tests.prepare.media.pictures import encoded, noise
 from tests.tools.in_process import preprocessed as tool
-from tests.tools.test_preprocess_data import assert_one_line_error, command, environment, files
+from tests.tools.test_preprocess_data import assert_one_line_error, files
 
 TINY = ["--image-size", 16, "--patch-size", 4, "--overlap-margins", "1,1", "--max-crops", 6]
 
@@ -73,24 +70,3 @@ def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path:
     text = ["build", "--input", corpus, "--output", tmp_path / "d", "--tokenizer", "byte", "--seq-length", 512]
     assert_one_line_error(refused := tool(*text))
     assert "--image-root" in refused.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_build_killed_at_random_moments_ends_with_the_bytes_of_an_undisturbed_one(
-    corpus: Path, tmp_path: Path
-) -> None:
-    size = [*TINY, "--max-crops-per-pack", 30, "--unit-bytes", 1500]
-    started = time.monotonic()
-    assert tool(*arguments(corpus, tmp_path / "whole", *size)).returncode == 0
-    whole, generator = time.monotonic() - started, random.Random(0)
-    args = arguments(corpus, tmp_path / "d", *size, "--workers", 2)
-    for _ in range(8):
-        with subprocess.Popen(
-            command(*args), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()
-        ) as process:
-            time.sleep(generator.uniform(0.1, 1.0) * whole)
-            process.kill()
-        time.sleep(0.3)  # its workers notice and end
-    assert (last := tool(*args)).returncode == 0, last.stderr
-    assert files(tmp_path / "d") == files(tmp_path / "whole")

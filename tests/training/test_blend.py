@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import MANIFEST_FILE, committed
+from megacp.core.checkpoint.directory import committed
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.reader import PackedDataset
@@ -197,30 +197,3 @@ def test_a_run_on_a_failing_store_is_that_on_a_disk_on_any_grid(
     there, here = (dict(load_checkpoint(place, WORLD).whole_tensors()) for place in (save, disk))
     assert all(there[name].allclose(here[name], rtol=1e-9, atol=1e-12) for name in here) and there.keys() == here.keys()
     assert Generator(str(save)).step == 6
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_which_half_is_there_is_refused_by_name_and_passed_over(
-    server: S3Server, run_flags: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    save = server.bucket / "half"
-    saved = [*run_flags, "--save", str(save), "--save-interval", "3"]
-    assert main(saved) == 0
-    half = save / "step_0000006"
-    (half / MANIFEST_FILE).unlink()
-    assert main([*run_flags, "--load", str(half)]) == 2
-    assert f"{half / MANIFEST_FILE} cannot be read, it is written last" in capfd.readouterr().err
-    (save / "latest").unlink()
-    assert main([*saved, "--auto-resume"]) == 0
-    assert [folder.name for folder in committed(save)] == ["step_0000006.2", "step_0000003"]
-
-
-def test_a_directory_with_a_run_and_a_missing_dataset_are_told_before_the_run(
-    server: S3Server, run_flags: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
-    (server.bucket / "other" / "step_0000001" / MANIFEST_FILE).write(b"{}")
-    flags = [*run_flags, "--save", str(server.bucket / "other"), "--valid-data-path", str(server.bucket / "none")]
-    assert main(flags) == 2
-    told = capfd.readouterr().err
-    assert f"--save {server.bucket}/other holds the checkpoints of a run" in told
-    assert f"--valid-data-path {server.bucket}/none: holds no manifest.json" in told

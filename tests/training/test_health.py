@@ -121,22 +121,6 @@ def test_a_spike_of_one_rank_is_told_with_the_packs_of_the_step(tmp_path: Path) 
     assert "all ranks skipped the update" not in text and "the step had packs " in text
 
 
-@pytest.mark.slow
-def test_a_run_resumed_before_a_spike_tells_it_like_the_undisturbed_one(tmp_path: Path) -> None:
-    flags = [*TWELVE, "--save-interval", "9"]
-    assert run_ranks(train_sick, 2, [*flags, "--save", str(tmp_path / "whole")], "spike", 1, [10]) == [0, 0]
-    halved = [*flags, "--save", str(tmp_path / "halved")]
-    assert run_ranks(train_sick, 2, [*halved, "--train-iters", "9"], "spike", 1, [10]) == [0, 0]
-    resumed = [*halved, "--load", str(tmp_path / "halved")]
-    assert run_ranks(train_sick, 2, resumed, "spike", 1, [10]) == [0, 0]
-    assert notes(tmp_path / "halved") == notes(tmp_path / "whole") and len(notes(tmp_path / "whole")) == 1
-    assert losses(tmp_path / "halved") == losses(tmp_path / "whole")
-    first, second = (load_checkpoint(tmp_path / name / "step_0000012", WORLD) for name in ("whole", "halved"))
-    assert first.extra == second.extra and first.extra["updates"] == 12
-    other = dict(second.whole_tensors())
-    assert all(torch.equal(tensor, other[name]) for name, tensor in first.whole_tensors())
-
-
 def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
     """Whether a step that is refused leaves weights, moments and the next step as if it had never been."""
     mine = grid(**({"tp": 2, "pp": 2} if world == 4 else {"dp": world}))

@@ -198,27 +198,6 @@ def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_resume_without_a_further_step_says_so_and_saves_where_it_was_asked_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [*TINY, "--train-iters", "2", "--lr-decay-iters", "4"]
-    first, second = tmp_path / "first", tmp_path / "second"
-    run(1, [*flags, "--save", str(first)])
-    capsys.readouterr()
-    run(1, [*flags, "--load", str(first), "--save", str(second)])
-    said = capsys.readouterr().out
-    assert "--train-iters 2 is not above step 2 of the checkpoint: nothing is trained" in said
-    assert f"finished after step 2: {second / 'step_0000002'}" in said
-    assert payload(second / "step_0000002") == payload(first / "step_0000002")
-    before = (second / "step_0000002" / "manifest.json").stat().st_mtime_ns
-    run(1, [*flags, "--save", str(second), "--auto-resume"])
-    assert "nothing is trained" in capsys.readouterr().out
-    assert (second / "step_0000002" / "manifest.json").stat().st_mtime_ns == before
-    run(1, [*flags, "--load", str(second), "--save", str(second), "--train-iters", "3"])
-    assert "nothing is trained" not in capsys.readouterr().out
-
-
-@pytest.mark.slow
 def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

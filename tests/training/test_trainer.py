@@ -9,15 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from megacp.core.data.batch import PackedBatch
-from megacp.core.data.loader import PackedLoader
-from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import StopSignal
 from megacp.prepare import command as preprocess
 from megacp.train import main
@@ -212,27 +208,6 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
         stop.release()
         signal.signal(signal.SIGHUP, of_starter)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-@pytest.mark.slow
-def test_the_data_wait_of_a_step_counts_waiting_for_its_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first plans come 0.3 s after the step has asked for them, the others as soon as they can."""
-    real_plan, real_next, goes_on = ParallelModel.plan, PackedLoader.next_step, threading.Event()
-
-    def plan(self: ParallelModel, batch: PackedBatch) -> object:
-        assert goes_on.wait(20)
-        return real_plan(self, batch)
-
-    def next_step(self: PackedLoader) -> list[object]:
-        threading.Timer(0.3, goes_on.set).start()
-        return real_next(self)
-
-    monkeypatch.setattr(ParallelModel, "plan", plan)
-    monkeypatch.setattr(PackedLoader, "next_step", next_step)
-    run(1, [*TINY, "--save", str(tmp_path)])
-    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    first, *later = (row["data_wait"] for row in rows if row["kind"] == "train")
-    assert first >= 0.3 > min(later)
 
 
 @pytest.mark.slow

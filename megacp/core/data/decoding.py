@@ -90,13 +90,6 @@ def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
         if image.mode not in (*_COLOURS, *_GREY_16):
             raise ImageError(f"the {name} has pixels of kind {image.mode}, allowed are {', '.join(_COLOURS)} and I;16")
         image.load()
-        key = image.info.get("transparency")
-        if name == "PNG" and image.mode != "P" and isinstance(key, int | tuple):
-            # PNG 1.2, 4.2.2.1: tRNS counts in the file's bit depth, which byte 24 holds; Pillow in that of its pixels
-            if (bits := data[24]) == 16 and isinstance(key, tuple):
-                raise ImageError("the PNG has 16 bits a channel and one transparent colour: give it an alpha channel")
-            if bits < 8 and isinstance(key, int):
-                image.info["transparency"] = key * 255 // (2**bits - 1)
         with suppress(Exception):  # damaged EXIF counts as none; the pixels are turned before it is rewritten
             exif.exif_transpose(image, in_place=True)
         return np.ascontiguousarray(_rgb(image))

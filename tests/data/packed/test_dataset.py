@@ -12,8 +12,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megacp.core.data import tables
 from megacp.core.data.manifest import DatasetManifest
@@ -256,29 +254,6 @@ def opened(prefix: Path) -> IndexedReader:
 def values_of(reader: IndexedReader, start: int, stop: int) -> np.ndarray:
     """Sequences start..stop, joined."""
     return np.frombuffer(reader.stored(start, stop), reader.dtype)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 9), min_size=0, max_size=4), min_size=1, max_size=6),
-    st.sampled_from(["u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"]),
-)
-def test_indexed_files_round_trip_in_every_dtype(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
-) -> None:
-    prefix = tmp_path_factory.mktemp("indexed") / "a.b"
-    writer = IndexedWriter(prefix, np.dtype(dtype))
-    expected = []
-    for lengths in documents:
-        for length in lengths:
-            expected.append(np.arange(length).astype(dtype))
-            writer.add_sequence(np.arange(length))
-        writer.end_document()
-    writer.close()
-    reader = opened(prefix)
-    assert reader.dtype == np.dtype(dtype) and len(reader) == len(expected)
-    assert all(np.array_equal(values_of(reader, i, i + 1), values) for i, values in enumerate(expected))
-    assert reader.boundaries.tolist() == [0, *np.cumsum([len(lengths) for lengths in documents])]
 
 
 def test_ids_have_megatrons_dtype() -> None:

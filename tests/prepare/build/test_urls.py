@@ -410,18 +410,6 @@ def test_datasets_that_do_not_fit_are_refused_with_all_mismatches(tmp_path: Path
     assert not (tmp_path / "both").exists()
 
 
-def test_documents_with_and_without_an_end_are_not_merged(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    write_records(a, 5)
-    ends, without = str(tmp_path / "ends"), str(tmp_path / "open")
-    run([a], tmp_path / "ends")
-    run([a], tmp_path / "open", append_eod=False)
-    with pytest.raises(ValueError, match=r"open has a last token none, not 256 .--append-eod, --eod-token"):
-        merge([ends, ends, without], str(tmp_path / "no"))
-    assert merge([ends, ends], str(tmp_path / "1")).document_end == {"token": 256}
-    assert merge([without, without], str(tmp_path / "2")).document_end == {"token": None}
-
-
 def test_a_damaged_part_is_not_merged(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     write_records(a, 5)

@@ -62,31 +62,6 @@ def test_other_kinds_of_pixels_become_rgb_in_a_defined_way(mode: str) -> None:
         assert np.array_equal(pixels, np.asarray(source.convert("RGB")))
 
 
-def test_a_transparent_colour_counts_in_the_depth_of_the_file() -> None:
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    def png(bits: int, colours: int, row: bytes, *key: int) -> bytes:
-        header = chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 1, bits, colours, 0, 0, 0))
-        key_chunk = chunk(b"tRNS", struct.pack(f">{len(key)}H", *key))
-        tail = chunk(b"IDAT", zlib.compress(b"\0" + row)) + chunk(b"IEND", b"")
-        return b"\x89PNG\r\n\x1a\n" + header + key_chunk + tail
-
-    for bits, row, key, other in [
-        (1, b"\x40", 0, 255),
-        (2, b"\x60", 1, 170),
-        (4, b"\x38", 3, 136),
-        (8, b"\x12\x80", 0x12, 0x80),
-        (16, b"\x12\x34\x80\x00", 0x1234, 0x80),
-        (16, b"\x12\x34\x12\x35", 0x1234, 0x12),
-    ]:
-        assert load_pixels(png(bits, 0, row, key), RULES)[0, :, 0].tolist() == [255, other], bits
-    assert load_pixels(png(8, 2, bytes([1, 2, 3, 1, 2, 4]), 1, 2, 3), RULES).tolist() == [[[255] * 3, [1, 2, 4]]]
-    with pytest.raises(ImageError, match="16 bits a channel and one transparent colour"):
-        load_pixels(png(16, 2, bytes(12), 0, 0, 0), RULES)
-
-
 def test_16_bit_grey_keeps_its_high_byte() -> None:
     grey = np.array([[0, 255, 256], [32768, 65279, 65535]], np.uint16)
     pixels = load_pixels(encoded(Image.fromarray(grey)), RULES)

@@ -175,18 +175,6 @@ def test_a_record_with_tools_takes_the_template_for_tools(tmp_path: Path) -> Non
     ]
 
 
-def test_plain_texts_beside_conversations_are_those_of_a_build_without_a_template(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "t")
-    (tmp_path / "a.jsonl").write_text('{"text": "The answer"}\n' + json.dumps({"messages": [ASK, TELL]}) + "\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "The answer"}\n')
-    values: dict[str, Any] = {"tokenizer": str(path), "seq_length": 256}
-    run([tmp_path / "a.jsonl"], tmp_path / "a", chat_template="chatml", **values)
-    run([tmp_path / "b.jsonl"], tmp_path / "b", **values)
-    assert documents(tmp_path / "a")[0] == documents(tmp_path / "b")[0]
-    weights = PackedDataset(tmp_path / "a").pack(0).weights
-    assert weights is not None and 0 < weights.sum() < len(weights)
-
-
 def test_the_command_takes_a_template_and_its_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["smollm_3"])
     records(tmp_path / "a.jsonl", 3)
