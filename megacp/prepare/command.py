@@ -50,25 +50,7 @@ def _token_ids(text: str) -> dict[str, int]:
 
 
 _token_ids.__name__ = "NAME=ID with commas between"
-IMAGE_FLAGS: dict[str, tuple[str, Any, str, str]] = {
-    "--image-size": ("image_size", int, "N", "side of a crop in pixels (378)"),
-    "--patch-size": ("patch_size", int, "N", "side of a patch in pixels (14)"),
-    "--max-crops": ("max_crops", int, "N", "high-resolution crops of an image at most (8)"),
-    "--overlap-margins": ("overlap_margins", _numbers(int), "A,B", "patches that neighbouring crops share (4,4)"),
-    "--image-pooling": ("image_pooling", _numbers(int), "H,W", "patches of one token of an image (2,2)"),
-    "--video-pooling": ("video_pooling", _numbers(int), "H,W", "patches of one token of a video frame (3,3)"),
-    "--max-frames": ("max_frames", int, "N", "frames of a video at most (64)"),
-    "--video-fps": ("video_fps", float, "X", "frames taken from a second at most (2)"),
-    "--time-mode": ("time_mode", str, "MODE", "per-frame: the time as text before each frame; off (per-frame)"),
-    "--column-tokens": ("use_column_tokens", None, "", "a token after each row of an image (no)"),
-    "--low-res-column-tokens": ("low_res_column_tokens", None, "", "in the low-resolution part (as --column-tokens)"),
-    "--video-column-tokens": ("video_column_tokens", None, "", "in video frames (no)"),
-    "--image-mean": ("image_mean", _numbers(float), "R,G,B", "subtracted from colours 0..1 (0.5,0.5,0.5)"),
-    "--image-std": ("image_std", _numbers(float), "R,G,B", "what the difference is divided by (0.5,0.5,0.5)"),
-    "--max-pixels": ("max_pixels", int, "N", "larger images are refused (89,478,485)"),
-    "--image-token-ids": ("token_ids", _token_ids, "NAME=ID,...", "ids of image tokens (the tokenizer's, or above it)"),
-}
-"""Flags of single image rules: key of the rules, type (None: yes or no), what --help shows."""
+_INTS, _FLOATS = _numbers(int), _numbers(float)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,15 +137,31 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         (
             "--cp-degrees",
             "context-parallel sizes planned for",
-            {"type": _numbers(int), "default": "1,2,4,8,16", "metavar": "A,B"},
+            {"type": _INTS, "default": "1,2,4,8,16", "metavar": "A,B"},
         ),
     ],
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
         ("--image-rules", "YAML with the rules below by their keys; flags win", {"metavar": "FILE"}),
-        *(
-            (flag, text, {"dest": key, **({"type": kind, "metavar": metavar} if kind else _YES_OR_NO)})
-            for flag, (key, kind, metavar, text) in IMAGE_FLAGS.items()
+        ("--image-size", "side of a crop in pixels (378)", {"type": int, "metavar": "N"}),
+        ("--patch-size", "side of a patch in pixels (14)", {"type": int, "metavar": "N"}),
+        ("--max-crops", "high-resolution crops of an image at most (8)", {"type": int, "metavar": "N"}),
+        ("--overlap-margins", "patches that neighbouring crops share (4,4)", {"type": _INTS, "metavar": "A,B"}),
+        ("--image-pooling", "patches of one token of an image (2,2)", {"type": _INTS, "metavar": "H,W"}),
+        ("--video-pooling", "patches of one token of a video frame (3,3)", {"type": _INTS, "metavar": "H,W"}),
+        ("--max-frames", "frames of a video at most (64)", {"type": int, "metavar": "N"}),
+        ("--video-fps", "frames taken from a second at most (2)", {"type": float, "metavar": "X"}),
+        ("--time-mode", "per-frame: the time as text before each frame; off (per-frame)", {"metavar": "MODE"}),
+        ("--column-tokens", "a token after each row of an image (no)", {**_YES_OR_NO, "dest": "use_column_tokens"}),
+        ("--low-res-column-tokens", "in the low-resolution part (as --column-tokens)", _YES_OR_NO),
+        ("--video-column-tokens", "in video frames (no)", _YES_OR_NO),
+        ("--image-mean", "subtracted from colours 0..1 (0.5,0.5,0.5)", {"type": _FLOATS, "metavar": "R,G,B"}),
+        ("--image-std", "what the difference is divided by (0.5,0.5,0.5)", {"type": _FLOATS, "metavar": "R,G,B"}),
+        ("--max-pixels", "larger images are refused (89,478,485)", {"type": int, "metavar": "N"}),
+        (
+            "--image-token-ids",
+            "ids of image tokens (the tokenizer's, or above it)",
+            {"type": _token_ids, "metavar": "NAME=ID,...", "dest": "token_ids"},
         ),
     ],
     ("work", ""): [
@@ -195,12 +193,13 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def _image_rules(args: argparse.Namespace) -> ImageRules | None:
     """The rules of the command line; None when nothing says that there are images."""
-    given = {key: getattr(args, key) for key, *_ in IMAGE_FLAGS.values() if getattr(args, key) is not None}
+    from megacp.core.data.geometry import ImageRules
+
+    given = {field.name: getattr(args, field.name) for field in fields(ImageRules)}
+    given = {name: value for name, value in given.items() if value is not None}
     others = (args.image_root, args.image_rules, args.max_crops_per_pack)
     if not given and all(value is None for value in others):
         return None
-    from megacp.core.data.geometry import ImageRules
-
     values: Any = {}
     if args.image_rules is not None:
         from megacp.core.config.yaml_file import read_yaml_file
@@ -223,25 +222,24 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 def _build(args: argparse.Namespace) -> int:
     from megacp.prepare.build.run import build
 
-    part = None
-    if args.units is not None:
-        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.units)
-        if match is None or not int(match[1]) < int(match[2]):
-            raise ValueError(f"--units {args.units}: expected I/N with 0 <= I < N, as in 0/16 and 15/16")
-        if args.overwrite:
-            raise ValueError(
-                f"--overwrite with --units {args.units} would delete what other parts have built: remove the folder"
-            )
-        part = int(match[1]), int(match[2])
-    print(f"{args.output}: {build(_settings(args), sys.stderr, args.overwrite, part).sentence}")
+    if args.command == "finish":
+        summary = build(_settings(args), sys.stderr, builds_missing=False)
+    else:
+        summary = build(_settings(args), sys.stderr, args.overwrite, _part(args))
+    print(f"{args.output}: {summary.sentence}")
     return 0
 
 
-def _finish(args: argparse.Namespace) -> int:
-    from megacp.prepare.build.run import build
-
-    print(f"{args.output}: {build(_settings(args), sys.stderr, builds_missing=False).sentence}")
-    return 0
+def _part(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Which part of how many --units names; None = all of the build."""
+    if args.units is None:
+        return None
+    match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", args.units)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise ValueError(f"--units {args.units}: expected I/N with 0 <= I < N, as in 0/16 and 15/16")
+    if args.overwrite:
+        raise ValueError(f"--overwrite with --units {args.units} would delete what other parts have built")
+    return int(match[1]), int(match[2])
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -308,7 +306,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "build": _build,
-    "finish": _finish,
+    "finish": _build,
     "inspect": _inspect,
     "stats": _stats,
     "verify": _verify,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,61 +24,58 @@ _TOKENS_OF_A_CHARACTER = 8
 
 
 def describe_pack(
-    dataset: PackedDataset, index: int, tokenizer: Tokenizer | None, characters: int = 60, documents: int = 10
+    dataset: PackedDataset, index: int, tokenizer: Tokenizer, characters: int = 60, documents: int = 10
 ) -> str:
     """One pack: a line for each of its first `documents` (0: all) with length, loss weights, source and beginning.
 
-    ValueError when there is no such pack. Without a tokenizer the beginning is shown as ids.
+    ValueError when there is no such pack.
     """
-    if not 0 <= index < len(dataset):
-        raise ValueError(f"--pack {index}: the dataset has packs 0 to {len(dataset) - 1}")
-    pack, manifest = dataset.pack(index), dataset.manifest
+    pack, manifest = pack_of(dataset, index), dataset.manifest
     padded = int(pack.segments["padded_length"].sum())
     lines = [
         f"pack {index} of {len(dataset)}: {len(pack.segments)} documents, {len(pack.tokens)} tokens, "
         f"{learned_of_pack(pack)} learned, {padded} padded, "
         f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}"
     ]
-    start = 0
-    branch = 0
-    for number, row in enumerate(pack.segments):
+    for number, (here, begins) in enumerate(documents_of(pack)):
         if documents and number >= documents:
             lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
             break
-        stop = start + int(row["true_length"])
-        lines.append(
-            f"  [{number}] {stop - start} tokens{_marks(row)}  {_weights(pack, start, stop)}  "
-            f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
-        )
-        lines.append(f"      {_beginning(pack.tokens[start:stop], tokenizer, characters)}")
+        row, tokens = pack.segments[number], pack.tokens[here]
+        weights = "weights all 1" if pack.weights is None else _weights(pack.weights[here])
+        source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
+        lines.append(f"  [{number}] {len(tokens)} tokens{_marks(row)}  {weights}  {source}")
+        lines.append(f"      {_beginning(tokens, tokenizer, characters)}")
         lines += _images(pack, number)
-        for i in range(int(row["num_branches"])):
-            assert pack.branches is not None, "segments with branches have a branch table"
-            first, length = (int(value) for value in pack.branches[branch].tolist()[:2])
-            here = slice(start + first, start + first + length)
-            lines.append(
-                f"      branch {i + 1}: {length} tokens  {_beginning(pack.tokens[here], tokenizer, characters)}"
-            )
-            branch += 1
-        start = stop
+        for i, (first, last) in enumerate(itertools.pairwise([*begins, len(tokens)]), start=1):
+            shown = _beginning(tokens[first:last], tokenizer, characters)
+            lines.append(f"      branch {i}: {last - first} tokens  {shown}")
     return "\n".join(lines + _boundaries(pack))
 
 
+def pack_of(dataset: PackedDataset, index: int) -> Pack:
+    """The pack that --pack names. ValueError when there is none."""
+    if not 0 <= index < len(dataset):
+        raise ValueError(f"--pack {index}: the dataset has packs 0 to {len(dataset) - 1}")
+    return dataset.pack(index)
+
+
+def documents_of(pack: Pack) -> Iterator[tuple[slice, list[int]]]:
+    """For each document of a pack where its tokens are, and at which of them its branches begin."""
+    start = branch = 0
+    for row in pack.segments:
+        length, count = int(row["true_length"]), int(row["num_branches"])
+        begins = [] if pack.branches is None else pack.branches["start"][branch : branch + count].tolist()
+        yield slice(start, start + length), begins
+        start, branch = start + length, branch + count
+
+
 def learned_of_pack(pack: Pack) -> int:
-    """How many tokens of a pack training learns, as `document.learned_tokens` of each of its documents."""
-    stops = np.cumsum(pack.segments["true_length"], dtype=np.int64)
-    starts = stops - pack.segments["true_length"]
-    counted = np.ones(len(pack.tokens), bool) if pack.weights is None else pack.weights > 0
-    total = int(counted.sum() - counted[starts].sum())
-    first = 0
-    for row in np.flatnonzero(pack.segments["num_branches"]).tolist():
-        assert pack.branches is not None, "segments with branches have a branch table"
-        here, number = slice(int(starts[row]), int(stops[row])), int(pack.segments["num_branches"][row])
-        begins = pack.branches["start"][first : first + number].tolist()
-        first += number
-        weights = None if pack.weights is None else pack.weights[here]
-        total += learned_tokens(pack.tokens[here], weights, begins) - int(counted[here][1:].sum())
-    return total
+    """How many tokens of a pack training learns."""
+    return sum(
+        learned_tokens(pack.tokens[here], None if pack.weights is None else pack.weights[here], begins)
+        for here, begins in documents_of(pack)
+    )
 
 
 def _learned(dataset: PackedDataset) -> int:
@@ -129,17 +128,11 @@ def _marks(row: np.void) -> str:
     return "".join(text for flag, text in marks.items() if int(row["flags"]) & flag)
 
 
-def _weights(pack: Pack, start: int, stop: int) -> str:
-    if pack.weights is None:
-        return "weights all 1"
-    weights = pack.weights[start:stop]
-    counted = int((weights > 0).sum())
-    return f"weights {float(weights.min()):g}..{float(weights.max()):g}, {counted} counted"
+def _weights(weights: np.ndarray) -> str:
+    return f"weights {float(weights.min()):g}..{float(weights.max()):g}, {int((weights > 0).sum())} counted"
 
 
-def _beginning(tokens: np.ndarray, tokenizer: Tokenizer | None, characters: int) -> str:
-    if tokenizer is None:
-        return " ".join(map(str, tokens[:12].tolist())) + (" ..." if len(tokens) > 12 else "")
+def _beginning(tokens: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
     tokens = tokens[tokens < tokenizer.vocab_size]  # above are image tokens
     shown = tokens[: _TOKENS_OF_A_CHARACTER * (characters + 1)]
     text = tokenizer.decode(shown)

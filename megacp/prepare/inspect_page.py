@@ -20,7 +20,7 @@ from megacp.core.data.decoding import load_pixels, video_pixels
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.storage.files import write_atomically
-from megacp.prepare.describe import learned_of_pack
+from megacp.prepare.describe import documents_of, learned_of_pack, pack_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _THUMBNAIL = 320
@@ -39,8 +39,6 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 def write_page(path: str | os.PathLike[str], dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> None:
     """Write pack `index` as a page. ValueError when there is no such pack, or `path` cannot be written."""
-    if not 0 <= index < len(dataset):
-        raise ValueError(f"--pack {index}: the dataset has packs 0 to {len(dataset) - 1}")
     text = "".join(_page(dataset, index, tokenizer))
     try:
         write_atomically(Path(path), text.encode(errors="replace"))
@@ -49,7 +47,7 @@ def write_page(path: str | os.PathLike[str], dataset: PackedDataset, index: int,
 
 
 def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[str]:
-    pack, manifest = dataset.pack(index), dataset.manifest
+    pack, manifest = pack_of(dataset, index), dataset.manifest
     title = escape(f"Pack {index} of {dataset.directory}")
     yield f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{_STYLE}</style></head><body>'
@@ -57,19 +55,16 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
     rules = None if manifest.image_rules is None else ImageRules.from_dict(manifest.image_rules)
-    start = branch = 0
-    for number, row in enumerate(pack.segments):
-        stop, count = start + int(row["true_length"]), int(row["num_branches"])
-        branches = [] if pack.branches is None else pack.branches["start"][branch : branch + count].tolist()
+    for number, (here, begins) in enumerate(documents_of(pack)):
+        row, length = pack.segments[number], here.stop - here.start
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
-        yield f'<h2>Document {number} <span class="note">{stop - start} tokens, {escape(source)}</span></h2>'
-        for part, (first, last) in enumerate(itertools.pairwise([0, *branches, stop - start])):
-            text = f'<p class="text">{"".join(_runs(pack, number, start, (first, last), tokenizer))}</p>'
+        yield f'<h2>Document {number} <span class="note">{length} tokens, {escape(source)}</span></h2>'
+        for part, (first, last) in enumerate(itertools.pairwise([0, *begins, length])):
+            text = f'<p class="text">{"".join(_runs(pack, number, here.start, (first, last), tokenizer))}</p>'
             head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
             yield f"{head}{text}</div>" if part else text
         if rules is not None and pack.images is not None:
             yield from _figures(pack, number, rules)
-        start, branch = stop, branch + count
     yield "</body></html>\n"
 
 

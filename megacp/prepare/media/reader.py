@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
@@ -53,18 +53,12 @@ class MediaReader:
                 expanded = self._expanded(piece.media, members, items)
             except ImageError as error:
                 raise RecordError(f"{_shown(piece.media)}: {error}") from error
-            for part in expanded:
-                last = parts[-1] if parts else None
-                # one text to the tokenizer, as it is in a written prompt
-                if (
-                    isinstance(part, SamplePart)
-                    and isinstance(last, SamplePart)
-                    and last.text
-                    and last.weight == part.weight
-                ):
-                    parts[-1] = SamplePart(last.text + (part.text or ""), part.weight)
-                else:
-                    parts.append(part)
+            last, first = parts[-1] if parts else None, expanded[0]
+            if isinstance(last, SamplePart) and isinstance(first, SamplePart) and last.text:
+                if last.weight == first.weight:  # one text to the tokenizer, as it is in a written prompt
+                    expanded[0] = SamplePart(last.text + (first.text or ""), first.weight)
+                    parts.pop()
+            parts += expanded
         return tuple(parts)
 
     def want(self, pieces: Iterable[SamplePart]) -> None:
@@ -87,43 +81,52 @@ class MediaReader:
         numbers = sample_frames(num_frames, fps, self._rules)
         for _ in video_pixels(data, self._rules):  # every taken frame can be decoded
             pass
-        units = [(number / fps, len(items) - 1, i) for i, number in enumerate(numbers)]
-        return self._timed(units)
+        return self._timed([number / fps for number in numbers], [(len(items) - 1, i) for i in range(len(numbers))])
 
     def _from_frames(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
+        """Each frame is an item of its own, a video of one frame."""
         if len(media.frames) > self._rules.max_frames:
             raise ImageError(f"{len(media.frames)} frames, more than --max-frames {self._rules.max_frames}")
-        fps = media.fps or self._rules.video_fps
-        units = []
-        for i, image in enumerate(media.frames):
+        first, fps = len(items), media.fps or self._rules.video_fps
+        for image in media.frames:
             try:
                 items.append(self._bytes(image, members))
                 load_pixels(items[-1], self._rules)
             except ImageError as error:
                 raise RecordError(f"{_shown(image)}: {error}") from error
-            units.append((i / fps, len(items) - 1, 0))  # each is a video of one frame
-        return self._timed(units)
+        count = len(media.frames)
+        return self._timed([i / fps for i in range(count)], [(first + i, 0) for i in range(count)])
 
-    def _timed(self, units: list[tuple[float, int, int]]) -> list[Part]:
-        """Frames, each after the text of its time, from (seconds, item, frame)."""
+    def _timed(self, seconds: list[float], frames: list[tuple[int, int]]) -> list[Part]:
+        """Frames, each by its item and its number there, after the text of its time."""
         layout = frame_layout(self._rules)
         parts: list[Part] = []
-        for i, (seconds, item, frame) in enumerate(units):
-            if text := time_text(i, seconds, self._rules):
+        for i, (second, (item, frame)) in enumerate(zip(seconds, frames, strict=True)):
+            if text := time_text(i, second, self._rules):
                 parts.append(SamplePart(text, 0.0))
             parts.append(Placed(layout, item, frame))
         return parts
 
     def _bytes(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        data = _SOURCES[media.source](self, media, members)
+        if media.source == "path":
+            data = self._from_path(str(media.value))
+        elif media.source == "base64":
+            data = _from_base64(str(media.value))
+        elif media.source == "member":
+            name = _member(str(media.value), members)
+            if name is None:
+                there = ", ".join(sorted(members)) or "none: it is not from a .tar, or its group has no other files"
+                raise ImageError(f"the record has no such member; it has {there}")
+            data = members[name]
+        else:
+            assert isinstance(media.value, bytes), "checked when the record was parsed"
+            data = media.value
         if len(data) > LARGEST_ITEM:
             raise ImageError(f"{len(data)} bytes, an item may have {LARGEST_ITEM}")
         return data
 
-    def _from_path(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        value = str(media.value)
-        problem = self._path_problem(value)
-        if problem is not None:
+    def _from_path(self, value: str) -> bytes:
+        if problem := self._path_problem(value):
             raise ImageError(problem)
         if self._fetcher is not None:
             return self._fetcher.get(value)
@@ -156,40 +159,23 @@ class MediaReader:
             return "the path climbs with `..`, allowed are paths inside of --image-root"
         return None
 
-    def _from_base64(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        text = str(media.value)
-        if text.startswith("data:"):  # data:image/png;base64,...
-            text = text.partition(",")[2]
-        try:
-            return base64.b64decode("".join(text.split()), validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise ImageError(f"it is not base64 ({error})") from error
 
-    def _from_member(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        found = _member(str(media.value), members)
-        if found is None:
-            there = ", ".join(sorted(members)) or "none: it is not from a .tar, or its group has no other files"
-            raise ImageError(f"the record has no such member; it has {there}")
-        return members[found]
-
-    def _from_bytes(self, media: Media, members: Mapping[str, bytes]) -> bytes:
-        assert isinstance(media.value, bytes), "checked when the record was parsed"
-        return media.value
-
-
-_SOURCES: dict[str, Callable[[MediaReader, Media, Mapping[str, bytes]], bytes]] = {
-    "path": MediaReader._from_path,
-    "base64": MediaReader._from_base64,
-    "member": MediaReader._from_member,
-    "bytes": MediaReader._from_bytes,
-}
+def _from_base64(text: str) -> bytes:
+    if text.startswith("data:"):  # data:image/png;base64,...
+        text = text.partition(",")[2]
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ImageError(f"it is not base64 ({error})") from error
 
 
 def _shown(media: Media) -> str:
-    value = str(media.value) if media.source in ("path", "member") else ""
+    if media.source not in ("path", "member"):
+        return f"`{media.key}`"
+    value = str(media.value)
     if len(value) > _SHOWN_CHARACTERS:
-        value = value[:_SHOWN_CHARACTERS] + "..."
-    return f"`{media.key}`" + (f" {value!r}" if value else "")
+        value = f"{value[:_SHOWN_CHARACTERS]}..."
+    return f"`{media.key}` {value!r}"
 
 
 def _member(name: str, members: Mapping[str, bytes]) -> str | None:
