@@ -37,17 +37,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bpe.train_from_iterator([*CORPUS, *PROBE], trainer)
     bpe.save(str(folder / "tokenizer.json"))
     bpe.model.save(str(folder))
+    exact = {"remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
+    train_sentencepiece(folder / "sp.model", byte_fallback=True, **exact)
+    return folder
+
+
+def train_sentencepiece(path: Path, **options: object) -> None:
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
-        model_prefix=str(folder / "sp"),
+        model_prefix=str(path.with_suffix("")),
         vocab_size=500,
         model_type="bpe",
-        byte_fallback=True,
-        remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
         minloglevel=2,
+        **options,
     )
-    return folder
 
 
 def load(kind: str, folder: Path, engine: str = "auto") -> Tokenizer:
@@ -167,15 +170,7 @@ def test_an_engine_that_disagrees_is_not_used(folder: Path, monkeypatch: pytest.
 def test_symbols_and_added_tokens_have_the_ids_of_the_reference(folder: Path, tmp_path: Path, kind: str) -> None:
     if kind == "sentencepiece":
         path = tmp_path / "sp.model"
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
-            model_prefix=str(path.with_suffix("")),
-            vocab_size=500,
-            model_type="bpe",
-            byte_fallback=True,
-            user_defined_symbols=["<|user|>", "##"],
-            minloglevel=2,
-        )
+        train_sentencepiece(path, byte_fallback=True, user_defined_symbols=["<|user|>", "##"])
     else:
         path = tmp_path / "tokenizer.json"
         bpe = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -238,7 +233,7 @@ def special_ids(path: Path) -> tuple[int | None, int | None, int | None]:
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_word_of_the_vocabulary_is_no_special_token_by_its_spelling(merged: bool, tmp_path: Path) -> None:
-    """Qwen2's vocabulary has `<s>` as a word: would catch documents that silently begin with it."""
+    """Qwen2's vocabulary has `<s>` as a word."""
     assert special_ids(spelled(tmp_path, merged)) == (None, None, None)
     with pytest.raises(ValueError, match="--prepend-bos: .* does not say which token begins a document"):
         load_tokenizer(str(tmp_path / "tokenizer.json"), prepend_bos=True)
@@ -277,16 +272,7 @@ def test_gpt2_files_end_documents_with_a_token_that_no_merge_makes(tmp_path: Pat
 
 def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -> None:
     """Pieces that are spelled like special tokens are none."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([line for text in CORPUS for line in text.splitlines() if line]),
-        model_prefix=str(tmp_path / "sp"),
-        vocab_size=400,
-        model_type="bpe",
-        bos_id=-1,
-        eos_id=-1,
-        user_defined_symbols=["<s>", "</s>", "<pad>"],
-        minloglevel=2,
-    )
+    train_sentencepiece(tmp_path / "sp.model", bos_id=-1, eos_id=-1, user_defined_symbols=["<s>", "</s>", "<pad>"])
     assert special_ids(tmp_path / "sp.model") == (None, None, None)
 
 

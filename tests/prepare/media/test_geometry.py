@@ -21,11 +21,7 @@ from megacp.core.data.geometry import (
     image_patches,
     pooling_windows,
 )
-from megacp.core.data.image_shards import (
-    BOUNDARY_DTYPE,
-    compute_image_shard_boundaries,
-    units_of,
-)
+from megacp.core.data.image_shards import BOUNDARY_DTYPE, compute_image_shard_boundaries, units_of
 from tests.prepare.media.pictures import TINY, WordTokenizer, noise
 from tests.reference import molmo2_processor as reference
 from tests.reference.packing import least_largest_cost
@@ -228,8 +224,3 @@ def test_cases_that_a_greedy_split_gets_wrong(images: list[int], ranks: int, exp
     assert [len(part) == 0 for part in found] == [len(part) == 0 for part in expected]
     if len(images) <= ranks:
         assert found == expected
-
-
-def test_a_nine_crop_image_before_a_long_video_is_balanced() -> None:
-    loads = [sum(part) for part in shards([9] + [1] * 128, 2)]
-    assert sorted(loads) == [68, 69]

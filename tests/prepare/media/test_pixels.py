@@ -37,9 +37,7 @@ def exif(orientation: int) -> bytes:
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(kind: str, orientation: int) -> None:
-    options = {} if kind == "TIFF" else {"exif": exif(orientation)}
-    if kind == "TIFF":
-        options = {"tiffinfo": {0x0112: orientation}}
+    options = {"tiffinfo": {0x0112: orientation}} if kind == "TIFF" else {"exif": exif(orientation)}
     data = encoded(noise(13, 7), kind, **options)
     expected = np.asarray(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"))
     assert expected.shape == ((13, 7, 3) if orientation >= 5 else (7, 13, 3))
