@@ -32,7 +32,6 @@ from megacp.prepare.records.parts import Sample
 from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, line_number, read_extent
 from megacp.prepare.records.record import Accepted, Record, RecordError, Refusal
 from megacp.prepare.records.sample import parse_record
-from megacp.prepare.tokenize.threads import one_thread
 
 IMAGES_DIRECTORY = ".images"
 """Of images that were fetched, while the build runs."""
@@ -100,7 +99,8 @@ class UnitBuilder:
     def __init__(self, settings: BuildSettings) -> None:
         self.settings = settings
         if settings.workers > 1 or settings.executor != "local":
-            one_thread()  # workers have a core each
+            # workers have a core each, and the tokenizers package takes all unless this says otherwise
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.tokenizer = settings.load_tokenizer()
         self.template = settings.load_template(self.tokenizer)
         token_ids = settings.image_rules.token_ids if settings.image_rules else {}

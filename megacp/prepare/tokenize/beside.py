@@ -5,7 +5,6 @@ They are read from files and never guessed, so that a model is served the tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,16 +92,8 @@ class Surroundings:
 
 def surroundings_of(model: Any) -> Surroundings:
     """What a `tokenizers.Tokenizer` puts before and after the ids of a text."""
-    added = {token.content for token in model.get_added_tokens_decoder().values()}
-    texts = ("a", "0", *sorted(model.get_vocab(with_added_tokens=False).keys() - added))
-    text = next((text for text in texts if model.encode(text, add_special_tokens=False).ids), "a")
-    plain, whole = (model.encode(text, add_special_tokens=add).ids for add in (False, True))
-    return split_around(plain, whole)
-
-
-def split_around(plain: Sequence[int], whole: Sequence[int]) -> Surroundings:
-    """What stands in `whole` before and after `plain`."""
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return Surroundings(tuple(whole[:start]), tuple(whole[start + len(plain) :]))
-    return Surroundings(tuple(whole))
+    encoding = model.encode("a")
+    mask = encoding.special_tokens_mask
+    first = mask.index(0) if 0 in mask else len(mask)
+    after = [i for i, special in zip(encoding.ids[first:], mask[first:], strict=True) if special]
+    return Surroundings(tuple(encoding.ids[:first]), tuple(after))

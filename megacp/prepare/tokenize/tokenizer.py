@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
-from megacp.prepare.tokenize.beside import Surroundings, read_beside, read_object, surroundings_of, text_of
+from megacp.prepare.tokenize.beside import Beside, Surroundings, read_beside, surroundings_of, text_of
 
 ENGINES = ("auto", "reference")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
@@ -123,7 +123,7 @@ class Tokenizer(abc.ABC):
         ids = self.eos_id, self.bos_id, self.pad_id, self.begins_with
         return TokenizerInfo(self.kind, self.sha256, self.vocab_size, *ids)
 
-    def _accelerate(self, engine: str, load: Callable[[Any], Any], symbols: Iterable[str]) -> None:
+    def accelerate(self, engine: str, load: Callable[[Any], Any], symbols: Iterable[str]) -> None:
         """Adopt `load(gigatoken module)` when the engine is installed, reads this tokenizer, and passes the probe.
 
         `symbols` are texts that may be one token by themselves; those that the engine cuts otherwise are set apart.
@@ -192,7 +192,7 @@ class SentencePieceTokenizer(Tokenizer):
         kinds = (model.is_control, model.is_unknown, model.is_byte)
         plain = (i for i in range(self.vocab_size) if not any(kind(i) for kind in kinds))
         symbols = [model.id_to_piece(i) for i in plain if model.get_score(i) == 0.0]
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), symbols)
+        self.accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_sentencepiece(path), symbols)
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]."""
@@ -203,17 +203,34 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.decode(np.asarray(ids).tolist())
 
 
-class _PackageTokenizer(Tokenizer):
-    """A kind whose reference is a model of the `tokenizers` package."""
+class PackageTokenizer(Tokenizer):
+    """A model of the `tokenizers` package, made of a Hugging Face `tokenizer.json` or of GPT-2's two files.
 
-    _model: Any
+    A `tokenizer_config.json` beside them says which token ends a document, where null is none, or `eod_token`. Where it
+    is silent, the first of EOS_NAMES that is special counts; the first and the padding token likewise.
+    """
+
+    def __init__(
+        self, kind: str, files: tuple[Path, ...], model: Any, special: Mapping[str, int], beside: Beside
+    ) -> None:
+        """`special`: the ids of tokens that no text makes by chance."""
+        self.kind, self.files, self._model = kind, files, model
+        self.sha256 = _hash_files(*files)
+        self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
+        self.surroundings = surroundings_of(model)
+        for field, names in (("eos", EOS_NAMES), ("bos", BOS_NAMES), ("pad", PAD_NAMES)):
+            found = next((special[name] for name in names if name in special), None)
+            if f"{field}_token" in beside.values:
+                text = text_of(beside.values[f"{field}_token"])
+                found = None if text is None else self.token_id(text)
+            setattr(self, f"{field}_id", found)
 
     def token_id(self, token: str) -> int | None:
         """As Tokenizer.token_id."""
         return self._model.token_to_id(token)
 
     def encode_reference(self, text: str) -> np.ndarray:
-        """int32 [n]."""
+        """int32 [n]; special tokens written in a text are recognised, as the package does."""
         return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def _encode_references(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -229,88 +246,45 @@ class _PackageTokenizer(Tokenizer):
         """Special tokens are shown."""
         return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
-    def _named(
-        self, values: Mapping[str, Any], key: str, names: Sequence[str], special: Mapping[str, int]
-    ) -> int | None:
-        """The id of the token that a config names under `key`; None when it names none, as a null does.
 
-        Only where the config is silent, the first of `names` that is a key of `special` counts: a word of a vocabulary
-        may be spelled the same.
-        """
-        if key in values:
-            text = text_of(values[key])
-            return None if text is None else self.token_id(text)
-        return next((special[name] for name in names if name in special), None)
+def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:
+    import tokenizers
 
-
-class HuggingFaceTokenizer(_PackageTokenizer):
-    """A Hugging Face `tokenizer.json`; special tokens written in a text are recognised, as the package does.
-
-    A `tokenizer_config.json` beside it says which token ends a document, where null is none, or `eod_token`. Where it
-    is silent, the first of EOS_NAMES that is a special added token counts; the first and the padding token likewise.
-    """
-
-    kind = "huggingface"
-
-    def __init__(self, path: Path, engine: str) -> None:
-        """ValueError when the file is no tokenizer.json."""
-        import tokenizers
-
-        try:
-            text = path.read_text(encoding="utf-8")
-            self._model = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises bare Exception
-            raise ValueError(f"{path}: not a Hugging Face tokenizer.json ({error})") from error
-        self._model.no_truncation()
-        self._model.no_padding()
-        self.vocab_size = max(self._model.get_vocab(with_added_tokens=True).values()) + 1
-        beside = read_beside(path.parent)
-        self.files = (path,) if beside.config is None else (path, beside.config)
-        self.sha256 = _hash_files(path)
-        added = self._model.get_added_tokens_decoder()
-        special = {token.content: i for i, token in added.items() if token.special}
-        self.eos_id, self.bos_id, self.pad_id = (
-            self._named(beside.values, key, names, special)
-            for key, names in (("eos_token", EOS_NAMES), ("bos_token", BOS_NAMES), ("pad_token", PAD_NAMES))
-        )
-        self.surroundings = surroundings_of(self._model)
-        symbols = [token.content for token in added.values()]
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), symbols)
+    try:
+        text = path.read_text(encoding="utf-8")
+        model = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the package raises bare Exception
+        raise ValueError(f"{path}: not a Hugging Face tokenizer.json ({error})") from error
+    model.no_truncation()
+    model.no_padding()
+    added = model.get_added_tokens_decoder()
+    special = {token.content: i for i, token in added.items() if token.special}
+    made = PackageTokenizer("huggingface", (path,), model, special, beside)
+    if beside.config is not None:
+        made.files = (path, beside.config)
+    symbols = [token.content for token in added.values()]
+    made.accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(text), symbols)
+    return made
 
 
-class GPT2Tokenizer(_PackageTokenizer):
-    """GPT-2's byte-level BPE from `vocab.json` and `merges.txt`. Special tokens in a text stay plain text.
+def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> Tokenizer:
+    """GPT-2's byte-level BPE. Special tokens in a text stay plain text: those are special that no merge makes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    A `tokenizer_config.json` beside them says which token ends a document, where null is none. Where it is silent, the
-    first of EOS_NAMES counts that no merge makes: what a merge makes is a word.
-    """
-
-    kind = "gpt2"
-
-    def __init__(self, vocabulary: Path, merges: Path, engine: str) -> None:
-        """ValueError when a file is not what its place says."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-        ids = read_object(vocabulary)
-        lines = [line.rstrip("\r") for line in merges.read_text(encoding="utf-8").split("\n")]
-        pairs: list[Any] = [tuple(line.split(" ")) for line in lines[lines[0].startswith("#version") :] if line]
-        needed = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in pairs)]
-        if missing := [token for token in needed if token not in ids]:
-            shown = f"{len(missing)} tokens missing ({', '.join(map(repr, missing[:5]))})"
-            raise ValueError(f"{vocabulary}, {merges}: vocabulary and merges do not belong together: {shown}")
-        try:
-            self._model = Tokenizer(models.BPE(vocab=ids, merges=pairs))
-        except Exception as error:  # no ids, a line of merges that is no pair, a half of one that is no token
-            raise ValueError(f"{vocabulary}, {merges}: no byte-level BPE ({error})") from error
-        self._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._model.decoder = decoders.ByteLevel()
-        self.files = (vocabulary, merges)
-        self.sha256 = _hash_files(vocabulary, merges)
-        self.vocab_size = max(ids.values()) + 1
-        apart = ids.keys() - {"".join(pair) for pair in pairs}
-        special = {name: ids[name] for name in EOS_NAMES if name in apart}
-        self.eos_id = self._named(read_beside(vocabulary.parent).values, "eos_token", EOS_NAMES, special)
-        self._accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(self._model.to_str()), ())
+    try:
+        ids, pairs = models.BPE.read_file(str(vocabulary), str(merges))
+        model = Tokenizer(models.BPE(vocab=ids, merges=pairs))
+    except Exception as error:  # no ids, a line of merges that is no pair, a half or a whole of one that is no token
+        raise ValueError(f"{vocabulary}, {merges}: no byte-level BPE ({error})") from error
+    if missing := sorted({*pre_tokenizers.ByteLevel.alphabet()} - ids.keys()):
+        raise ValueError(f"{vocabulary}: no byte-level BPE, {len(missing)} bytes have no token, as {missing[0]!r}")
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    apart = ids.keys() - {"".join(pair) for pair in pairs}
+    special = {name: ids[name] for name in EOS_NAMES if name in apart}
+    made = PackageTokenizer("gpt2", (vocabulary, merges), model, special, beside)
+    made.accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(model.to_str()), ())
+    return made
 
 
 def _hash_files(*paths: Path) -> str:
@@ -353,12 +327,14 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
         )
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
+    beside = read_beside(paths[0].parent)
     tokenizer: Tokenizer
     if len(paths) == 2:
-        tokenizer = GPT2Tokenizer(paths[0], paths[1], engine)
+        tokenizer = _from_gpt2(paths[0], paths[1], engine, beside)
+    elif kind == (".model",):
+        tokenizer = SentencePieceTokenizer(paths[0], engine)
     else:
-        tokenizer = (SentencePieceTokenizer if kind == (".model",) else HuggingFaceTokenizer)(paths[0], engine)
-    beside = read_beside(paths[0].parent)
+        tokenizer = _from_tokenizer_json(paths[0], engine, beside)
     tokenizer.chat_template = beside.chat_template
     stated, bos = beside.values.get("add_bos_token"), text_of(beside.values.get("bos_token"))
     if tokenizer.bos_id is None and stated is True and bos is not None:
