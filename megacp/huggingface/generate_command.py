@@ -129,7 +129,7 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
 def sampling_of(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> Sampling:
     """How answers are made; a line on stderr where nothing is known to end those of a chat template."""
     template = generator.progress.chat_template
-    ends = () if template is None else answer_ends(template, tokenizer)
+    ends = () if template is None else answer_ends(template["default"], tokenizer)
     if template is not None and not ends:
         note = "the chat template of training is not known to end answers with a special token; they may go on to"
         print(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}", file=sys.stderr)

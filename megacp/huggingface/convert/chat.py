@@ -154,10 +154,7 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         if choice != "auto":
             raise ValueError(f"--chat-template {choice}: messages of the run's data were written by another template")
         _drop_own(folder)
-        paths = {"default": folder / TEMPLATE_FILE, "tool_use": folder / TEMPLATE_FOLDER / "tool_use.jinja"}
-        for name in paths.keys() & texts.keys():
-            paths[name].parent.mkdir(exist_ok=True)
-            paths[name].write_bytes(texts[name].encode())  # newlines as they are
+        (folder / TEMPLATE_FILE).write_bytes(texts["default"].encode())  # newlines as they are
         return "that of the training data"
     own = bool(templates_of(folder))
     trained = "updates" in loaded.checkpoint.extra

@@ -175,7 +175,7 @@ def _ends(progress: RunState, tokenizer: Tokenizer | None) -> tuple[list[int], d
     documents = [] if own is None else [own]
     if progress.chat_template is None or tokenizer is None:
         return documents, {}
-    answers = answer_ends(progress.chat_template, tokenizer)
+    answers = answer_ends(progress.chat_template["default"], tokenizer)
     shown = ", ".join(_shown(tokenizer, i) for i in answers)
     unknown = (
         "not known: the chat template has learned no special token behind an answer; set eos_token_id in "

@@ -11,17 +11,20 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
-from megacp.prepare.build.unit import IMAGES_DIRECTORY, UnitResult
-from megacp.prepare.build.upload import REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
+from megacp.prepare.build.unit import UnitResult
 from megacp.prepare.records.record import Refusal
 
+STATE = ".build"
+"""Folder of what a build knows of itself."""
+REJECTS_NAME = "rejects.jsonl"
+TOKENIZER_DIRECTORY = "tokenizer"
 _LOCK_NAME = ".lock"
 _LARGEST = 1 << 30
 """Bytes of a unit's file, which names each refused record."""
@@ -45,11 +48,6 @@ def locked(directory: Path, shared: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_dataset(directory: Path) -> bool:
-    """Whether a build, finished or not, has begun here."""
-    return (directory / MANIFEST_NAME).exists() or (directory / STATE).exists()
-
-
 def remove_partial(directory: Path) -> None:
     """Delete what killed builds and lost workers were just writing."""
     for folder in (".", STATE, TOKENIZER_DIRECTORY):
@@ -60,12 +58,6 @@ def remove_partial(directory: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Delete what is of use to a build alone."""
-    remove_partial(directory)
-    shutil.rmtree(directory / IMAGES_DIRECTORY, ignore_errors=True)
-
-
 def prepare_directory(directory: Path, overwrite: bool) -> None:
     """Create DIRECTORY; ValueError when it holds something else than a dataset. `overwrite` empties a dataset."""
     if directory.exists() and not directory.is_dir():
@@ -73,7 +65,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     own = (_LOCK_NAME, ".partial")  # left by a build that was killed before it began
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
-    if foreign and not is_dataset(directory):
+    if foreign and not {MANIFEST_NAME, STATE} & {*foreign}:
         raise ValueError(
             f"--output {directory} holds files but no dataset ({', '.join(foreign[:5])}); nothing was overwritten, "
             "choose an empty or a new directory"
@@ -81,71 +73,58 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     if not overwrite:
         return
     with locked(directory):
-        remove_leftovers(directory)
+        remove_partial(directory)
         for name in (MANIFEST_NAME, REJECTS_NAME):
             (directory / name).unlink(missing_ok=True)
         for path in (directory / STATE, directory / TOKENIZER_DIRECTORY, *directory.glob("shard_*")):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def unit_name(unit: int) -> str:
-    """Name of a finished unit's file in the directory of a build."""
-    return f"{STATE}/{unit:05d}.json"
-
-
 class Journal:
     """What is finished of a build; `results` by unit."""
 
-    def __init__(self, directory: Path, decisive: dict[str, Any], stored: Mapping[str, int] | None = None) -> None:
-        """Open or begin. `decisive`: the settings that decide the bytes; `stored`: bytes of all files at a URL by name.
+    def __init__(self, directory: Path, decisive: dict[str, Any]) -> None:
+        """Open or begin. `decisive`: the settings that decide the bytes.
 
         ValueError lists every setting that differs from those the directory was begun with.
         """
         self._directory = directory
-        self.decisive = json.loads(json.dumps(decisive))  # tuples become lists, as they come back from the file
-        text = json.dumps(self.decisive, sort_keys=True).encode()
+        text = json.dumps(decisive, sort_keys=True).encode()
+        now = json.loads(text)  # tuples become lists, as they come back from the file
         self.fingerprint = hashlib.sha256(text).hexdigest()
-        path = directory / STATE / SETTINGS_NAME
+        path = directory / STATE / "settings.json"
         if not path.exists() and (directory / MANIFEST_NAME).exists():
             raise ValueError(
-                f"{directory} holds a dataset of an earlier version, or a merged dataset; nothing was overwritten, "
-                "--overwrite replaces it"
+                f"{directory} holds a dataset of an earlier version; nothing was overwritten, --overwrite replaces it"
             )
-        before = files.read_json(path) if path.exists() else self.decisive
+        before = files.read_json(path) if path.exists() else now
         finished = [_read(path) for path in sorted((directory / STATE).glob("[0-9]*.json"))]
-        if finished and (before != self.decisive or any(print != self.fingerprint for print, _ in finished)):
+        if finished and (before != now or any(print != self.fingerprint for print, _ in finished)):
             differences = [
-                f"{name}: {_short(before.get(name))} before, {_short(self.decisive.get(name))} now"
-                for name in sorted({*before, *self.decisive})
-                if before.get(name) != self.decisive.get(name)
+                f"{name}: {_short(before.get(name))} before, {_short(now.get(name))} now"
+                for name in sorted({*before, *now})
+                if before.get(name) != now.get(name)
             ]
             raise ValueError(
                 f"{directory} was begun with other settings or other input; nothing was overwritten, "
                 "--overwrite starts again. " + "; ".join(differences)
             )
-        if not path.exists() or before != self.decisive:  # where nothing is finished, nothing is lost
+        if not path.exists() or before != now:  # where nothing is finished, nothing is lost
             path.parent.mkdir(exist_ok=True)
             files.write_atomically(path, text)
-        self.results = {result.unit: result for _, result in finished if self._is_there(result.entry, stored)}
+        self.results = {result.unit: result for _, result in finished if self._is_there(result.entry)}
 
-    def _is_there(self, entry: ShardEntry | None, stored: Mapping[str, int] | None) -> bool:
-        """Whether all files of a shard have their size, in the directory or where they were sent."""
-        if entry is None:
-            return True
-        for file in entry.files:
-            path = self._directory / entry.name / file.name
-            if stored is not None:
-                if stored.get(f"{entry.name}/{file.name}") != file.size:
-                    return False
-            elif not path.is_file() or path.stat().st_size != file.size:
-                return False
-        return True
+    def _is_there(self, entry: ShardEntry | None) -> bool:
+        """Whether all files of a shard have their size."""
+        found = [(self._directory / entry.name / file.name, file.size) for file in entry.files] if entry else []
+        return all(path.is_file() and path.stat().st_size == size for path, size in found)
 
     def add(self, result: UnitResult) -> None:
         """Enter a finished unit, durably."""
         self.results[result.unit] = result
         values = {**dataclasses.asdict(result), "settings": self.fingerprint}
-        files.write_atomically(self._directory / unit_name(result.unit), json.dumps(values, sort_keys=True).encode())
+        path = self._directory / STATE / f"{result.unit:05d}.json"
+        files.write_atomically(path, json.dumps(values, sort_keys=True).encode())
 
 
 def _read(path: Path) -> tuple[str, UnitResult]:

@@ -17,25 +17,24 @@ from typing import Any, TextIO
 
 from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.core.storage import files
-from megacp.core.storage.place import fetched, open_input, place_of, size_of
+from megacp.core.storage.place import expanded, fetched, open_input, place_of, size_of
 from megacp.core.storage.url import Url
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.faults import storage_faults
-from megacp.prepare.build.journal import Journal, locked, prepare_directory, remove_leftovers, remove_partial, unit_name
+from megacp.prepare.build.journal import (
+    REJECTS_NAME,
+    TOKENIZER_DIRECTORY,
+    Journal,
+    locked,
+    prepare_directory,
+    remove_partial,
+)
 from megacp.prepare.build.progress import BuildProgress, BuildSummary
-from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem, with_place
+from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem
 from megacp.prepare.build.unit import WINDOW_DOCUMENTS, BadRecord, UnitBuilder
-from megacp.prepare.build.upload import REJECTS_NAME, SETTINGS_NAME, STATE, TOKENIZER_DIRECTORY
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.read import (
-    SAMPLED_BYTES,
-    Unit,
-    identity,
-    input_files,
-    is_plain,
-    plan_units,
-)
+from megacp.prepare.records.read import SAMPLED_BYTES, Unit, identity, is_plain, plan_units
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 4
@@ -58,11 +57,11 @@ def build(
     that no part has built where `builds_missing` is false.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
     """
-    settings = with_place(settings)
     try:
-        settings = dataclasses.replace(settings, input=input_files(settings.input))
+        found = [path for text in settings.input for path in expanded(text)]
     except ValueError as error:
         raise ValueError(f"--input: {error}") from error
+    settings = dataclasses.replace(settings, input=tuple(found))
     if found := problems(settings):
         raise ValueError("; ".join(found))
     tokenizer = settings.load_tokenizer()
@@ -75,8 +74,6 @@ def build(
     directory = Path(settings.output)
     with storage_faults(directory):
         prepare_directory(directory, overwrite)
-        if settings.upload is not None:
-            settings.upload.prepare(overwrite)
         empty = [path for path in settings.input if not size_of(place_of(path))]
         if len(empty) < len(settings.input):
             stream.writelines(f"note: --input {path} is empty\n" for path in empty)
@@ -132,10 +129,8 @@ class _Build:
         part: tuple[int, int],
     ) -> None:
         self._settings, self._tokenizer, self._template = settings, tokenizer, template
-        self._directory, self._upload = Path(settings.output), settings.upload
-        self._started = time.monotonic()
-        stored = None if self._upload is None else self._upload.sizes()
-        self._journal = Journal(self._directory, _decisive(settings, tokenizer, template), stored)
+        self._directory = Path(settings.output)
+        self._journal = Journal(self._directory, _decisive(settings, tokenizer, template))
         self._all_units = plan_units(settings.input, settings.bytes_per_unit)
         self._units = [unit for unit in self._all_units if unit.index % part[1] == part[0]]
         self._sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in self._units}
@@ -150,7 +145,7 @@ class _Build:
     def part(self) -> BuildSummary:
         """Build the units of a part and nothing else."""
         self._build(self._missing())
-        return self._summary(None, already_complete=False)
+        return self._summary(None)
 
     def whole(self, builds_missing: bool) -> BuildSummary:
         """Build what is missing, and make a dataset of all units."""
@@ -164,19 +159,14 @@ class _Build:
         if (self._directory / MANIFEST_NAME).exists() and not missing:
             manifest = DatasetManifest.read(self._directory)
             self._check_refusals()
-            remove_leftovers(self._directory)
-            return self._summary(manifest, already_complete=True)
+            return self._summary(manifest)
         (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
-        if self._upload is not None:
-            self._upload.withdraw()
         self._build(missing)
         self._check_use()
-        return self._summary(self._write(), already_complete=False)
+        return self._summary(self._write())
 
     def _build(self, units: Sequence[Unit]) -> None:
         self._check_refusals()
-        if self._upload is not None:
-            self._upload.send(f"{STATE}/{SETTINGS_NAME}")
         run: Callable[..., Iterator[Any]] = run_tasks
         if self._settings.executor == "ray":
             from megacp.prepare.build.ray_workers import run_on_ray
@@ -185,10 +175,8 @@ class _Build:
         try:
             for result in run(UnitBuilder, self._settings, units, self._settings.workers, _describe):
                 self._journal.add(result)
-                if self._upload is not None:
-                    self._upload.send(unit_name(result.unit))
                 self._check_refusals()
-                self._progress.add(result, self._sizes[result.unit], self._settings.seq_length)
+                self._progress.add(result, self._sizes[result.unit])
         finally:
             self._progress.finish()
 
@@ -231,7 +219,9 @@ class _Build:
         )
         lines = [json.dumps(vars(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
         files.write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
-        copy_tokenizer(self._tokenizer.files, self._directory)
+        for path in self._tokenizer.files:  # so that a dataset can be read as text wherever it goes
+            (self._directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
+            files.write_atomically(self._directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
         manifest = DatasetManifest(
             config_fingerprint=self._journal.fingerprint,
             tokenizer=self._tokenizer.info(),
@@ -242,31 +232,22 @@ class _Build:
             num_rejected=len(rejected),
             image_rules=None if rules is None else rules.to_dict(),
             cp_degrees=settings.cp_degrees,
-            chat_template=None if self._template is None else dict(self._template.texts),
+            chat_template=None if self._template is None else {"default": self._template.text},
             document_end={"token": self._tokenizer.eos_id if settings.append_eod else None},
         )
-        if self._upload is not None:
-            self._upload.publish(manifest)
         manifest.write(self._directory)
-        remove_leftovers(self._directory)
+        remove_partial(self._directory)
         return manifest
 
-    def _summary(self, manifest: DatasetManifest | None, already_complete: bool) -> BuildSummary:
+    def _summary(self, manifest: DatasetManifest | None) -> BuildSummary:
         results = tuple(self._journal.results[unit.index] for unit in self._units)
-        read, seconds = self._progress.read_bytes, time.monotonic() - self._started
-        return BuildSummary(manifest, results, read, seconds, self._resumed, already_complete, self._tokenizer.engine)
+        seconds = time.monotonic() - self._progress.started
+        return BuildSummary(manifest, results, self._progress.bytes, seconds, self._resumed, self._tokenizer.engine)
 
 
 def _describe(unit: Unit) -> str:
     parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in unit.extents]
     return f"while working on unit {unit.index}: {', '.join(parts)}"
-
-
-def copy_tokenizer(paths: Sequence[Path], directory: Path) -> None:
-    """Keep the tokenizer's files in DIRECTORY/tokenizer, so that a dataset can be read as text wherever it goes."""
-    for path in paths:
-        (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
-        files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
 
 
 def kept_tokenizer(directory: files.StrPath | Url) -> str:

@@ -5,22 +5,16 @@ Every reason is found before anything is written, and all are told at once.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
-from megacp.core.storage.place import CACHE
+from megacp.core.data.geometry import ImageRules
 from megacp.core.storage.url import is_url
-from megacp.prepare.build.packing import OVERSIZE_RULES
-from megacp.prepare.build.upload import Upload
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
 from megacp.prepare.records.read import input_problem
 from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLES
 from megacp.prepare.records.sample import RECORD_KEYS
-from megacp.prepare.tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 HOUSE_FORM = ("refuse", "ignore")
 """Of --chat-template: messages are written in the house's own form."""
@@ -28,7 +22,7 @@ HOUSE_FORM = ("refuse", "ignore")
 
 @dataclass(frozen=True)
 class BuildSettings:
-    """Everything a build depends on; the names are those of the flags."""
+    """Everything a build depends on; the names are those of the flags, whose help says what they do."""
 
     input: tuple[str, ...]
     output: str
@@ -57,33 +51,20 @@ class BuildSettings:
     image_rules: ImageRules | None = None
     """How images become tokens; None: records may hold text only."""
     image_root: str | None = None
-    """Directory that paths of images are relative to."""
     max_crops_per_pack: int | None = None
     """Second budget of a pack; None = as many as its tokens allow."""
     ignore_keys: tuple[str, ...] = ()
-    """Keys of records that may be lost; patterns with `*` too."""
     context_roles: tuple[str, ...] = ()
-    """Roles of messages that are known beside the usual ones; nothing of them is learned."""
     chat_template: str = "refuse"
     """What writes messages: a template (auto, a name, a file), else the house's own form (refuse, ignore)."""
     chat_template_date: str | None = None
-    """The date that a template writes, as YYYY-MM-DD."""
     prepend_bos: bool | None = None
     """Whether a token begins every document; None: as the tokenizer's files say."""
-    work_dir: str | None = None
-    """Directory in which a dataset for a URL is built."""
-    upload_to: str | None = None
-    """URL that the dataset is sent to; `output` is the directory that the build works in."""
 
     @property
     def bytes_per_unit(self) -> int:
         """unit_bytes, or at least 8 MiB and 256 packs of 4-byte tokens."""
         return self.unit_bytes or max(8 << 20, 1024 * self.seq_length)
-
-    @property
-    def upload(self) -> Upload | None:
-        """Where the dataset is sent to; None when it stays in the directory of the build."""
-        return Upload(self.upload_to, Path(self.output)) if self.upload_to is not None else None
 
     @property
     def longest_piece(self) -> int:
@@ -101,32 +82,13 @@ class BuildSettings:
         return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
 
-def with_place(settings: BuildSettings) -> BuildSettings:
-    """The settings of a build whose output may be a URL, with the directory that it works in.
-
-    ValueError: a directory to work in is given, and the output is one.
-    """
-    if is_url(settings.output):
-        name = hashlib.sha256(settings.output.encode()).hexdigest()[:16]
-        directory = Path(settings.work_dir or Path(CACHE, "builds", name)).expanduser()
-        return dataclasses.replace(settings, output=str(directory), upload_to=settings.output)
-    if settings.work_dir is not None and settings.upload_to is None:
-        raise ValueError(
-            f"--work-dir {settings.work_dir} goes with an --output that is a URL; {settings.output} is built in place"
-        )
-    return settings
-
-
 def problems(settings: BuildSettings) -> list[str]:
     """Everything that is wrong with the settings and the input files, before anything is read or written."""
-    found = []
-    paths = settings.input
-    found += [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
+    paths, rules, root = settings.input, settings.image_rules, settings.image_root
+    found = [f"--input: {reason}" for reason in map(input_problem, paths) if reason is not None]
     files = [path if is_url(path) else os.path.realpath(path) for path in paths]
     if repeated := sorted({path for path, file in zip(paths, files, strict=True) if files.count(file) > 1}):
         found.append(f"--input: given more than once: {', '.join(repeated)}")
-    if not paths:
-        found.append("--input needs at least one file")
     least = {
         "--seq-length": (settings.seq_length, 1),
         "--pad-multiple": (settings.pad_multiple, 1),
@@ -135,6 +97,7 @@ def problems(settings: BuildSettings) -> list[str]:
         "--window-tokens": (settings.window_tokens, 1),
         "--unit-bytes": (settings.unit_bytes, 0),
         "--max-errors": (settings.max_errors, 0),
+        "--max-crops-per-pack": (settings.max_crops_per_pack, 1),
         "--seed": (settings.seed, 0),
         "--cp-degrees": (min(settings.cp_degrees, default=1), 1),
     }
@@ -143,19 +106,17 @@ def problems(settings: BuildSettings) -> list[str]:
             found.append(f"{flag} is {value}, it must be at least {low}")
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
         found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
-    if settings.oversize not in OVERSIZE_RULES:
-        found.append(f"--oversize is {settings.oversize!r}, allowed are {', '.join(OVERSIZE_RULES)}")
     if settings.ray_address is not None and settings.executor != "ray":
         found.append(f"--ray-address {settings.ray_address} needs --executor ray")
     if settings.max_errors is not None and settings.on_error != "skip":
         found.append(f"--max-errors {settings.max_errors} needs --on-error skip")
-    if settings.chat_template in HOUSE_FORM and settings.chat_template_date is not None:
-        found.append(f"--chat-template-date {settings.chat_template_date} goes with --chat-template auto, NAME or FILE")
     if read := sorted({settings.text_key, *RECORD_KEYS} & {*settings.ignore_keys}):
         found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
     if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):
         found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
-    return found + _image_problems(settings)
+    if rules is not None and root is not None and not is_url(root) and not os.path.isdir(root):
+        found.append(f"--image-root {root} is not a directory")
+    return found
 
 
 def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | None:
@@ -169,29 +130,3 @@ def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | No
     if settings.prepend_bos is None and unclear is not None:
         return f"--tokenizer {settings.tokenizer}: {unclear}; choose --prepend-bos or --no-prepend-bos"
     return None
-
-
-def _image_problems(settings: BuildSettings) -> list[str]:
-    rules, most, root = settings.image_rules, settings.max_crops_per_pack, settings.image_root
-    if rules is None:
-        given = {"--image-root": root, "--max-crops-per-pack": most}
-        return [f"{flag} {value} needs image rules" for flag, value in given.items() if value]
-    found = []
-    if root is not None and not is_url(root) and not os.path.isdir(root):
-        found.append(f"--image-root {root} is not a directory")
-    if most is not None and most < 1:
-        found.append(f"--max-crops-per-pack is {most}, it must be at least 1")
-    if most is not None and 1 <= most <= rules.max_crops:
-        found.append(
-            f"--max-crops-per-pack {most} cannot hold an image of --max-crops {rules.max_crops} and its low-resolution "
-            "crop"
-        )
-    if not found:
-        some_ids = rules.with_token_ids(ByteTokenizer())  # which ones changes no length
-        image, frame = len(image_layout(1, 1, some_ids).tokens), len(frame_layout(some_ids).tokens)
-        if settings.seq_length < min(image, frame):
-            found.append(
-                f"--seq-length {settings.seq_length} is shorter than the smallest image, {image} tokens, and than a "
-                f"video frame, {frame}"
-            )
-    return found

@@ -6,7 +6,6 @@ write the same shards. Documents are packed window by window, which bounds memor
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
@@ -20,23 +19,17 @@ import numpy as np
 
 from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
-from megacp.core.storage.url import is_url
 from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.packing import best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
-from megacp.prepare.media.fetch import ImageFetcher
-from megacp.prepare.media.reader import LARGEST_ITEM, MediaReader, unnamed_members
+from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.parts import Sample
-from megacp.prepare.records.read import Extent, Unit, ahead, is_plain, line_number, read_extent
-from megacp.prepare.records.record import Accepted, Record, RecordError, Refusal
+from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
+from megacp.prepare.records.record import Accepted, RecordError, Refusal
 from megacp.prepare.records.sample import parse_record
 
-IMAGES_DIRECTORY = ".images"
-"""Of images that were fetched, while the build runs."""
-RECORDS_AHEAD = 64
-"""Records whose images are fetched ahead."""
 _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
 WINDOW_DOCUMENTS = 1 << 18
@@ -111,35 +104,22 @@ class UnitBuilder:
 
         BadRecord: the first refused record under on_error "fail". StorageFault: the disk is full, a file is not read.
         """
-        settings = self.settings
-        with contextlib.ExitStack() as held:
-            held.enter_context(storage_faults(Path(settings.output)))
-            media = spool = fetcher = None
-            if settings.image_rules is not None:
-                if settings.image_root is not None and is_url(settings.image_root):
-                    fetcher = ImageFetcher(settings.image_root, Path(settings.output) / IMAGES_DIRECTORY, LARGEST_ITEM)
-                    held.callback(fetcher.close)
-                media = MediaReader(settings.image_rules, settings.image_root, fetcher)
-                # of encoded images, from their reading until their pack is written; a file without a name
-                spool = held.enter_context(tempfile.TemporaryFile(dir=settings.output))
-            result = _UnitRun(self, unit, media, spool, RECORDS_AHEAD if fetcher is not None else 0).run()
-            if result.entry is not None and settings.upload is not None:
-                settings.upload.shard(result.entry)
-            return result
+        # a file without a name, of encoded images from their reading until their pack is written
+        with storage_faults(Path(self.settings.output)), tempfile.TemporaryFile(dir=self.settings.output) as spool:
+            return _UnitRun(self, unit, spool).run()
 
 
 class _UnitRun:
     """The state of one unit's build."""
 
-    def __init__(
-        self, builder: UnitBuilder, unit: Unit, media: MediaReader | None, spool: IO[bytes] | None, ahead_of: int
-    ) -> None:
-        self._builder, self._settings, self._unit = builder, builder.settings, unit
-        self._media, self._spool, self._ahead = media, spool, ahead_of
+    def __init__(self, builder: UnitBuilder, unit: Unit, spool: IO[bytes]) -> None:
+        settings = builder.settings
+        self._builder, self._settings, self._unit, self._spool = builder, settings, unit, spool
+        self._media = MediaReader(settings.image_rules, settings.image_root) if settings.image_rules else None
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._documents = self._unlearned = self._learned_tokens = self._windows = 0
-        self._accepted = Accepted(self._settings.ignore_keys, self._settings.context_roles)
+        self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
 
     def run(self) -> UnitResult:
         settings, unit, maker = self._settings, self._unit, self._builder.maker
@@ -171,16 +151,15 @@ class _UnitRun:
         """Parsed records in the input's order, some at a time."""
         chunk: list[_Entry] = []
         characters = 0
+        rules = self._settings.text_key, self._media is not None, self._accepted, self._builder.template
         for extent in self._unit.extents:
-            items = read_extent(extent, self._settings.max_record_bytes, self._media is not None)
-            for item, sample in ahead(items, self._parsed, self._ahead):
+            for item in read_extent(extent, self._settings.max_record_bytes, self._media is not None):
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
                 place = _Place(extent, item.line, item.offset)
                 try:
-                    if not isinstance(sample, Sample):
-                        raise sample or RecordError("it was not parsed")
+                    sample = parse_record(item.value, *rules)
                     self._check_template(sample, place)
                     chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
                 except RecordError as error:
@@ -192,19 +171,6 @@ class _UnitRun:
                     chunk, characters = [], 0
         if chunk:
             yield chunk
-
-    def _parsed(self, record: Record | Refusal) -> Sample | RecordError | None:
-        """A record as a sample, whose images are being fetched from now on; what is wrong is told in its turn."""
-        if isinstance(record, Refusal):
-            return None
-        try:
-            rules = self._settings.text_key, self._media is not None, self._accepted, self._builder.template
-            sample = parse_record(record.value, *rules)
-        except RecordError as error:
-            return error
-        if self._media is not None:
-            self._media.want(piece for text in (sample.prefix, *sample.branches) for piece in text)
-        return sample
 
     def _check_template(self, sample: Sample, place: _Place) -> None:
         """ValueError for messages that a server would write by the tokenizer's template."""
@@ -223,7 +189,7 @@ class _UnitRun:
     ) -> tuple[tuple[tuple[Part, ...], ...], tuple[tuple[int, int], ...]]:
         """Prefix and branches with their images as units, and offset and size of the bytes of those in the spool."""
         texts = sample.prefix, *sample.branches
-        if self._media is None or self._spool is None:
+        if self._media is None:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
             raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
@@ -288,8 +254,7 @@ class _UnitRun:
             segments = [self._segment(window[d], start, stop) for d, start, stop in members]
             writer.add_pack(segments)
             self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
-        if self._spool is not None:
-            self._spool.truncate(0)
+        self._spool.truncate(0)
 
     def _segment(self, packed: tuple[_Entry, Document], start: int, stop: int) -> Segment:
         """Tokens start..stop of a document as a segment; one with branches or images is never cut."""
@@ -305,6 +270,5 @@ class _UnitRun:
 
     def _read_back(self, offset: int, size: int) -> bytes:
         """An encoded image from the spool."""
-        assert self._spool is not None
         self._spool.seek(offset)
         return self._spool.read(size)

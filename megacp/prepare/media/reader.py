@@ -16,8 +16,7 @@ from urllib.parse import unquote
 from megacp.core.data.decoding import ImageError, load_pixels, sample_frames, time_text, video_info, video_pixels
 from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
 from megacp.core.storage.files import read_regular
-from megacp.core.storage.url import is_url
-from megacp.prepare.media.fetch import ImageFetcher
+from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.parts import Media, SamplePart
 from megacp.prepare.records.record import RecordError
@@ -31,11 +30,10 @@ LARGEST_ITEM = (1 << 31) - 1
 class MediaReader:
     """Reads what records name, by one set of rules and below one directory."""
 
-    def __init__(self, rules: ImageRules, root: str | None, fetcher: ImageFetcher | None = None) -> None:
-        """`fetcher`: of a `root` that is a URL."""
-        self._rules, self._fetcher = rules, fetcher
+    def __init__(self, rules: ImageRules, root: str | None) -> None:
+        """`root`: a directory or a URL."""
+        self._rules, self._shown_root = rules, root
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
-        self._shown_root = root
 
     def expand(
         self, pieces: Iterable[SamplePart], members: Mapping[str, bytes], items: list[bytes]
@@ -60,14 +58,6 @@ class MediaReader:
                     parts.pop()
             parts += expanded
         return tuple(parts)
-
-    def want(self, pieces: Iterable[SamplePart]) -> None:
-        """Have the images at URLs fetched that `expand` will read."""
-        if self._fetcher is None:
-            return
-        for media in (one for piece in pieces if piece.media for one in (piece.media, *piece.media.frames)):
-            if media.source == "path" and self._path_problem(str(media.value)) is None:
-                self._fetcher.want(str(media.value))
 
     def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
         if media.source == "frames":
@@ -126,38 +116,34 @@ class MediaReader:
         return data
 
     def _from_path(self, value: str) -> bytes:
-        if problem := self._path_problem(value):
-            raise ImageError(problem)
-        if self._fetcher is not None:
-            return self._fetcher.get(value)
-        assert self._root is not None, "told above"
+        if value.startswith("data:"):
+            raise ImageError("it is a data URL, which stands under `base64`")
+        if is_url(value) or value.startswith("file:"):
+            raise ImageError("it is a URL, allowed are paths relative to --image-root, which may be one")
+        if self._root is None:
+            raise ImageError("a path needs --image-root")
+        if value.startswith("/") or "\0" in value:
+            raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
+        if ".." in PurePosixPath(unquote(value).replace("\\", "/")).parts:  # a server reads escapes
+            raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
+        path = os.path.join(self._root, value)
         try:
-            path = os.path.realpath(os.path.join(self._root, value))
+            if is_url(self._root):
+                return Url(path).content(LARGEST_ITEM)
+            path = os.path.realpath(path)
             if os.path.commonpath((path, self._root)) != self._root:
                 raise ImageError("a symbolic link leads out of --image-root")
             return read_regular(path, LARGEST_ITEM)
+        except UnreachableError:
+            raise
         except (FileNotFoundError, NotADirectoryError):
             raise ImageError(f"no such file under --image-root {self._shown_root}") from None
         except OSError as error:
             raise ImageError(f"it cannot be read ({error.strerror})") from error
         except UnicodeEncodeError:
             raise ImageError("the path holds half a character, which no file is named by") from None
-        except ValueError as error:  # no regular file, or too large
+        except ValueError as error:  # no regular file, too large, or not fetched
             raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
-
-    def _path_problem(self, value: str) -> str | None:
-        """Why a path of a record is not read; None when it is one below --image-root."""
-        if value.startswith("data:"):
-            return "it is a data URL, which stands under `base64`"
-        if is_url(value) or value.startswith("file:"):
-            return "it is a URL, allowed are paths relative to --image-root, which may be one"
-        if self._root is None:
-            return "a path needs --image-root"
-        if value.startswith("/") or "\0" in value:
-            return "the path is absolute or no path, allowed are paths relative to --image-root"
-        if ".." in PurePosixPath(unquote(value).replace("\\", "/")).parts:  # a server reads escapes
-            return "the path climbs with `..`, allowed are paths inside of --image-root"
-        return None
 
 
 def _from_base64(text: str) -> bytes:

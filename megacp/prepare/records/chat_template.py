@@ -8,14 +8,13 @@ the text by characters that Unicode gives to programs alone; the marks are taken
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,11 @@ class Rendering:
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template, or one for records with tools beside one for all others, and the tokenizer that it is for."""
+    """A template and the tokenizer that it is for."""
 
-    texts: Mapping[str, str]
-    """`default`, and maybe `tool_use`."""
+    text: str
     today: str | None
-    """The date that templates write, as YYYY-MM-DD."""
+    """The date that the template writes, as YYYY-MM-DD."""
     special: Mapping[str, str] = field(repr=False)
     """Tokens that the tokenizer's files name, by name."""
     _model: Any = field(repr=False)
@@ -71,9 +69,8 @@ class ChatTemplate:
     @property
     def decisive(self) -> dict[str, Any]:
         """All of it that decides tokens, in JSON's types."""
-        added = [repr(token) for _, token in sorted(self._model.get_added_tokens_decoder().items())]
-        digest = hashlib.sha256("\n".join(added).encode()).hexdigest()
-        return {"texts": dict(self.texts), "date": self.today, "special": dict(self.special), "added_tokens": digest}
+        digest = hashlib.sha256("\n".join(map(repr, self._added)).encode()).hexdigest()
+        return {"text": self.text, "date": self.today, "special": dict(self.special), "added_tokens": digest}
 
     @cached_property
     def forgeable(self) -> re.Pattern[str]:
@@ -82,7 +79,7 @@ class ChatTemplate:
 
     @cached_property
     def _added(self) -> list[Any]:
-        return list(self._model.get_added_tokens_decoder().values())
+        return [token for _, token in sorted(self._model.get_added_tokens_decoder().items())]
 
     def is_added(self, text: str) -> bool:
         """Whether a text consists of added tokens alone, which are cut out of every text around them."""
@@ -92,17 +89,15 @@ class ChatTemplate:
         """A rendering without the special tokens at its end."""
         return re.sub(f"(?:{self.forgeable.pattern})+$", "", text)
 
-    def text_for(self, tools: Sequence[Any] | None) -> str:
-        """The template of a record with or without tools."""
-        return self.texts["tool_use"] if tools is not None and "tool_use" in self.texts else self.texts["default"]
-
-    def has_generation(self, tools: Sequence[Any] | None) -> bool:
+    @property
+    def has_generation(self) -> bool:
         """Whether the template says by itself what is learned."""
-        return _GENERATION.search(self.text_for(tools)) is not None
+        return _GENERATION.search(self.text) is not None
 
-    def variables(self, tools: Sequence[Any] | None) -> frozenset[str]:
+    @property
+    def variables(self) -> frozenset[str]:
         """Names that a record may set for the template."""
-        return _variables(self.text_for(tools)) - {*_GIVEN}
+        return _variables(self.text) - {*_GIVEN}
 
     def render(
         self,
@@ -115,11 +110,17 @@ class ChatTemplate:
         given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
         chat = [_with_reasoning({key: v for key, v in m.items() if v is not None}) for m in messages]
         try:
-            template = _compiled(self.text_for(tools), self.today)
+            template = _compiled(self.text, self.today)
             text = template.render(messages=chat, add_generation_prompt=prompt, **given)
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
-        return _unmarked(text)
+        generated, length = [], 0
+        for piece in re.split(f"({_BEGIN}.*?{_END})", text, flags=re.DOTALL):  # a block, or what stands between two
+            block = piece.strip(_BEGIN + _END)
+            if piece != block and block:
+                generated.append((length, length + len(block)))
+            length += len(block)
+        return Rendering(re.sub(f"[{_BEGIN}{_END}]", "", text), tuple(generated))
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
@@ -142,10 +143,9 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
         import jinja2
     except ImportError as error:
         raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
-    folder = tokenizer.files[0].parent
-    texts = _chosen(choice, folder)
+    text = _chosen(choice, tokenizer.files[0].parent)
     try:
-        dated = any("strftime_now" in _variables(text) for text in texts.values())
+        dated = "strftime_now" in _variables(text)
     except jinja2.TemplateError as error:
         raise ValueError(f"{flag}: the template is no Jinja: {_one_line(error)}") from error
     if dated and today is None:
@@ -153,45 +153,40 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
             f"{flag}: the template writes today's date, so the tokens would be others tomorrow; fix it with "
             "--chat-template-date YYYY-MM-DD"
         )
-    if today is not None and not dated:
-        raise ValueError(f"--chat-template-date {today}: the template of {flag} writes no date")
     try:
         _environment(today)
     except ValueError as error:
         raise ValueError(f"--chat-template-date {today} is no date, as in 2026-01-31") from error
-    made = template_of(texts, tokenizer, today)
-    if texts["default"] in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
+    made = template_of(text, tokenizer, today)
+    if text in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
         raise ValueError(
             f"{flag}: {tokenizer.files[0]} lacks the special tokens {', '.join(_MARKS)}, and as plain text any "
             "record could spell them"
         )
-    with contextlib.suppress(RecordError):  # it wants more than a question
-        if made.render([{"role": "user", "content": "Why?"}]).generated:
-            raise ValueError(f"{flag}: a generation block of the template holds what a user says")
     return made
 
 
-def template_of(texts: Mapping[str, str], tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
-    """Templates by name, for the tokenizer of a tokenizer.json and the settings beside it; they may write `today`.
+def template_of(text: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
+    """A template for the tokenizer of a tokenizer.json and the settings beside it; it may write `today`.
 
     ValueError: the settings name tokens that it does not have.
     """
     settings = settings_of(tokenizer.files[0].parent)
-    return ChatTemplate(texts, today, _named_tokens(settings), _model_of(tokenizer.files[0], settings))
+    named = {name: content for name in _NAMED if (content := text_of(settings.get(name))) is not None}
+    return ChatTemplate(text, today, named, _model_of(tokenizer.files[0], settings, named.values()))
 
 
-def _chosen(choice: str, folder: Path) -> dict[str, str]:
-    """The text of one template by its name, or of two that are taken with and without tools."""
+def _chosen(choice: str, folder: Path) -> str:
+    """The text of a template by its name or file."""
     if choice.endswith(".jinja"):
         try:
-            return {"default": read_regular(choice).decode()}
+            return read_regular(choice).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--chat-template {choice} cannot be read: {error}") from error
     found = templates_of(folder)
-    if choice != "auto" and choice in {**OURS, **found}:
-        return {"default": found.get(choice) or OURS[choice]}
-    if choice == "auto" and "default" in found:
-        return {name: found[name] for name in ("default", "tool_use") if name in found}
+    name = "default" if choice == "auto" else choice
+    if name in found or name in OURS:
+        return found.get(name) or OURS[name]
     has = f"has the templates {', '.join(sorted(found))}" if found else "has no chat template"
     names = ", ".join(sorted({*found, *OURS}))
     raise ValueError(f"--chat-template {choice}: {folder} {has}; give auto, one of the names {names}, or FILE.jinja")
@@ -216,12 +211,7 @@ def templates_of(folder: Path) -> dict[str, str]:
     return texts
 
 
-def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    named = {name: text_of(settings.get(name)) for name in _NAMED}
-    return {name: text for name, text in named.items() if text is not None}
-
-
-def _model_of(path: Path, settings: Mapping[str, Any]) -> Any:
+def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> Any:
     """The `tokenizers.Tokenizer` of a file as the library makes it, with the tokens that the settings add.
 
     It has no post-processor: that only adds tokens, which a template writes, and narrows the places of others.
@@ -232,18 +222,17 @@ def _model_of(path: Path, settings: Mapping[str, Any]) -> Any:
     model = tokenizers.Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
     model.no_truncation()
     model.no_padding()
-    known = {token.content: repr(token) for token in model.get_added_tokens_decoder().values()}
     listed = sorted(settings.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))
     tokens = {token["content"]: tokenizers.AddedToken(**token) for _, token in listed}
-    tokens = {text: token for text, token in tokens.items() if known.get(text) != repr(token)}
+    known = {token.content for token in model.get_added_tokens_decoder().values()} | tokens.keys()
     further = [settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")]
     texts = [text_of(each) for more in further for each in (more.values() if isinstance(more, dict) else more)]
-    for text in (*_named_tokens(settings).values(), *filter(None, texts)):
-        if text not in known and text not in tokens:
+    for text in (*named, *filter(None, texts)):
+        if text not in known:
             tokens[text] = tokenizers.AddedToken(text, special=True, normalized=False)
     if unknown := sorted(text for text in tokens if model.token_to_id(text) is None):
         raise ValueError(f"{path}: the files beside it name tokens that it does not have: {', '.join(unknown)}")
-    model.add_tokens(list(tokens.values()))
+    model.add_tokens(list(tokens.values()))  # one that is there as it is stays
     return model
 
 
@@ -257,22 +246,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its reasoning under the names that templates read, as the library hands it on."""
     found = next((message[name] for name in REASONING if name in message), None)
     return message if found is None else {"thinking": found, **message, "reasoning_content": found}
-
-
-def _unmarked(text: str) -> Rendering:
-    """A rendering without the marks of its generation blocks, and where those were."""
-    pieces = re.split(f"([{_BEGIN}{_END}])", text)
-    generated, opened, length = [], list[int](), 0
-    for piece in pieces:
-        if piece == _BEGIN:
-            opened.append(length)
-        elif piece == _END:
-            start = opened.pop()
-            if not opened and length > start:  # a block within a block is part of it
-                generated.append((start, length))
-        else:
-            length += len(piece)
-    return Rendering("".join(pieces[::2]), tuple(generated))
 
 
 def _one_line(error: object) -> str:
@@ -309,15 +282,10 @@ def _environment(today: str | None) -> Any:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(
-        x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], undefined=Unnamed
     )
-    made.filters["tojson"] = tojson
+    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     made.globals["raise_exception"] = raise_exception
     if today is not None:
         made.globals["strftime_now"] = datetime.datetime.strptime(today, "%Y-%m-%d").strftime

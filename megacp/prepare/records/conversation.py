@@ -7,7 +7,7 @@ must change the text, and no text may spell a special token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megacp.prepare.records.chat_template import PLACE, REASONING, ChatTemplate, Rendering, template_of
@@ -32,14 +32,19 @@ class WrittenTalk:
         self._media: list[tuple[int, int, Media]] = []  # message, part
         self._weights: list[float] = []
         self._messages = [self._given(i) for i in range(len(talk.messages))]
-        if unknown := sorted(talk.variables.keys() - template.variables(talk.tools)):
+        if unknown := sorted(talk.variables.keys() - template.variables):
             raise RecordError(f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable")
-        self._refuse_forged()
+        values = (*zip(talk.paths, self._messages, strict=True), ("tools", talk.tools), ("variables", talk.variables))
+        for path, value in values:  # a special token in a text would end a turn or begin one
+            if found := next(filter(None, map(template.forgeable.search, _texts(value))), None):
+                raise RecordError(
+                    f"a text of `{path}` spells the special token {found[0]!r}, which only the template may write"
+                )
         self._whole = self._render(self._messages)
         if not self.text:
             raise RecordError("the chat template writes nothing for this record")
         self._refuse_lost()
-        self.learned = self._generated() if template.has_generation(talk.tools) else self._answers()
+        self.learned = self._generated() if template.has_generation else self._answers()
         """Characters start..stop and their loss weight, in order."""
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 
@@ -94,47 +99,38 @@ class WrittenTalk:
             )
         return {"type": kind, kind: kind}
 
-    def _refuse_forged(self) -> None:
-        """A special token in a text would end a turn or begin one."""
-        values = zip(self._talk.paths, self._messages, strict=True)
-        for path, value in (*values, ("tools", self._talk.tools), ("chat_template_kwargs", self._talk.variables)):
-            for text in _texts(value):
-                if found := self._template.forgeable.search(text):
-                    raise RecordError(
-                        f"a text of `{path}` spells the special token {found[0]!r}, which only the template may write"
-                    )
-
     def _refuse_lost(self) -> None:
-        """What a message or a tool says must be in the text, or change it."""
-        if self._talk.tools and self._is_lost(self._messages, None):
-            raise RecordError("`tools` would be lost: the chat template does not write them; --ignore-keys tools")
+        """What a message or a tool says must change the text, or (what every template writes) be in it by its words."""
+        knows_thoughts = any(name in self._template.text for name in REASONING)
         for i, (message, where) in enumerate(zip(self._messages, self._talk.paths, strict=True)):
-            content, plain = message.get("content"), message["role"] in _WRITTEN_AS_THEY_ARE
+            content = message.get("content")
             if isinstance(content, list) and str(content) in self.text:
                 raise RecordError(
                     f"`{where}.content` is a list of parts, which this chat template does not read: give a string"
                 )
-            if plain:
-                self._refuse_unsaid(i, "content", self.text)
-            knows_thoughts = any(name in self._template.text_for(self._talk.tools) for name in REASONING)
             for key in message.keys() - {*_LINKS}:
                 by_rule = key in REASONING and knows_thoughts and not self._weights[i]
                 blank = not message[key] or (isinstance(message[key], str) and not message[key].strip())
-                if blank or by_rule or (key == "content" and (plain or self._weights[i])):
-                    continue
-                without = {name: value for name, value in message.items() if name != key}
-                if self._is_lost([*self._messages[:i], without, *self._messages[i + 1 :]], self._talk.tools):
-                    raise RecordError(
-                        f"`{where}.{key}` would be lost: the chat template does not write it; --ignore-keys {key} "
-                        "leaves it out"
-                    )
+                if key == "content" and message["role"] in _WRITTEN_AS_THEY_ARE:
+                    self._refuse_unsaid(i, key, self.text)
+                elif not (blank or by_rule or (key == "content" and self._weights[i])):
+                    without = {name: value for name, value in message.items() if name != key}
+                    self._refuse_same(f"{where}.{key}", i, without, self._talk.tools)
+        if self._talk.tools:
+            self._refuse_same("tools", 0, self._messages[0], None)
 
-    def _is_lost(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> bool:
-        """Whether a conversation with something less is written the same."""
+    def _refuse_same(self, what: str, i: int, message: dict[str, Any], tools: list[Any] | None) -> None:
+        """RecordError where the template writes the same with message i and the tools like this, without `what`."""
+        messages = [*self._messages[:i], message, *self._messages[i + 1 :]]
         try:
-            return self._template.render(messages, tools, self._talk.variables).text == self.text
+            same = self._template.render(messages, tools, self._talk.variables).text == self.text
         except RecordError:  # what is missing is read
-            return False
+            return
+        if same:
+            key = what.rpartition(".")[2]
+            raise RecordError(
+                f"`{what}` would be lost: the chat template does not write it; --ignore-keys {key} leaves it out"
+            )
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """What each learned message adds to the rendering of those before it."""
@@ -189,9 +185,9 @@ class WrittenTalk:
         for word in " ".join(texts).split():
             found = said.find(word, start)
             if found < 0:
-                shown = word if len(word) <= _LONGEST else f"{word[:_LONGEST]}..."
                 raise RecordError(
-                    f"`{self._talk.paths[i]}.{key}`: {shown!r} would be lost: the chat template does not write it here"
+                    f"`{self._talk.paths[i]}.{key}`: {word[:_LONGEST]!r} would be lost: the chat template does not "
+                    "write it here"
                 )
             start = found + len(word)
         return start
@@ -201,18 +197,17 @@ class WrittenTalk:
         message = self._messages[i]
         parts = [*message["content"][:j], {"type": "text", "text": PLACE}, *message["content"][j + 1 :]]
         other = self._render([*self._messages[:i], {**message, "content": parts}, *self._messages[i + 1 :]]).text
-        before, found, after = other.partition(PLACE)
+        before, _, after = other.partition(PLACE)
         start, stop = len(before), len(self.text) - len(after)
-        if not (found and start <= stop and self.text.startswith(before) and self.text.endswith(after)):
-            raise RecordError(f"`{media.key}`: what the chat template writes for it cannot be told from the rest")
-        written = self.text[start:stop]
-        if not self._template.is_added(written.strip()):
+        same = start <= stop and self.text.startswith(before) and self.text.endswith(after)
+        written = self.text[start:stop].strip() if same else ""
+        if not self._template.is_added(written):
             raise RecordError(
                 f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} for it, and an image needs a place "
                 "of special tokens alone; take a template that writes one, or build without --chat-template"
             )
-        start += len(written) - len(written.lstrip())
-        return start, start + len(written.strip())
+        start = self.text.index(written, start)
+        return start, start + len(written)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -242,16 +237,16 @@ _CALLED = {"name": "look", "arguments": {"place": _WORD}}
 _CALL: dict[str, Any] = {"role": "assistant", "tool_calls": [{"type": "function", "function": _CALLED}]}
 _PARAMETERS = {"type": "object", "properties": {"place": {"type": "string", "description": "Where"}}}
 _TOOLS = [{"type": "function", "function": {"name": "look", "description": "Looks", "parameters": _PARAMETERS}}]
-_PROBE = (([_ASK, _TELL], None), ([_ASK, _TELL] * 2, None), ([_ASK, _TELL], _TOOLS), ([_ASK, _CALL], _TOOLS))
+_PROBE = (([_ASK, _TELL], None), ([_ASK, _TELL] * 2, None), ([_ASK, _CALL], _TOOLS))
 
 
-def answer_ends(texts: Mapping[str, str], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids of the special tokens that templates, by name, have learned behind an answer; none where none is known.
+def answer_ends(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids of the special tokens that a template has learned behind an answer; none where none is known.
 
     Of a call the last one alone, for others may end its parts. ValueError: the files beside the tokenizer's name tokens
     that it does not have.
     """
-    template, found = template_of(texts, tokenizer, _DAY), list[str]()
+    template, found = template_of(text, tokenizer, _DAY), list[str]()
     for messages, tools in _PROBE:
         talk = Talk(messages, tuple(f"messages[{i}]" for i in range(len(messages))), tools)
         try:
@@ -261,6 +256,6 @@ def answer_ends(texts: Mapping[str, str], tokenizer: Tokenizer) -> tuple[int, ..
         for start, stop, _ in written.learned:
             _, word, behind = written.text[start:stop].rpartition(_WORD)
             tokens = template.forgeable.findall(behind) if word else []
-            found += tokens[-1:] if _CALL in messages else tokens
+            found += tokens[-1:] if tools else tokens
     ids = [tokenizer.token_id(token) for token in dict.fromkeys(found)]
     return tuple(i for i in ids if i is not None)

@@ -12,26 +12,16 @@ import hashlib
 import io
 import os
 import zlib
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from megacp.core.storage.files import open_regular
-from megacp.core.storage.place import expanded, open_input, place_of, size_of, suffix_of
+from megacp.core.storage.place import open_input, place_of, size_of, suffix_of
 from megacp.core.storage.url import Url, is_url
 from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, Record, RecordError, Refusal, decode_json
-from megacp.prepare.records.tables import (
-    arrow_module,
-    is_saved_dataset,
-    read_arrow,
-    read_parquet,
-    read_tar,
-    saved_dataset,
-)
+from megacp.prepare.records.tables import arrow_module, read_arrow, read_parquet, read_tar
 
-_Item = TypeVar("_Item")
-_Prepared = TypeVar("_Prepared")
 _BLOCK = 1 << 20
 SAMPLED_BYTES = 1 << 16
 """Of the edges of a file, by which a changed one is told."""
@@ -96,16 +86,6 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
     return [Unit(i, tuple(group)) for i, group in enumerate(groups)]
 
 
-def input_files(paths: Sequence[str]) -> tuple[str, ...]:
-    """The files that --input names: those that fit a pattern, and those of saved datasets for their folders.
-
-    ValueError for one of several splits, and for a pattern that no file fits.
-    """
-    named = [path for text in paths for path in expanded(text)]
-    found = [saved_dataset(path) if is_saved_dataset(path) else (path,) for path in named]
-    return tuple(path for files in found for path in files)
-
-
 def is_plain(path: str) -> bool:
     """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
     return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
@@ -161,18 +141,6 @@ def read_extent(
     opener = _COMPRESSED.get(suffix)
     with opener(extent.path) if opener else open_input(extent.path) as stream:
         yield from _read_lines(extent.path, stream, extent.start, None if opener else extent.stop, max_record_bytes)
-
-
-def ahead(
-    items: Iterable[_Item], prepare: Callable[[_Item], _Prepared], count: int
-) -> Iterator[tuple[_Item, _Prepared]]:
-    """Items with what `prepare` makes of them, which it has done for `count` items more."""
-    waiting: deque[tuple[_Item, _Prepared]] = deque()
-    for item in items:
-        waiting.append((item, prepare(item)))
-        if len(waiting) > count:
-            yield waiting.popleft()
-    yield from waiting
 
 
 def line_number(path: str, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads records from containers: Parquet, Arrow files, folders that Hugging Face datasets saved, WebDataset tars.
+"""Reads records from containers: Parquet, Arrow files, WebDataset tars.
 
 They are the `Record`s and `Refusal`s that JSONL gives. In a table a row is a record, columns are its keys, and what is
 null is absent. In a tar, members of one record follow each other and share their name up to the first dot of the last
@@ -11,22 +11,17 @@ import importlib
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
-from megacp.core.storage.files import PLAIN_NAME, parse_json, read_json
-from megacp.core.storage.place import folders_in, open_input, place_of, read_content, size_of, suffix_of
-from megacp.core.storage.url import UnreachableError, Url, is_url
+from megacp.core.storage.place import open_input
+from megacp.core.storage.url import UnreachableError, is_url
 from megacp.prepare.records.record import Record, RecordError, Refusal, decode_json
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"
 _MAGIC = b"ARROW1"
-_STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-"""How a stream begins no batch; without it a file may have been cut between two."""
 _ROWS = 16
 """Rows of a table that become Python values at a time."""
 _TEXTS = ("txt", "text")
-_TAR_BLOCK = 512
 
 
 # ---- tables
@@ -65,9 +60,6 @@ def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
                 found = iter(ipc.open_stream(source))
             for batch in found:
                 yield from (batch.slice(i, _ROWS) for i in range(0, batch.num_rows, _ROWS))
-            source.seek(max(0, source.size() - len(_STREAM_END)))
-            if not is_file and source.read() != _STREAM_END:
-                raise OSError("the stream has no end")
 
     return _rows(path, "Arrow", batches, max_record_bytes)
 
@@ -109,35 +101,6 @@ def _size(value: Any) -> int:
     return 8
 
 
-def is_saved_dataset(folder: str) -> bool:
-    """Whether `save_to_disk` of Hugging Face datasets wrote a folder."""
-    if is_url(folder):
-        return not suffix_of(folder) and any((Url(folder) / name).exists() for name in (_STATE, _SPLITS))
-    return any((Path(folder) / name).is_file() for name in (_STATE, _SPLITS))
-
-
-def saved_dataset(folder: str) -> tuple[str, ...]:
-    """The Arrow files of a folder that `save_to_disk` of Hugging Face datasets wrote, in order.
-
-    ValueError for several splits, and where the files are not named.
-    """
-    place = place_of(folder)
-    state = place / _STATE
-    if not state.exists():
-        splits = ", ".join(str(child) for child in folders_in(place) if (child / _STATE).exists())
-        raise ValueError(f"{folder} holds several splits; give one of {splits}")
-    content = read_json(state) if isinstance(state, Path) else parse_json(read_content(state))
-    files = content.get("_data_files") if isinstance(content, dict) else None
-    names = [file.get("filename") for file in files or () if isinstance(file, dict)]
-    if not names or not all(PLAIN_NAME.fullmatch(str(name)) for name in names):
-        raise ValueError(f"{state}: `_data_files` names no files of the folder")
-    if content.get("_indices_data_files"):
-        raise ValueError(
-            f"{state}: rows are chosen by an indices file, which is not read; save it with a newer datasets"
-        )
-    return tuple(str(place / str(name)) for name in names)
-
-
 # ---- tars
 
 
@@ -175,7 +138,6 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
                     group = _Group(key, member.offset)
                 group.size += member.size
                 group.problem = group.problem or _add(archive, member, group, max_record_bytes, media)
-        _check_end(path)  # tarfile accepts an archive that is cut between members
         if group.key is not None:
             yield _finish(path, number, group)
     except (tarfile.TarError, OSError, EOFError) as error:
@@ -221,12 +183,3 @@ def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
     except RecordError as error:
         return Refusal(path, number, group.offset, str(error))
     return Record(number, group.offset, group.size, value, group.media)
-
-
-def _check_end(path: str) -> None:
-    """OSError unless an archive ends with a block of zeros."""
-    size = size_of(place_of(path))
-    with open_input(path) as stream:
-        stream.seek(max(0, size - _TAR_BLOCK))
-        if size < _TAR_BLOCK or any(stream.read(_TAR_BLOCK)):
-            raise OSError("no end-of-archive block")
