@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`, `merge`.
+"""Makes packed datasets of text, images, videos (`build`), and looks into them: `inspect`, `stats`, `verify`.
 
 This file only reads the command line and prints. argparse, as tyro costs more to import than a tiny build takes.
 """
@@ -32,7 +32,6 @@ EXAMPLES = """examples:
   tools/preprocess_data.py inspect data/corpus --pack 0
   tools/preprocess_data.py stats data/corpus
   tools/preprocess_data.py verify data/corpus
-  tools/preprocess_data.py merge data/a data/b --output data/both
 """
 INTERRUPTED = 130
 
@@ -78,17 +77,13 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument("--json", action="store_true", help="print JSON")
     verify = commands.add_parser("verify", help="read every byte: sizes, hashes, bounds, token ids; exit 1 on damage")
     verify.add_argument("dataset", nargs="+")
-    merge = commands.add_parser("merge", help="copy several datasets of one tokenizer and length into one")
-    merge.add_argument("dataset", nargs="+", help="at least two, in order")
-    merge.add_argument("--output", required=True, metavar="DIR")
-    merge.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first")
     return parser
 
 
 _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 _RECORDS = "what is refused unless it is named here, for it would be lost"
 _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
-_INPUTS = ".jsonl, .gz, .zst, .parquet, .arrow or .tar, a folder of save_to_disk; paths, URLs, patterns with *"
+_INPUTS = ".jsonl, .gz, .zst, .parquet, .arrow or .tar; paths, URLs, patterns with *"
 _TOKENIZERS = "byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)"
 _TEMPLATES = (
     "what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these tools, which "
@@ -103,7 +98,7 @@ _LIST: dict[str, Any] = {"type": lambda text: tuple(name for name in text.split(
 BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("input and output", ""): [
         ("--input", _INPUTS, {"nargs": "+", "required": True, "metavar": "F"}),
-        ("--output", "directory of the dataset, or a URL", {"required": True, "metavar": "DIR"}),
+        ("--output", "directory of the dataset", {"required": True, "metavar": "DIR"}),
         ("--text-key", "key of plain text in a record (text)", {"default": "text", "metavar": "KEY"}),
     ],
     ("records", _RECORDS): [
@@ -166,7 +161,6 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ],
     ("work", ""): [
         ("--workers", "processes (default: one for each core)", {"type": int, "default": _CORES, "metavar": "N"}),
-        ("--work-dir", "where a dataset for a URL is built (in ~/.cache/megacp)", {"metavar": "DIR"}),
         ("--executor", "what runs the units (local)", {"choices": ("local", "ray"), "default": "local"}),
         ("--ray-address", "cluster of --executor ray, or auto (one that is started here)", {"metavar": "A"}),
         (
@@ -295,22 +289,12 @@ def _verify(args: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _merge(args: argparse.Namespace) -> int:
-    from megacp.prepare.build.merge import merge
-
-    manifest = merge(args.dataset, args.output, args.overwrite)
-    count = len(args.dataset)
-    print(f"{args.output}: {manifest.num_packs:,} packs, {manifest.num_tokens:,} tokens from {count} datasets")
-    return 0
-
-
 COMMANDS = {
     "build": _build,
     "finish": _build,
     "inspect": _inspect,
     "stats": _stats,
     "verify": _verify,
-    "merge": _merge,
 }
 
 

@@ -15,7 +15,7 @@ from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.core.storage.files import StrPath
 from megacp.core.storage.place import Place, open_stream
 from megacp.core.storage.url import Url
-from megacp.prepare.build.upload import REJECTS_NAME
+from megacp.prepare.build.journal import REJECTS_NAME
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 

@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from megacp.core.data.reader import PackedDataset
-from megacp.prepare.build.progress import BuildProgress, rate
 from megacp.prepare.describe import describe_pack
 from megacp.prepare.inspect_page import write_page
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -97,9 +96,3 @@ def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> 
     assert shown.count("\n") == 21 and shown.endswith("30 more documents; --documents 0 shows all")
     assert "110 tokens, 70 learned" in shown
     assert describe_pack(dataset, 0, tokenizer, documents=0).count("\n") == 80
-
-
-def test_the_speed_of_a_build_counts_images_that_lie_in_files_of_their_own() -> None:
-    progress = BuildProgress(io.StringIO(), 1000, bytes=1000, image_bytes=80_000_000)
-    assert progress.read_bytes == 80_000_000 and "MB/s" in progress.line() and " 0.0 MB/s" not in progress.line()
-    assert rate(80_000_000, 2.0) == "40.0 MB/s" and rate(3000, 2.0) == "1.5 kB/s"

@@ -74,7 +74,7 @@ def test_build_ends_with_one_summary_and_a_second_run_says_complete(corpus: Path
     assert second.returncode == 0 and "already complete" in second.stdout and "note" not in second.stderr
 
 
-def test_inspect_stats_verify_and_merge(corpus: Path, tmp_path: Path) -> None:
+def test_inspect_stats_and_verify(corpus: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert tool(*build_args(corpus, tmp_path / name, "--workers", 1)).returncode == 0
     shown = tool("inspect", tmp_path / "a", "--pack", 0, 1)
@@ -84,10 +84,7 @@ def test_inspect_stats_verify_and_merge(corpus: Path, tmp_path: Path) -> None:
     assert stats["documents"] == 300 and 0.9 < stats["packing_efficiency"] <= 1.0
     assert sum(stats["length_histogram"].values()) == 300
     assert "efficiency" in tool("stats", tmp_path / "a").stdout
-    merged = tool("merge", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "both")
-    assert merged.returncode == 0, merged.stderr
-    assert tool("verify", tmp_path / "a", tmp_path / "both").returncode == 0
-    assert_one_line_error(tool("merge", tmp_path / "a", tmp_path / "b", "--output", tmp_path / "both"))
+    assert tool("verify", tmp_path / "a", tmp_path / "b").returncode == 0
     assert_one_line_error(tool("inspect", tmp_path / "a", "--pack", 10**6))
     for flag in ("--characters", "--documents"):
         assert f"{flag} is -2, it must be at least 0" in tool("inspect", tmp_path / "a", flag, -2).stderr

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-OVERSIZE_RULES = ("error", "drop", "split", "truncate")
-
 
 @dataclass(frozen=True)
 class Packing:

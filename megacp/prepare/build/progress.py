@@ -92,7 +92,7 @@ class BuildSummary:
         if manifest is None:
             return f"{self.documents:,} documents ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
         if self.already_complete:
-            return f"complete: {manifest.num_packs:,} packs; all shards were there"
+            return f"already complete: {manifest.num_packs:,} packs; nothing to do"
         return (
             f"{self.documents:,} documents{f' ({self.unlearned:,} teach nothing)' if self.unlearned else ''}, "
             f"{manifest.num_tokens:,} tokens ({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "

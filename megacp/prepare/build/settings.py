@@ -104,6 +104,8 @@ def problems(settings: BuildSettings) -> list[str]:
     for flag, (value, low) in least.items():
         if value is not None and value < low:
             found.append(f"{flag} is {value}, it must be at least {low}")
+    if is_url(settings.output):
+        found.append(f"--output {settings.output}: a dataset is built in a directory; copy it when it is finished")
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:
         found.append(f"--seq-length {settings.seq_length} is not a multiple of --pad-multiple {settings.pad_multiple}")
     if settings.ray_address is not None and settings.executor != "ray":

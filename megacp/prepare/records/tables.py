@@ -8,6 +8,7 @@ component: `.json` is the record, `.txt` its text, all others are images and vid
 from __future__ import annotations
 
 import importlib
+import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ _MAGIC = b"ARROW1"
 _ROWS = 16
 """Rows of a table that become Python values at a time."""
 _TEXTS = ("txt", "text")
+_TAR_BLOCK = 512
 
 
 # ---- tables
@@ -138,6 +140,10 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
                     group = _Group(key, member.offset)
                 group.size += member.size
                 group.problem = group.problem or _add(archive, member, group, max_record_bytes, media)
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAR_BLOCK))
+            if size < _TAR_BLOCK or any(file.read()):  # tarfile accepts an archive that is cut in a header
+                raise OSError("no end-of-archive block")
         if group.key is not None:
             yield _finish(path, number, group)
     except (tarfile.TarError, OSError, EOFError) as error:

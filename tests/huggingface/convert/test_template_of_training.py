@@ -23,9 +23,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    texts = {"default": TEMPLATES["llama_3"], "tool_use": TEMPLATES["qwen_25"]}
-    two = [{"name": name, "template": text} for name, text in texts.items()]
-    path = write_tokenizer(tmp_path / "t", chat_template=two)
+    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
     talk = {"messages": [ASK, TELL]}
     (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps({**talk, "tools": TOOLS}) + "\n")
     flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
@@ -39,7 +37,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
     assert "chat template: that of the training data" in capsys.readouterr().out
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert theirs.chat_template == texts
+    assert theirs.chat_template == TEMPLATES["qwen_25"]
     found = [theirs.apply_chat_template(talk["messages"], tools=t, return_dict=False) for t in (None, TOOLS)]
     assert found == documents(tmp_path / "d")
     back = ["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "back")]

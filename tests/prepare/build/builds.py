@@ -26,12 +26,12 @@ def write_records(path: Path, count: int, seed: int = 0, first_id: int | None = 
     return records
 
 
-def settings(inputs: Sequence[Path], output: Path, **changes: Any) -> BuildSettings:
+def settings(inputs: Sequence[Path | str], output: Path | str, **changes: Any) -> BuildSettings:
     values: dict[str, Any] = {"tokenizer": "byte", "seq_length": 128, "unit_bytes": 2000, **changes}
     return BuildSettings(input=tuple(map(str, inputs)), output=str(output), **values)
 
 
-def run(inputs: Sequence[Path], output: Path, overwrite: bool = False, **changes: Any) -> BuildSummary:
+def run(inputs: Sequence[Path | str], output: Path, overwrite: bool = False, **changes: Any) -> BuildSummary:
     return build(settings(inputs, output, **changes), io.StringIO(), overwrite)
 
 

@@ -18,7 +18,6 @@ from megacp.core.data.decoding import RulesDecoder, load_pixels
 from megacp.core.data.geometry import image_patches
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.reader import PackedDataset
-from megacp.prepare.build.merge import merge
 from megacp.prepare.build.unit import UnitBuilder
 from megacp.prepare.describe import statistics
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -270,17 +269,6 @@ def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(
     assert [row[:2] for row in units_of_records(PackedDataset(tmp_path / "d"))[0]] == [(picture, -1)]
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
     assert "does not name its member 'a/2.png'" in reasons[0] and "does not name its member 'a/3.png'" in reasons[1]
-
-
-def test_merged_image_datasets_hold_the_images_of_both(corpus: Path, tmp_path: Path) -> None:
-    run(corpus, tmp_path / "a")
-    other = tmp_path / "other.jsonl"
-    other.write_bytes(b"".join(corpus.read_bytes().splitlines(keepends=True)[:5]))
-    run(other, tmp_path / "b")
-    manifest = merge([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "both"))
-    assert manifest.image_rules == TINY.to_dict() and verify(tmp_path / "both") == []
-    both, first, second = (statistics(tmp_path / name)["image_crops"] for name in ("both", "a", "b"))
-    assert both == first + second > first > 0
 
 
 @pytest.mark.parametrize("damage", ["units.npy", "images.bin", "shards_cp2.npy"])

@@ -14,7 +14,6 @@ from megacp.core.data.reader import PackedDataset
 from megacp.huggingface.convert.chat import TEMPLATE_FILE
 from megacp.huggingface.convert.chat import template as template_text
 from megacp.huggingface.generation.prompt import PromptMaker
-from megacp.prepare.build.merge import merge
 from megacp.prepare.describe import statistics, statistics_text
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.parts import SamplePart
@@ -161,8 +160,6 @@ def test_documents_begin_as_the_post_processor_begins_a_text(folder: Path, tmp_p
     run([a], tmp_path / "none", tokenizer=str(folder / "tokenizer.json"), prepend_bos=False)
     assert documents(tmp_path / "none")[0] == [*library.encode("a b", add_special_tokens=False).ids, end]
     assert "begins_with" not in (tmp_path / "none/manifest.json").read_text()
-    with pytest.raises(ValueError, match=r"begins_with none, not \d+ \(.*--prepend-bos or --no-prepend-bos"):
-        merge([str(tmp_path / name) for name in ("d", "none")], str(tmp_path / "both"))
 
 
 @pytest.mark.parametrize("eod", ["</s>", "<sep>", None])

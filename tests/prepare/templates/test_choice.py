@@ -14,7 +14,6 @@ import pytest
 from megacp.core.data.geometry import image_layout
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
-from megacp.prepare.build.merge import merge
 from megacp.prepare.command import main
 from megacp.prepare.records.chat_template import OURS, load_chat_template
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -22,13 +21,13 @@ from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, files, run
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
-from tests.prepare.templates.test_public import ASK, TELL, TOOLS, expected, library
+from tests.prepare.templates.test_public import ASK, TELL, expected, library
 
 TWO = [{"name": "default", "template": "A"}, {"name": "tool_use", "template": "B"}, {"name": "rag", "template": "C"}]
 
 
-def texts(folder: Path, choice: str = "auto", today: str | None = None) -> dict[str, str]:
-    return dict(load_chat_template(choice, tokenizer_at(folder / "tokenizer.json"), today).texts)
+def text(folder: Path, choice: str = "auto", today: str | None = None) -> str:
+    return load_chat_template(choice, tokenizer_at(folder / "tokenizer.json"), today).text
 
 
 def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
@@ -36,25 +35,25 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
     ):
-        texts(tmp_path)
-    assert texts(tmp_path, "chatml") == {"default": OURS["chatml"]}
+        text(tmp_path)
+    assert text(tmp_path, "chatml") == OURS["chatml"]
     (tmp_path / "chat_template.json").write_text('{"chat_template": "old"}')
-    assert texts(tmp_path) == {"default": "old"}
+    assert text(tmp_path) == "old"
     write_tokenizer(tmp_path, chat_template="stated")
-    assert texts(tmp_path) == {"default": "stated"}
+    assert text(tmp_path) == "stated"
     write_tokenizer(tmp_path, chat_template=TWO)
-    assert texts(tmp_path) == {"default": "A", "tool_use": "B"} and texts(tmp_path, "rag") == {"default": "C"}
+    assert text(tmp_path) == "A" and text(tmp_path, "rag") == "C"
     with pytest.raises(ValueError, match="x: .* has the templates default, rag, tool_use; give auto"):
-        texts(tmp_path, "x")
+        text(tmp_path, "x")
     (tmp_path / "chat_template.jinja").write_text("file")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "more.jinja").write_text("more")
-    assert texts(tmp_path) == {"default": "file"} and texts(tmp_path, "more") == {"default": "more"}
+    assert text(tmp_path) == "file" and text(tmp_path, "more") == "more"
     assert library(tmp_path, "").from_pretrained(tmp_path).chat_template == {"default": "file", "more": "more"}
     (tmp_path / "own.jinja").write_text("own")
-    assert texts(tmp_path, str(tmp_path / "own.jinja")) == {"default": "own"}
+    assert text(tmp_path, str(tmp_path / "own.jinja")) == "own"
     with pytest.raises(ValueError, match="no.jinja cannot be read"):
-        texts(tmp_path, str(tmp_path / "no.jinja"))
+        text(tmp_path, str(tmp_path / "no.jinja"))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,6 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
         ({"chat_template": "{% if %}"}, "auto", None, "no Jinja"),
         ({"chat_template": TEMPLATES["smollm_3"]}, "auto", None, "--chat-template-date YYYY-MM-DD"),
         ({"chat_template": TEMPLATES["smollm_3"]}, "auto", "tomorrow", "--chat-template-date tomorrow"),
-        ({}, "chatml", "2026-01-02", "--chat-template-date 2026-01-02"),
         ({"eos_token": "<nowhere>"}, "chatml", None, "<nowhere>"),
         ({"im_end": "<|im_stop|>"}, "chatml", None, r"<\|im_start\|>"),
     ],
@@ -75,7 +73,7 @@ def test_a_template_that_cannot_be_applied_is_refused_before_a_record_is_read(
     path = write_tokenizer(tmp_path, **config)
     path.write_text(path.read_text().replace("<|im_end|>", stop))
     with pytest.raises(ValueError, match=named):
-        texts(tmp_path, choice, today)
+        text(tmp_path, choice, today)
 
 
 def test_a_template_needs_a_tokenizer_with_special_tokens_and_jinja(
@@ -86,7 +84,7 @@ def test_a_template_needs_a_tokenizer_with_special_tokens_and_jinja(
     write_tokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ValueError, match=r"pip install 'megacp\[data\]'"):
-        texts(tmp_path, "chatml")
+        text(tmp_path, "chatml")
 
 
 @pytest.mark.parametrize("older", [False, True])
@@ -148,31 +146,9 @@ def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
         run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
     run([tmp_path / "a.jsonl"], tmp_path / "e", chat_template="auto", **values)
     assert documents(tmp_path / "d") != documents(tmp_path / "e")
-    with pytest.raises(ValueError, match=r"e has chat_template\.default"):
-        merge([str(tmp_path / "d"), str(tmp_path / "e")], str(tmp_path / "m"))
-    merged = merge([str(tmp_path / "d"), str(tmp_path / "d")], str(tmp_path / "m"))
-    assert merged.chat_template == manifest.chat_template
     run([tmp_path / "a.jsonl"], tmp_path / "f", chat_template="ignore", **values)
     assert "chat_template" not in (tmp_path / "f" / "manifest.json").read_text()
     assert len(made) == 4
-
-
-def test_a_record_with_tools_takes_the_template_for_tools(tmp_path: Path) -> None:
-    two = [
-        {"name": "default", "template": TEMPLATES["chatml"]},
-        {"name": "tool_use", "template": TEMPLATES["qwen_25"]},
-    ]
-    path = write_tokenizer(tmp_path / "t", chat_template=two)
-    plain, tooled = {"messages": [ASK, TELL]}, {"messages": [ASK, TELL], "tools": TOOLS}
-    (tmp_path / "a.jsonl").write_text(f"{json.dumps(plain)}\n{json.dumps(tooled)}\n")
-    run([tmp_path / "a.jsonl"], tmp_path / "d", tokenizer=str(path), seq_length=512, chat_template="auto")
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
-    assert documents(tmp_path / "d") == [
-        theirs.apply_chat_template([ASK, TELL], return_dict=False),
-        theirs.apply_chat_template([ASK, TELL], tools=TOOLS, return_dict=False),
-    ]
 
 
 def test_the_command_takes_a_template_and_its_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -223,13 +223,6 @@ def test_a_text_that_spells_a_special_token_is_refused(folder: Path, where: str)
     assert document(folder, "chatml", plain)[0] == ids
 
 
-def test_a_template_that_learns_what_a_user_says_is_refused(folder: Path) -> None:
-    text = "{% for m in messages %}{% generation %}{{ m.role ~ m.content }}{% endgeneration %}{% endfor %}"
-    with pytest.raises(ValueError, match="--chat-template"):
-        template(folder, text)
-    assert learned(folder, TWO_BLOCKS, talk(ASK, TELL)) == [(TELL["content"], 1.0), ("</s>", 1.0)]
-
-
 def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
     """The library writes nothing in its place, and an answer without an end is learned."""
     write_tokenizer(tmp_path, bos_token=None)
@@ -294,16 +287,16 @@ CALLS = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}{{ c.function | t
 FIRST_CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 
 
-def ends(folder: Path, **texts: str) -> list[str]:
+def ends(folder: Path, text: str) -> list[str]:
     tokenizer = tokenizer_at(write_tokenizer(folder))
-    return [tokenizer.decode([i]) for i in answer_ends(texts, tokenizer)]
+    return [tokenizer.decode([i]) for i in answer_ends(text, tokenizer)]
 
 
 @pytest.mark.parametrize("name", sorted({**TEMPLATES, **OURS}))
 def test_a_template_says_with_what_its_answers_end(name: str, tmp_path: Path) -> None:
     known = {**TEMPLATES, **OURS}
     expected = ENDS["chatml"] if name in OURS else ENDS.get(name, ["</s>"])
-    assert ends(tmp_path, default=known[name]) == expected
+    assert ends(tmp_path, known[name]) == expected
 
 
 @pytest.mark.parametrize(
@@ -320,10 +313,9 @@ def test_a_template_says_with_what_its_answers_end(name: str, tmp_path: Path) ->
     ],
 )
 def test_what_no_answer_has_learned_ends_none(template: str, expected: list[str], tmp_path: Path) -> None:
-    assert ends(tmp_path, default=template) == expected
+    assert ends(tmp_path, template) == expected
 
 
-def test_calls_and_a_template_of_their_own_may_end_otherwise(tmp_path: Path) -> None:
-    default, tools = f"{TALK}{{{{ m.content }}}}<|end|>{PROMPT}", f"{FIRST_CALLS}{TALK}{CALLS}<|eot_id|>{PROMPT}"
-    assert ends(tmp_path, default=default) == ["<|end|>"]
-    assert ends(tmp_path, default=default, tool_use=tools) == ["<|end|>", "<|eot_id|>"]
+def test_calls_may_end_otherwise(tmp_path: Path) -> None:
+    said = f"{{% if m.tool_calls %}}{CALLS}<|eot_id|>{{% else %}}{{{{ m.content }}}}<|end|>{{% endif %}}"
+    assert ends(tmp_path, f"{FIRST_CALLS}{TALK}{said}{PROMPT}") == ["<|end|>", "<|eot_id|>"]
