@@ -22,17 +22,12 @@ def storage_faults(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)  # numpy raises "N requested and M written" without a number
-        name = os.fsdecode(error.filename) if error.filename is not None else ""
-        if error.errno is None or error.errno in _FULL:
-            there = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
-            message = (
-                f"--output {output}: {reason}, {shutil.disk_usage(there).free:,} bytes are free there; "
+        reason, name = error.strerror or str(error), os.fsdecode(error.filename or "")
+        if error.errno is None or error.errno in _FULL:  # numpy raises "N requested and M written" without a number
+            free = shutil.disk_usage(next(folder for folder in (output, *output.absolute().parents) if folder.exists()))
+            raise StorageFault(
+                f"--output {output}: {reason}, {free.free:,} bytes are free there; "
                 "what is finished stays: make room and run the same command again"
-            )
-        elif not name:
-            message = f"{reason}, while the input was read or --output {output} was written"
-        else:
-            inside = Path(os.path.abspath(name)).is_relative_to(os.path.abspath(output))
-            message = f"--output {output}: {name}: {reason}" if inside else f"{name}: {reason}"
-        raise StorageFault(message) from error
+            ) from error
+        somewhere = f"while the input was read or --output {output} was written"
+        raise StorageFault(f"{name}: {reason}" if name else f"{reason}, {somewhere}") from error

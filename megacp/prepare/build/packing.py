@@ -40,22 +40,8 @@ def _packing(pack_of: np.ndarray) -> Packing:
     return Packing(items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Stretches of documents: piece j is the tokens [start[j], stop[j]) of document[j], all int64 [n]."""
-
-    document: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """True length of each piece, int64 [n]."""
-        return self.stop - self.start
-
-
-def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> Pieces:
-    """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens, in document order.
+def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarray:
+    """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens: int64 [n, 3], document, start and stop.
 
     Longer documents are cut from the front; with `truncate`, their first piece alone is kept.
     """
@@ -64,7 +50,7 @@ def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> Pieces:
     document = np.repeat(np.arange(len(lengths)), counts)  # [n]
     firsts = np.cumsum(counts) - counts  # [d]: number of each document's first piece
     start = (np.arange(len(document)) - firsts[document]) * longest
-    return Pieces(document, start, np.minimum(start + longest, lengths[document]))
+    return np.stack([document, start, np.minimum(start + longest, lengths[document])], axis=1)
 
 
 def _check_fit(name: str, amounts: np.ndarray, capacity: int, least: int) -> None:
@@ -138,8 +124,6 @@ def two_budgets(
     ValueError when an item does not fit.
     """
     tokens, crops = np.asarray(tokens, dtype=np.int64), np.asarray(crops, dtype=np.int64)
-    if tokens.shape != crops.shape or window < 1:
-        raise ValueError(f"{tokens.shape} token counts, {crops.shape} crop counts, window {window}")
     _check_fit("tokens", tokens, token_capacity, least=1)
     _check_fit("crops", crops, crop_capacity, least=0)
     pack_of, num_packs = np.empty(len(tokens), np.int64), 0

@@ -2,21 +2,19 @@
 
 A task returns a summary, and this process alone keeps the journal, so the bytes are those of the local pool. A task is
 tried again when its worker or its node was lost, and for no other reason. Ray's own retries would try a task that fills
-the memory without end. A worker with other settings, packages or source ends the build.
+the memory without end. A worker with other packages or another source ends the build.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import logging
 import os
 import pickle
 import platform
 import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -31,8 +29,6 @@ _STORE_BYTES = 100 << 20
 _SECONDS_BETWEEN_LOOKS = 5.0
 _PACKAGES = "numpy tokenizers sentencepiece gigatoken jinja2 pillow av pyarrow zlib-ng".split()
 """Those that have a say in the bytes of a dataset."""
-_FILES = 100
-"""Input files whose sizes are compared."""
 
 
 def run_on_ray(
@@ -54,81 +50,59 @@ def run_on_ray(
         import ray
     except ImportError as error:
         raise ValueError(f"--executor ray needs the package ray ({error}): pip install 'megacp[ray]'") from error
-    with _connected(ray, address, workers):
-        packed = pickle.dumps((start, settings))
-        known = packed, os.getcwd(), statement(packed, os.getcwd())
-        work = ray.remote(_work).options(num_cpus=1, max_retries=0)
-        errors = ray.exceptions
-        lost = errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError
-        waiting = deque((task, 1) for task in tasks)
-        flying: dict[Any, tuple[Any, int]] = {}
-        try:
-            while waiting or flying:
-                while waiting and len(flying) < 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
-                    task, number = waiting.popleft()
-                    flying[work.remote(*known, task)] = task, number
-                for answer in ray.wait(list(flying), timeout=_SECONDS_BETWEEN_LOOKS)[0]:
-                    task, number = flying.pop(answer)
-                    try:
-                        outcome = ray.get(answer)
-                    except lost as error:
-                        if number == _TRIES:
-                            reason = str(error).strip().splitlines()[0]
-                            raise WorkerFailed(f"{_TRIES} workers were lost {describe(task)}: {reason}") from error
-                        waiting.appendleft((task, number + 1))
-                        continue
-                    yield result_of(outcome, describe(task))
-        finally:
-            for answer in flying:
-                with contextlib.suppress(Exception):  # the connection may be what failed
-                    ray.cancel(answer, force=True)
-
-
-@contextlib.contextmanager
-def _connected(ray: Any, address: str | None, workers: int) -> Iterator[None]:
-    """A connection to Ray, ended with the block; ValueError when there is none to be had."""
-    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
-    in_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGTERM) if in_main else None
+    local: dict[str, Any] = {"num_cpus": workers, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        if address is None:
-            sizes = {"num_cpus": workers, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-            ray.init(address="local", **sizes, **quiet)
-        else:
-            ray.init(address=address, **quiet)
+        how = local if address is None else {}
+        ray.init(address=address or "local", logging_level=logging.ERROR, log_to_driver=False, **how)
+        signal.signal(signal.SIGTERM, before)  # `init` has put its own there
     except Exception as error:  # Ray raises bare ones too
-        what = (
-            "Ray cannot start on this machine" if address is None else f"no Ray is reached at --ray-address {address}"
-        )
-        raise ValueError(f"--executor ray: {what}: {' '.join(str(error).split())}") from error
+        where = "Ray cannot start here" if address is None else f"no Ray is reached at --ray-address {address}"
+        raise ValueError(f"--executor ray: {where}: {' '.join(str(error).split())}") from error
+    known = pickle.dumps((start, settings)), os.getcwd(), statement()
+    work = ray.remote(_work).options(num_cpus=1, max_retries=0)
+    errors = ray.exceptions
+    lost = errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError
+    waiting = deque((task, 1) for task in tasks)
+    flying: dict[Any, tuple[Any, int]] = {}
     try:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)  # `init` has put its own there
-        yield
+        while waiting or flying:
+            while waiting and len(flying) < 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
+                task, number = waiting.popleft()
+                flying[work.remote(*known, task)] = task, number
+            for answer in ray.wait(list(flying), timeout=_SECONDS_BETWEEN_LOOKS)[0]:
+                task, number = flying.pop(answer)
+                try:
+                    outcome = ray.get(answer)
+                except lost as error:
+                    if number == _TRIES:
+                        reason = str(error).strip().splitlines()[0]
+                        raise WorkerFailed(f"{_TRIES} workers were lost {describe(task)}: {reason}") from error
+                    waiting.appendleft((task, number + 1))
+                    continue
+                yield result_of(outcome, describe(task))
     finally:
+        for answer in flying:
+            with contextlib.suppress(Exception):  # the connection may be what failed
+                ray.cancel(answer, force=True)
         ray.shutdown()
 
 
-@functools.lru_cache(maxsize=1)
-def statement(packed: bytes, folder: str) -> dict[str, str]:
-    """What must be equal in this process and in all workers; relative paths count from `folder`, so it goes there."""
-    _, settings = pickle.loads(packed)
-    with contextlib.suppress(OSError):
-        os.chdir(folder)
-    found = {"the settings (sha256)": hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}
-    found["the source of megacp (sha256)"] = source_digest()
-    found["the version of Python"] = platform.python_version()
+@functools.cache
+def statement() -> dict[str, str]:
+    """What must be equal in this process and in all workers."""
+    found = {"the source of megacp (sha256)": source_digest(), "the version of Python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[f"the version of {package}"] = importlib.metadata.version(package)
-    for path in getattr(settings, "input", ())[:_FILES]:
-        found[f"the size of --input {path}"] = str(os.path.getsize(path)) if os.path.exists(path) else "absent"
     return found
 
 
 @functools.lru_cache(maxsize=1)
-def _handler(packed: bytes) -> Handler:
-    """Made once in a worker process."""
+def _handler(packed: bytes, folder: str) -> Handler:
+    """Made once in a worker process; relative paths count from `folder`, so it goes there."""
+    with contextlib.suppress(OSError):  # a node without it: what is not found is named
+        os.chdir(folder)
     start, settings = pickle.loads(packed)
     handler: Handler = start(settings)
     return handler
@@ -136,9 +110,9 @@ def _handler(packed: bytes) -> Handler:
 
 def _work(packed: bytes, folder: str, here: dict[str, str], task: Any) -> tuple[str, Any]:
     """One task in a worker process: what became of it, and its result or why there is none."""
-    there = statement(packed, folder)
+    there = statement()
     if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
         reasons = [f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in other]
         where = f"--executor ray: {platform.node()} is not like this process: "
         return "wrong input", ValueError(where + "; ".join(reasons))
-    return answer_of(_handler(packed), task)
+    return answer_of(_handler(packed, folder), task)

@@ -241,9 +241,9 @@ class _UnitRun:
             window = [window[i] for i in generator.permutation(len(window))]
         self._windows += 1
         lengths = np.array([len(document.tokens) for _, document in window])
-        pieces = cut_oversize(lengths, settings.longest_piece, settings.oversize == "truncate")
-        places = list(zip(pieces.document.tolist(), pieces.start.tolist(), pieces.stop.tolist(), strict=True))
-        padded = padded_lengths(pieces.lengths, settings.pad_multiple)
+        pieces = cut_oversize(lengths, settings.longest_piece, settings.oversize == "truncate")  # [n, 3]
+        places = pieces.tolist()
+        padded = padded_lengths(pieces[:, 2] - pieces[:, 1], settings.pad_multiple)
         if settings.max_crops_per_pack is None:
             packing = best_fit_decreasing(padded, settings.seq_length)
         else:

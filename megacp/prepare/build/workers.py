@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
@@ -33,11 +34,10 @@ def run_tasks(
     everything runs in this process. ValueError of a handler is raised here as it is; WorkerFailed: a worker died, or
     raised anything else; `describe(task)` says what it was working on.
     """
-    if workers <= 1 or len(tasks) <= 1:
-        handler = start(settings) if tasks else None
-        for task in tasks:
-            assert handler is not None
-            yield handler(task)
+    if not tasks:
+        return
+    if workers <= 1 or len(tasks) == 1:
+        yield from map(start(settings), tasks)
         return
     context = multiprocessing.get_context("spawn")  # fork would copy the parent's threads' locks
     pool = ProcessPoolExecutor(min(workers, len(tasks)), context, _begin, (start, settings))
@@ -61,26 +61,18 @@ def run_tasks(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-_handlers: list[Handler] = []
-"""Of this worker process."""
+_handlers: list[Callable[[], Handler]] = []
+"""What starts, once, the handler of this worker process."""
 
 
 def _begin(start: Callable[[Any], Handler], settings: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        _handlers.append(start(settings))
-    except ValueError as error:
-        reason = error  # told by the first task
-        _handlers.append(lambda task: _refuse(reason))
-
-
-def _refuse(error: ValueError) -> None:
-    raise error
+    _handlers.append(functools.cache(functools.partial(start, settings)))
 
 
 def _work(task: Any) -> tuple[str, Any]:
-    return answer_of(_handlers[0], task)
+    return answer_of(lambda each: _handlers[0]()(each), task)  # what `start` refuses is told by the first task
 
 
 def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:

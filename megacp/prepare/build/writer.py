@@ -1,10 +1,7 @@
-"""Where a pack is written: the shard directories of a packed dataset, each atomically.
+"""Where a pack is written: the shard directories of a packed dataset, each under its name when all of it is durable.
 
-A shard appears under its name only when every byte of it is durable.
-
-A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens. `indexed`, `tables` and
-`manifest` describe the three kinds of file. Weights of 1 everywhere are not stored, and a shard without images is that
-of a text dataset.
+A pack is a Megatron "document", each segment (source document) one "sequence" of true tokens. Weights of 1 everywhere
+are not stored, and a shard without images is that of a text dataset.
 """
 
 from __future__ import annotations
@@ -69,8 +66,7 @@ class IndexedWriter:
     def __init__(self, prefix: Path, dtype: np.dtype) -> None:
         """`prefix` without suffix; `dtype` one of DTYPE_OF_CODE. Existing files of that name are emptied."""
         self.prefix, self.dtype = prefix, np.dtype(dtype).newbyteorder("<")
-        self._lengths = array("i")
-        self._boundaries = array("q", [0])
+        self._lengths, self._boundaries = array("i"), array("q", [0])
         self._crc, self.checksums = 0, array("I")
         """crc32 of the stored bytes of each document so far."""
         self._bin = HashedFile(with_suffix(prefix, ".bin"))
@@ -104,7 +100,7 @@ class IndexedWriter:
         return [self._bin.close(), index.close()]
 
     def abandon(self) -> None:
-        """Close the `.bin` unfinished; the caller deletes it."""
+        """Close the `.bin` without making it durable; the caller deletes it."""
         self._bin.abandon()
 
 
@@ -145,11 +141,7 @@ class Segment:
 class ShardWriter:
     """Writes one shard directory under a hidden temporary name; `commit` makes it durable and gives it its name.
 
-        with ShardWriter(dataset / "shard_00000", vocab_size, seq_length, pad_multiple) as writer:
-            for members in packing:
-                writer.add_pack([Segment(...), ...])
-            entry = writer.commit()      # for the journal and the manifest
-    Leaving the block without commit removes what was written. The same packs give the same bytes. Memory: the table
+    Leaving its block without commit removes what was written. The same packs give the same bytes. Memory: the table
     rows only, about 50 bytes a segment.
     """
 
@@ -169,7 +161,7 @@ class ShardWriter:
         """
         self.directory = Path(directory)
         self._temporary = self.directory.with_name(f".{self.directory.name}{owner and f'.{owner}'}.partial")
-        self._vocab_size, self._seq_length, self._pad_multiple = vocab_size, seq_length, pad_multiple
+        self._seq_length, self._pad_multiple = seq_length, pad_multiple
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._temporary.mkdir()
         self._tokens = IndexedWriter(self._temporary / "tokens", token_dtype(vocab_size))
@@ -190,29 +182,25 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.abort()
+        if self._open:
+            self._open = False
+            for writer in filter(None, (self._tokens, self._weights, self._images)):
+                writer.abandon()
+            shutil.rmtree(self._temporary)
 
     def add_pack(self, segments: Sequence[Segment]) -> None:
-        """Append one pack. ValueError, before anything is written, when it is empty, too long or of other ids.
+        """Append one pack. ValueError, before anything is written, when it is empty or too long.
 
         A segment of n >= 1 tokens has ids 0..vocab_size-1, weights float [n], finite and >= 0, and branches that start
         at rising places 1..n-1.
         """
         padded = tables.padded_lengths(np.array([len(s.tokens) for s in segments]), self._pad_multiple).tolist()
-        where = f"{self.directory.name} pack {self.num_packs}"
         if not segments or sum(padded) > self._seq_length:
             raise ValueError(
-                f"{where}: {len(segments)} segments with {sum(padded)} padded tokens; "
+                f"{len(segments)} segments with {sum(padded)} padded tokens; "
                 f"a pack has at least 1 segment and at most --seq-length {self._seq_length} tokens"
             )
-        for segment in segments:
-            low, high = int(segment.tokens.min()), int(segment.tokens.max())
-            if low < 0 or high >= self._vocab_size:
-                place = f"source {segment.source_file} offset {segment.source_offset}"
-                raise ValueError(
-                    f"{where}, {place}: token ids {low}..{high}, the vocabulary is 0..{self._vocab_size - 1}"
-                )
-        if self._weights is None and any(_has_weights(segment) for segment in segments):
+        if self._weights is None and any(s.weights is not None and (s.weights != 1).any() for s in segments):
             self._weights = self._start_weights()
         first = self._tokens.num_sequences
         first_unit, num_units, num_crops = self._add_images(segments)
@@ -309,14 +297,12 @@ class ShardWriter:
         A directory of that name is replaced: a killed build may have renamed one that it did not enter.
         ValueError: no pack was added.
         """
-        assert self._open, "commit after commit or abort"
         if not self.num_packs:
             raise ValueError(f"{self.directory}: a shard must hold at least one pack")
         counts = (self.num_packs, self._tokens.num_sequences, self._num_tokens, self._num_padded)
         written = self._write_tables()
-        for writer in (self._tokens, self._weights, self._images):
-            if writer is not None:
-                written += writer.close()
+        for writer in filter(None, (self._tokens, self._weights, self._images)):
+            written += writer.close()
         files.sync_folder(self._temporary)
         self._open = False
         old = self._temporary.with_suffix(".old.partial")
@@ -344,17 +330,3 @@ class ShardWriter:
             # each [packs, degree]
             found |= {f"shards_cp{degree}": np.stack(of_packs) for degree, of_packs in self._boundaries.items()}
         return [write_table(self._temporary / f"{name}.npy", table) for name, table in found.items()]
-
-    def abort(self) -> None:
-        """Remove the temporary directory; does nothing after a commit."""
-        if self._open:
-            self._open = False
-            self._tokens.abandon()
-            for writer in (self._weights, self._images):
-                if writer is not None:
-                    writer.abandon()
-            shutil.rmtree(self._temporary)
-
-
-def _has_weights(segment: Segment) -> bool:
-    return segment.weights is not None and bool((np.asarray(segment.weights) != 1).any())

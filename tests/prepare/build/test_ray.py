@@ -165,7 +165,7 @@ def test_a_ray_that_cannot_start_is_told_in_one_line(fake: FakeRay, monkeypatch:
         ValueError, match="^--executor ray: no Ray is reached at --ray-address h:1: Version mismatch: the"
     ):
         squares(address="h:1")
-    with pytest.raises(ValueError, match="^--executor ray: Ray cannot start on this machine: Version mismatch"):
+    with pytest.raises(ValueError, match="^--executor ray: Ray cannot start here: Version mismatch"):
         squares()
 
 

@@ -136,11 +136,11 @@ def test_a_directory_with_other_files_is_left_alone_even_with_overwrite(tmp_path
 
 def test_all_wrong_settings_are_listed_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
-        changes = {"seq_length": 100, "pad_multiple": 16, "workers": 0, "oversize": "x", "max_errors": 3}
+        changes = {"seq_length": 100, "pad_multiple": 16, "workers": 0, "max_errors": 3}
         run([tmp_path / "none.jsonl"], tmp_path / "d", **changes)
     text = str(error.value)
     fit = "--seq-length 100 is not a multiple of --pad-multiple 16"
-    for part in ("none.jsonl", fit, "--workers is 0", "--oversize"):
+    for part in ("none.jsonl", fit, "--workers is 0", "--max-errors"):
         assert part in text
     assert "--max-errors 3 needs --on-error skip" in text and not (tmp_path / "d").exists()
 
