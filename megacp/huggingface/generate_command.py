@@ -30,8 +30,7 @@ from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM
 from megacp.prepare.records.conversation import answer_ends
-from megacp.prepare.records.parts import Media
-from megacp.prepare.records.record import RecordError, decode_json
+from megacp.prepare.records.record import Media, RecordError, decode_json
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
 _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 _RECORDS = "what is refused unless it is named here, for it would be lost"
 _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
-_INPUTS = ".jsonl, .gz, .zst, .parquet, .arrow or .tar; paths, URLs, patterns with *"
+_INPUTS = ".jsonl, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
 _TOKENIZERS = "byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)"
 _TEMPLATES = (
     "what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these tools, which "

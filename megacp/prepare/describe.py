@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +11,7 @@ import numpy as np
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import Place, open_stream
 from megacp.core.storage.url import Url
-from megacp.prepare.build.journal import REJECTS_NAME
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -144,7 +140,7 @@ def _beginning(tokens: np.ndarray, tokenizer: Tokenizer, characters: int) -> str
 
 
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
-    """Counts, efficiencies, the histogram of document lengths and the reasons of refusals, as builtin types."""
+    """Counts, efficiencies and the histogram of document lengths, as builtin types."""
     dataset = PackedDataset(directory)
     manifest = dataset.manifest
     segments = [dataset.shard(number).segments for number in range(len(manifest.shards))]
@@ -154,7 +150,7 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
     padded = sum(shard.num_padded_tokens for shard in manifest.shards)
     bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
     quantiles = np.quantile(lengths, [0.0, 0.1, 0.5, 0.9, 1.0], method="nearest")
-    return {
+    found = {
         "directory": str(directory),
         "tokenizer": manifest.tokenizer.kind,
         "vocab_size": manifest.tokenizer.vocab_size,
@@ -171,43 +167,17 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
         "length_histogram": {f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count},
         "split_pieces": int(((flags & FLAG_SPLIT) > 0).sum()),
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),
-        **_image_statistics(dataset),
         "rejected": manifest.num_rejected,
-        "rejected_for": _reasons(dataset.directory / REJECTS_NAME),
     }
-
-
-def _image_statistics(dataset: PackedDataset) -> dict[str, Any]:
-    """Counts of what images became; empty for a text dataset."""
-    if dataset.manifest.image_rules is None:
-        return {}
-    images = videos = units = crops = pooled = most = size = 0
-    for number, entry in enumerate(dataset.manifest.shards):
-        sizes = {file.name: file.size for file in entry.files}
-        size += sizes.get("images.bin", 0)
-        if "units.npy" in sizes:
-            table, packs = dataset.shard(number).units, dataset.shard(number).packs
-            last = (packs["first_unit"] + packs["num_units"] - 1)[packs["num_units"] > 0]
-            images += int((table["frame"] < 0).sum())
-            videos += int((table["frame"] == 0).sum())
-            units += len(table)
-            crops += int(packs["num_crops"].sum())
-            pooled += int(table["pooled_stop"][last].sum())
-            most = max(most, int(packs["num_crops"].max()))
-    names = ("images", "videos", "image_units", "image_crops", "pooled_tokens", "most_crops_of_a_pack", "image_bytes")
-    return dict(zip(names, (images, videos, units, crops, pooled, most, size), strict=True))
-
-
-def _reasons(path: Place) -> dict[str, int]:
-    """How often records were refused for what; numbers and quoted words are left out so that like goes to like."""
-    if not path.exists():
-        return {}
-    reasons: Counter[str] = Counter()
-    with open_stream(path) as stream:
-        for line in stream:
-            reason = json.loads(line)["reason"].split(":")[0].split("'")[0].strip(" ,")
-            reasons["".join("N" if c.isdigit() else c for c in reason)] += 1
-    return dict(reasons.most_common())
+    if manifest.image_rules is not None:
+        shards = [dataset.shard(number) for number in range(len(manifest.shards))]
+        frames = np.concatenate([np.empty(0, np.int32), *(s.units["frame"] for s in shards if s.units is not None)])
+        crops = np.concatenate([shard.packs["num_crops"] for shard in shards])
+        found |= {"images": int((frames < 0).sum()), "videos": int((frames == 0).sum()), "image_units": len(frames)}
+        found |= {"image_crops": int(crops.sum()), "most_crops_of_a_pack": int(crops.max())}
+        sizes = (file.size for shard in manifest.shards for file in shard.files if file.name == "images.bin")
+        found["image_bytes"] = sum(sizes)
+    return found
 
 
 def statistics_text(values: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from megacp.prepare.records.record import Accepted, RecordError, Refusal
 from megacp.prepare.records.sample import parse_record
 
 EOD_TOKEN = "<|endoftext|>"
-RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".arrow", ".tar")
+RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
 _ANYTHING = Accepted(("*", "image", "images", "video", "videos", "audio"), ("*",))
 """Only the text of a record is read here."""
 _LONGEST_SENTENCE = 1 << 20
@@ -28,33 +28,31 @@ def texts(paths: list[str], text_key: str, max_bytes: int) -> Iterator[str]:
     ValueError at the first that cannot be read, and when there is no text at all.
     """
     left = max_bytes
-    for text in _all_texts(paths, text_key):
-        if text:
-            yield text
-            left -= len(text.encode())
+    for text in (text for path in paths for text in _texts_of(path, text_key) if text):
+        yield text
+        left -= len(text.encode())
         if left <= 0:
             return
     if left == max_bytes:
         raise ValueError("--input: the files hold no text")
 
 
-def _all_texts(paths: list[str], text_key: str) -> Iterator[str]:
-    for source, path in enumerate(paths):
-        if Path(path).suffix.lower() not in RECORD_SUFFIXES:
-            try:
-                yield Path(path).read_text(encoding="utf-8")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
-            continue
-        for item in read_extent(Extent(source, path, 0, Path(path).stat().st_size)):
-            if isinstance(item, Refusal):
-                raise ValueError(str(item))
-            try:
-                sample = parse_record(item.value, text_key, media=True, accepted=_ANYTHING)
-            except RecordError as error:
-                raise ValueError(f"{path}:{item.line}: {error}") from error
-            for part in (sample.prefix, *sample.branches):
-                yield "".join(piece.text or "" for piece in part)
+def _texts_of(path: str, text_key: str) -> Iterator[str]:
+    if Path(path).suffix.lower() not in RECORD_SUFFIXES:
+        try:
+            yield Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from error
+        return
+    for item in read_extent(Extent(0, path, 0, Path(path).stat().st_size)):
+        if isinstance(item, Refusal):
+            raise ValueError(str(item))
+        try:
+            sample = parse_record(item.value, text_key, media=True, accepted=_ANYTHING)
+        except RecordError as error:
+            raise ValueError(f"{path}:{item.line}: {error}") from error
+        for part in (sample.prefix, *sample.branches):
+            yield "".join(piece.text or "" for piece in part)
 
 
 def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:

@@ -58,7 +58,7 @@ def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path:
     (tmp_path / "bad.yaml").write_text("patchsize: 4\n")
     for flags, named in (
         (["--patch-size", 16], ["--patch-size 16"]),
-        (["--max-crops-per-pack", 8], ["--max-crops-per-pack 8"]),
+        (["--max-crops-per-pack", 0], ["--max-crops-per-pack is 0"]),
         (["--image-pooling", "2,x"], ["--image-pooling"]),
         (["--image-rules", tmp_path / "none.yaml"], ["none.yaml"]),
         (["--image-rules", tmp_path / "bad.yaml"], ["patchsize"]),

@@ -23,8 +23,7 @@ from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, Part, SegmentUnit
-from megacp.prepare.records.parts import Media, SamplePart
-from megacp.prepare.records.record import FOR_PROMPTS, RecordError
+from megacp.prepare.records.record import FOR_PROMPTS, Media, RecordError, SamplePart
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 

@@ -25,9 +25,8 @@ from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
-from megacp.prepare.records.parts import Sample
 from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
-from megacp.prepare.records.record import Accepted, RecordError, Refusal
+from megacp.prepare.records.record import Accepted, RecordError, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
 _CHUNK_CHARACTERS = 1 << 20

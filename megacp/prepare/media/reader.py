@@ -18,8 +18,7 @@ from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed
-from megacp.prepare.records.parts import Media, SamplePart
-from megacp.prepare.records.record import RecordError
+from megacp.prepare.records.record import Media, RecordError, SamplePart
 
 _SHOWN_CHARACTERS = 100
 """Of a path, in messages."""

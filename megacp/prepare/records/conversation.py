@@ -12,8 +12,17 @@ from typing import Any
 
 from megacp.prepare.records.chat_template import PLACE, REASONING, ChatTemplate, Rendering, template_of
 from megacp.prepare.records.forms import Talk, kind_of, role_and_weight, text_of
-from megacp.prepare.records.parts import Media, Rendered, SamplePart, media_at
-from megacp.prepare.records.record import LEARNED_ROLES, NOTHING_MORE, RecordError, RecordRules, described
+from megacp.prepare.records.record import (
+    LEARNED_ROLES,
+    NOTHING_MORE,
+    Media,
+    RecordError,
+    RecordRules,
+    Rendered,
+    SamplePart,
+    described,
+    media_at,
+)
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _LINKS = ("role", "type", "id", "index", "tool_call_id")

@@ -16,7 +16,7 @@ import numpy as np
 from megacp.core.data.geometry import ImageLayout
 from megacp.core.data.tables import token_dtype
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.parts import Rendered, SamplePart
+from megacp.prepare.records.record import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 NO_TOKEN = "the tokenizer makes no token of a text of this record"

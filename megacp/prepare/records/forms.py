@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megacp.prepare.records.parts import END, MEDIA_SOURCES, MEDIA_TYPES, SamplePart, media_at
-from megacp.prepare.records.record import LEARNED_ROLES, RecordError, RecordRules, described, text_at
+from megacp.prepare.records.record import (
+    END,
+    LEARNED_ROLES,
+    MEDIA_SOURCES,
+    MEDIA_TYPES,
+    RecordError,
+    RecordRules,
+    SamplePart,
+    described,
+    media_at,
+    text_at,
+)
 
 MESSAGE_KEYS = ("role", "content", "weight", "id")
 MOST_WEIGHT = 1e12
@@ -24,6 +35,8 @@ _PLACE = re.compile(r"<(image|video)>")
 """What stands in a text for the next of a record's images or videos."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
 """A place at the edge of a line, where no image is named; amid a line it may be a word about images."""
+_SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, "frames", "url")
+"""Keys of a part that name its image or video."""
 IMAGE_AS_TEXT = "<image>"
 """Of --ignore-keys: such a place is learned as text."""
 _ALPACA = (
@@ -254,8 +267,14 @@ def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...
     read = (*form.keys, *form.beside, *own_keys)
     if isinstance(said, Talk):
         said, media_keys = _with_media(said, given)
-        if rules.media and not media_keys and not {IMAGE_AS_TEXT, "*"} & {*rules.accepted.ignore_keys}:
-            _refuse_unfilled(said)
+        for message, path in zip(said.messages, said.paths, strict=True):
+            content = message.get("content")
+            blind = isinstance(content, str) and message["role"] not in LEARNED_ROLES and _UNFILLED.search(content)
+            if blind and rules.media and not (media_keys or {IMAGE_AS_TEXT, "*"} & {*rules.accepted.ignore_keys}):
+                raise RecordError(
+                    f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or "
+                    f"give --ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
+                )
         read += media_keys
         if rules.has_template:
             said, read = _with_tools(said, given), (*read, "tools", "chat_template_kwargs")
@@ -283,73 +302,50 @@ def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
 
 def _with_media(talk: Talk, record: dict[str, Any]) -> tuple[Talk, tuple[str, ...]]:
     """Messages with a record's images and videos in the places of their texts; the keys that name those."""
-    given: dict[str, list[Any]] = {}
     keys: dict[str, str] = {}
+    values: dict[str, list[Any]] = {}
     for kind in MEDIA_TYPES:
         named = [key for key in (kind, f"{kind}s") if record.get(key) not in (None, [])]
         if len(named) > 1:
             raise RecordError(f"`{named[0]}` and `{named[1]}` both name what stands at <{kind}>; leave one out")
         for key in named:
-            given[kind] = list(record[key]) if isinstance(record[key], list) else [record[key]]
             keys[kind] = key
-    split = [_split(message.get("content"), given) for message in talk.messages]
-    places = {kind: [part for _, found in split for part in found if part["type"] == kind] for kind in given}
-    if not any(places.values()):  # nothing in the messages reads them
+            values[kind] = list(record[key]) if isinstance(record[key], list) else [record[key]]
+    places: Counter[str] = Counter()
+
+    def filled(kind: str) -> dict[str, Any]:
+        places[kind] += 1
+        value = values[kind][places[kind] - 1] if places[kind] <= len(values[kind]) else None
+        if isinstance(value, bytes | list):
+            return {"type": kind, "bytes" if isinstance(value, bytes) else "frames": value}
+        if isinstance(value, dict) and not value.keys() <= {"bytes", "path"}:
+            return {"type": kind, **value}
+        return {"type": kind, kind: value}
+
+    def parts_of(content: Any) -> Iterator[Any]:
+        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in values and all(part.get(key) is None for key in _SOURCES):
+                yield filled(kind)
+            elif kind == "text" and isinstance(part.get("text"), str):
+                for i, text in enumerate(_PLACE.split(part["text"])):  # text, kind, text, kind, ..., text
+                    if i % 2 and text in values:
+                        yield filled(text)
+                    elif text := f"<{text}>" if i % 2 else text:
+                        yield {**part, "text": text}
+            else:
+                yield part
+
+    messages = []
+    for message in talk.messages:
+        before, parts = places.total(), list(parts_of(message.get("content")))
+        messages.append({**message, "content": parts} if places.total() > before else message)
+    if not places:  # nothing in the messages reads them
         return talk, ()
-    for kind, found in places.items():
-        if len(found) != len(given[kind]):
+    for kind, key in keys.items():
+        if places[kind] != len(values[kind]):
             raise RecordError(
-                f"`{keys[kind]}` names {len(given[kind])} and the messages have {len(found)} places for them "
+                f"`{key}` names {len(values[kind])} and the messages have {places[kind]} places for them "
                 f"(<{kind}>, or a part of type {kind} that names none)"
             )
-        for part, value in zip(found, given[kind], strict=True):
-            part.update(_source(kind, value))
-    messages = [{**m, "content": c} if "content" in m else m for m, (c, _) in zip(talk.messages, split, strict=True)]
     return Talk(messages, talk.paths), tuple(keys.values())
-
-
-def _source(kind: str, value: Any) -> dict[str, Any]:
-    """The keys of a part that name an image as the list of a record does."""
-    if isinstance(value, bytes):
-        return {"bytes": value}
-    if isinstance(value, list):
-        return {"frames": value}
-    return value if isinstance(value, dict) and not value.keys() <= {"bytes", "path"} else {kind: value}
-
-
-def _split(content: Any, given: dict[str, list[Any]]) -> tuple[Any, list[dict[str, Any]]]:
-    """A message's content as parts, and those of them that are places without a source for a kind of `given`."""
-    found: list[dict[str, Any]] = []
-    parts: list[Any] = []
-    sources = (*MEDIA_SOURCES, *MEDIA_TYPES, "frames", "url")
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in given and all(part.get(key) is None for key in sources):
-            found.append({"type": kind})
-            parts.append(found[-1])
-        elif kind == "text" and isinstance(part.get("text"), str):
-            for i, text in enumerate(_PLACE.split(part["text"])):  # text, kind, text, kind, ..., text
-                if i % 2 and text in given:
-                    found.append({"type": text})
-                    parts.append(found[-1])
-                elif text := f"<{text}>" if i % 2 else text:
-                    parts.append({**part, "text": text})
-        else:
-            parts.append(part)
-    return (parts if found else content), found
-
-
-def _refuse_unfilled(talk: Talk) -> None:
-    """RecordError where messages have a place for an image and nothing names one, which would be learned blind."""
-    contents = [message.get("content") for message in talk.messages]
-    parts = [content if isinstance(content, list) else [{"type": "text", "text": content}] for content in contents]
-    parts = [[part for part in each if isinstance(part, dict)] for each in parts]
-    if any(part.get("type") in MEDIA_TYPES for each in parts for part in each):
-        return
-    for message, path, each in zip(talk.messages, talk.paths, parts, strict=True):
-        texts = [text for part in each if isinstance(text := part.get("text"), str)]
-        if message["role"] not in LEARNED_ROLES and any(map(_UNFILLED.search, texts)):
-            raise RecordError(
-                f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or give "
-                f"--ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
-            )

@@ -20,14 +20,13 @@ from megacp.core.storage.files import open_regular
 from megacp.core.storage.place import open_input, place_of, size_of, suffix_of
 from megacp.core.storage.url import Url, is_url
 from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, Record, RecordError, Refusal, decode_json
-from megacp.prepare.records.tables import arrow_module, read_arrow, read_parquet, read_tar
+from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
 
 _BLOCK = 1 << 20
 SAMPLED_BYTES = 1 << 16
 """Of the edges of a file, by which a changed one is told."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
-    ".arrow": lambda path, max_record_bytes, media: read_arrow(path, max_record_bytes),
     ".tar": read_tar,
 }
 

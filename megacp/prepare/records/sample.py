@@ -14,13 +14,15 @@ from typing import Any
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.conversation import WrittenTalk
 from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
-from megacp.prepare.records.parts import Rendered, Sample, SamplePart
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     NOTHING_MORE,
     Accepted,
     RecordError,
     RecordRules,
+    Rendered,
+    Sample,
+    SamplePart,
     described,
 )
 

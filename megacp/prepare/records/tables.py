@@ -1,4 +1,4 @@
-"""Reads records from containers: Parquet, Arrow files, WebDataset tars.
+"""Reads records from containers: Parquet, WebDataset tars.
 
 They are the `Record`s and `Refusal`s that JSONL gives. In a table a row is a record, columns are its keys, and what is
 null is absent. In a tar, members of one record follow each other and share their name up to the first dot of the last
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -19,7 +19,6 @@ from megacp.core.storage.place import open_input
 from megacp.core.storage.url import UnreachableError, is_url
 from megacp.prepare.records.record import Record, RecordError, Refusal, decode_json
 
-_MAGIC = b"ARROW1"
 _ROWS = 16
 """Rows of a table that become Python values at a time."""
 _TEXTS = ("txt", "text")
@@ -39,40 +38,10 @@ def arrow_module(name: str) -> Any:
 
 def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
     """Rows of a Parquet file as records: `line` is the row from 1, `offset` the row from 0, `size` about its bytes."""
-
-    def batches() -> Iterator[Any]:
-        with arrow_module("parquet").ParquetFile(open_input(path) if is_url(path) else path) as file:
-            yield from file.iter_batches(batch_size=_ROWS)
-
-    return _rows(path, "Parquet", batches, max_record_bytes)
-
-
-def read_arrow(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]:
-    """Rows of an Arrow file, in the stream or in the file format, as `read_parquet`."""
-
-    def batches() -> Iterator[Any]:
-        pyarrow, ipc = arrow_module(""), arrow_module("ipc")
-        with pyarrow.PythonFile(open_input(path), mode="r") if is_url(path) else pyarrow.memory_map(path) as source:
-            is_file = source.read(len(_MAGIC)) == _MAGIC
-            source.seek(0)
-            if is_file:
-                file = ipc.open_file(source)
-                found = (file.get_batch(i) for i in range(file.num_record_batches))
-            else:
-                found = iter(ipc.open_stream(source))
-            for batch in found:
-                yield from (batch.slice(i, _ROWS) for i in range(0, batch.num_rows, _ROWS))
-
-    return _rows(path, "Arrow", batches, max_record_bytes)
-
-
-def _rows(
-    path: str, kind: str, batches: Callable[[], Iterator[Any]], max_record_bytes: int
-) -> Iterator[Record | Refusal]:
-    row = 0
+    parquet, row = arrow_module("parquet"), 0
     try:
-        for batch in batches():
-            for found in batch.to_pylist():
+        with parquet.ParquetFile(open_input(path) if is_url(path) else path) as file:
+            for found in (each for batch in file.iter_batches(batch_size=_ROWS) for each in batch.to_pylist()):
                 value = _without_nulls(found)
                 size = max(1, _size(value))
                 if size > max_record_bytes:
@@ -84,7 +53,7 @@ def _rows(
     except UnreachableError:
         raise
     except (arrow_module("").ArrowException, OSError, UnicodeDecodeError) as error:
-        yield Refusal(path, row + 1, row, f"the {kind} file is damaged or cut short ({' '.join(str(error).split())})")
+        yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({' '.join(str(error).split())})")
 
 
 def _without_nulls(value: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megacp.huggingface.generation.prompt import PromptMaker, prompt_pixels
-from megacp.prepare.records.parts import Media
+from megacp.prepare.records.record import Media
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 

@@ -16,7 +16,7 @@ from megacp.huggingface.convert.chat import template as template_text
 from megacp.huggingface.generation.prompt import PromptMaker
 from megacp.prepare.describe import statistics, statistics_text
 from megacp.prepare.records.documents import DocumentMaker
-from megacp.prepare.records.parts import SamplePart
+from megacp.prepare.records.record import SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, run

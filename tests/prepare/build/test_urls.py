@@ -42,14 +42,6 @@ def parquet() -> bytes:
     return sink.getvalue()
 
 
-def arrow(kind: Any) -> bytes:
-    sink = io.BytesIO()
-    table = pa.Table.from_pylist(LINES)
-    with kind(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=50)
-    return sink.getvalue()
-
-
 def tar() -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode="w") as archive:
@@ -65,8 +57,6 @@ FORMS = {
     "a.jsonl.gz": lambda: gzip.compress(JSONL),
     "a.jsonl.zst": lambda: pyarrow.compress(JSONL, "zstd", asbytes=True),
     "a.parquet": parquet,
-    "stream.arrow": lambda: arrow(pa.ipc.new_stream),
-    "file.arrow": lambda: arrow(pa.ipc.new_file),
     "a.tar": tar,
 }
 

@@ -13,8 +13,7 @@ import pytest
 from megacp.core.data.geometry import frame_layout, image_layout
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import Part, Placed
-from megacp.prepare.records.parts import SamplePart
-from megacp.prepare.records.record import RecordError
+from megacp.prepare.records.record import RecordError, SamplePart
 from megacp.prepare.records.sample import parse_record
 from tests.data.streams import coded, damaged
 from tests.prepare.media.pictures import TINY, encoded, noise, video

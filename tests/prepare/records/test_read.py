@@ -112,35 +112,28 @@ def test_a_compressed_file_of_several_members_is_read_whole_and_a_cut_or_damaged
 # ---- tables
 
 
-def write(path: Path, rows: list[dict[str, Any]], kind: str) -> Path:
-    table = pa.table({key: [row.get(key) for row in rows] for key in {k: None for row in rows for k in row}})
-    if kind == "parquet":
-        pq.write_table(table, path)
-        return path
-    opened = pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file
-    with opened(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=2)
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(
+        pa.table({key: [row.get(key) for row in rows] for key in {k: None for row in rows for k in row}}), path
+    )
     return path
 
 
-@pytest.mark.parametrize("kind", ["stream", "file", "parquet"])
-def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path, kind: str) -> None:
-    """But for a stream that ends between two batches, which looks whole."""
-    path = tmp_path / ("a.parquet" if kind == "parquet" else "a.arrow")
-    records, _ = read(write(path, ROWS, kind))
+def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    records, _ = read(write(path, ROWS))
     assert [r.value for r in records] == READ and [(r.line, r.offset) for r in records] == [(1, 0), (2, 1), (3, 2)]
     rows = [{"text": "a"}, {"text": "x" * 5000}, {"text": "c"}]
-    records, (refusal,) = read(write(path, rows, kind), 1000)
+    records, (refusal,) = read(write(path, rows), 1000)
     assert [r.value for r in records] == [rows[0], rows[2]] and refusal.line == 2
-    whole = write(path, ROWS * 2, kind).read_bytes()
+    whole = write(path, ROWS * 2).read_bytes()
     for size in range(0, len(whole), 8):
         path.write_bytes(whole[:size])
         records, refusals = read(path)
-        assert len(records) <= 6 and (len(refusals) == 1 or kind == "stream")
+        assert len(records) <= 6 and len(refusals) == 1
 
 
-@pytest.mark.parametrize("kind", ["stream", "parquet"])
-def test_images_of_a_table_are_those_of_its_bytes(tmp_path: Path, kind: str) -> None:
+def test_images_of_a_table_are_those_of_its_bytes(tmp_path: Path) -> None:
     """The `Image` feature: a struct of bytes and path, of which bytes alone are read where there are some."""
     picture = encoded(noise(20, 30), "PNG")
     turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Noise."}]
@@ -149,7 +142,7 @@ def test_images_of_a_table_are_those_of_its_bytes(tmp_path: Path, kind: str) -> 
     content = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "\nWhat?"}]
     told = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Noise."}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(told))
-    table = write(tmp_path / ("b.parquet" if kind == "parquet" else "b.arrow"), [row], kind)
+    table = write(tmp_path / "b.parquet", [row])
     found = []
     for name, source in (("one", tmp_path / "a.jsonl"), ("two", table)):
         run([source], tmp_path / name, image_rules=TINY, image_root=str(tmp_path), seq_length=512)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacp.prepare.records.parts import END, Media, SamplePart
-from megacp.prepare.records.record import FOR_PROMPTS, Accepted, RecordError, decode_json
+from megacp.prepare.records.record import END, FOR_PROMPTS, Accepted, Media, RecordError, SamplePart, decode_json
 from megacp.prepare.records.sample import parse_record
 
 ASK, TELL = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
