@@ -137,7 +137,6 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ],
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
-        ("--image-rules", "YAML with the rules below by their keys; flags win", {"metavar": "FILE"}),
         ("--image-size", "side of a crop in pixels (378)", {"type": int, "metavar": "N"}),
         ("--patch-size", "side of a patch in pixels (14)", {"type": int, "metavar": "N"}),
         ("--max-crops", "high-resolution crops of an image at most (8)", {"type": int, "metavar": "N"}),
@@ -191,17 +190,9 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
     given = {field.name: getattr(args, field.name) for field in fields(ImageRules)}
     given = {name: value for name, value in given.items() if value is not None}
-    others = (args.image_root, args.image_rules, args.max_crops_per_pack)
-    if not given and all(value is None for value in others):
+    if not given and args.image_root is None and args.max_crops_per_pack is None:
         return None
-    values: Any = {}
-    if args.image_rules is not None:
-        from megacp.core.config.yaml_file import read_yaml_file
-
-        values = read_yaml_file(args.image_rules, f"--image-rules {args.image_rules}")
-        if not isinstance(values, dict):
-            raise ValueError(f"--image-rules {args.image_rules}: expected keys and values, as in `patch_size: 14`")
-    return ImageRules.from_dict({**values, **given})
+    return ImageRules.from_dict(given)
 
 
 def _settings(args: argparse.Namespace) -> BuildSettings:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.prepare.media.pictures import encoded, noise
 from tests.tools.in_process import preprocessed as tool
-from tests.tools.test_preprocess_data import assert_one_line_error, files
+from tests.tools.test_preprocess_data import assert_one_line_error
 
 TINY = ["--image-size", 16, "--patch-size", 4, "--overlap-margins", "1,1", "--max-crops", 6]
 
@@ -35,15 +35,10 @@ def arguments(corpus: Path, output: Path, *more: object) -> list[object]:
     return [*basic, "--image-root", corpus.parent / "images", "--workers", 1, *more]
 
 
-def test_rules_come_from_flags_or_a_file_and_flags_win(corpus: Path, tmp_path: Path) -> None:
+def test_rules_come_from_flags(corpus: Path, tmp_path: Path) -> None:
     more = ["--max-crops-per-pack", 30, "--cp-degrees", "1,2"]
     built = tool(*arguments(corpus, tmp_path / "flags", *TINY, "--column-tokens", *more))
     assert built.returncode == 0, built.stderr
-    rules = tmp_path / "rules.yaml"
-    rules.write_text("image_size: 16\npatch_size: 4\noverlap_margins: [1, 1]\nmax_crops: 3\nuse_column_tokens: true\n")
-    same = ["--image-rules", rules, "--max-crops", 6, *more]
-    assert tool(*arguments(corpus, tmp_path / "file", *same)).returncode == 0
-    assert files(tmp_path / "flags") == files(tmp_path / "file")
     written = json.loads((tmp_path / "flags/manifest.json").read_text())["image_rules"]
     assert written["use_column_tokens"] and written["token_ids"]["image_patch"] == 257
     shards = {path.name for path in (tmp_path / "flags/shard_00000").glob("shards_*")}
@@ -55,13 +50,10 @@ def test_rules_come_from_flags_or_a_file_and_flags_win(corpus: Path, tmp_path: P
 
 
 def test_wrong_image_flags_are_one_line_with_all_reasons(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("patchsize: 4\n")
     for flags, named in (
         (["--patch-size", 16], ["--patch-size 16"]),
         (["--max-crops-per-pack", 0], ["--max-crops-per-pack is 0"]),
         (["--image-pooling", "2,x"], ["--image-pooling"]),
-        (["--image-rules", tmp_path / "none.yaml"], ["none.yaml"]),
-        (["--image-rules", tmp_path / "bad.yaml"], ["patchsize"]),
     ):
         bad = tool(*arguments(corpus, tmp_path / "d", *flags))
         assert_one_line_error(bad)

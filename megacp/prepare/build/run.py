@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -20,7 +22,6 @@ from megacp.core.storage import files
 from megacp.core.storage.place import expanded, fetched, open_input, place_of, size_of
 from megacp.core.storage.url import Url
 from megacp.core.storage.wording import listed
-from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.journal import (
     REJECTS_NAME,
     TOKENIZER_DIRECTORY,
@@ -31,7 +32,7 @@ from megacp.prepare.build.journal import (
 )
 from megacp.prepare.build.progress import BuildProgress, BuildSummary
 from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem
-from megacp.prepare.build.unit import WINDOW_DOCUMENTS, BadRecord, UnitBuilder
+from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.read import SAMPLED_BYTES, Unit, identity, is_plain, plan_units
@@ -53,8 +54,8 @@ def build(
     """Build, or finish, the dataset in settings.output; progress goes to `stream`.
 
     `part` (i, n): only the units whose number leaves the remainder i, beside other processes that build other parts.
-    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use, or units
-    that no part has built where `builds_missing` is false.
+    ValueError: settings, input, tokenizer, a refused record, a directory begun with other settings or in use, units
+    that no part has built where `builds_missing` is false, or a full disk.
     workers.WorkerFailed: a worker died. What is finished stays, and the next run goes on from there.
     """
     try:
@@ -62,8 +63,8 @@ def build(
     except ValueError as error:
         raise ValueError(f"--input: {error}") from error
     settings = dataclasses.replace(settings, input=tuple(found))
-    if found := problems(settings):
-        raise ValueError("; ".join(found))
+    if wrong := problems(settings):
+        raise ValueError("; ".join(wrong))
     tokenizer = settings.load_tokenizer()
     if (problem := tokenizer_problem(settings, tokenizer)) is not None:
         raise ValueError(problem)
@@ -72,17 +73,72 @@ def build(
         rules = settings.image_rules.with_token_ids(tokenizer)
         settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
     directory = Path(settings.output)
-    with storage_faults(directory):
+    try:
         prepare_directory(directory, overwrite)
         empty = [path for path in settings.input if not size_of(place_of(path))]
         if len(empty) < len(settings.input):
             stream.writelines(f"note: --input {path} is empty\n" for path in empty)
         with locked(directory, shared=part is not None):
-            run = _Build(settings, tokenizer, template, stream, part or (0, 1))
-            if part is not None:
-                return run.part()
-            remove_partial(directory)
-            return run.whole(builds_missing)
+            return _build(settings, tokenizer, template, stream, part, builds_missing)
+    except OSError as error:
+        there = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+        name = f"{os.fsdecode(error.filename)}: " if error.filename else ""  # after `write` there is none
+        raise ValueError(
+            f"--output {directory}: {name}{error.strerror or error}; {shutil.disk_usage(there).free:,} bytes are free "
+            "there, what is finished stays: run the same command again"
+        ) from error
+
+
+def _build(
+    settings: BuildSettings,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    stream: TextIO,
+    part: tuple[int, int] | None,
+    builds_missing: bool,
+) -> BuildSummary:
+    """The units that are missing, and a dataset of all where no `part` is asked for; the directory is locked."""
+    directory, started = Path(settings.output), time.monotonic()
+    journal = Journal(directory, _decisive(settings, tokenizer, template))
+    index, count = part or (0, 1)
+    units = [unit for unit in plan_units(settings.input, settings.bytes_per_unit) if unit.index % count == index]
+    sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in units}
+    missing = [unit for unit in units if unit.index not in journal.results]
+    resumed, total = len(units) - len(missing), sum(sizes.values())
+    progress = BuildProgress(stream, total, total - sum(sizes[unit.index] for unit in missing))
+    if missing and not builds_missing:
+        numbers = listed([unit.index for unit in missing], _TOLD)
+        raise ValueError(
+            f"{directory} lacks {len(missing)} of {len(units)} units, {numbers} (part I/N builds "
+            "those that leave the remainder I): run their parts again, or build without --units"
+        )
+    is_there = part is None and not missing and (directory / MANIFEST_NAME).exists()
+    if part is None:
+        remove_partial(directory)
+        if missing:  # a shard has gone: it is no finished dataset now
+            (directory / MANIFEST_NAME).unlink(missing_ok=True)
+    _check_refusals(settings, [journal.results[unit.index] for unit in units if unit.index in journal.results])
+    run: Callable[..., Iterator[Any]] = run_tasks
+    if settings.executor == "ray":
+        from megacp.prepare.build.ray_workers import run_on_ray
+
+        run = functools.partial(run_on_ray, address=settings.ray_address)
+    try:
+        for result in run(UnitBuilder, settings, missing, settings.workers, _describe):
+            journal.add(result)
+            _check_refusals(settings, [journal.results[unit.index] for unit in units if unit.index in journal.results])
+            progress.add(result, sizes[result.unit])
+    finally:
+        progress.finish()
+    results = tuple(journal.results[unit.index] for unit in units)
+    manifest = None
+    if is_there:
+        manifest = DatasetManifest.read(directory)
+    elif part is None:
+        _check_use(settings, results)
+        manifest = _write(settings, tokenizer, template, journal.fingerprint, results)
+        remove_partial(directory)
+    return BuildSummary(manifest, results, progress.bytes, time.monotonic() - started, resumed, tokenizer.engine)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -117,132 +173,65 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
     }
 
 
-class _Build:
-    """One run of a build, with the directory locked."""
-
-    def __init__(
-        self,
-        settings: BuildSettings,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        stream: TextIO,
-        part: tuple[int, int],
-    ) -> None:
-        self._settings, self._tokenizer, self._template = settings, tokenizer, template
-        self._directory = Path(settings.output)
-        self._journal = Journal(self._directory, _decisive(settings, tokenizer, template))
-        self._all_units = plan_units(settings.input, settings.bytes_per_unit)
-        self._units = [unit for unit in self._all_units if unit.index % part[1] == part[0]]
-        self._sizes = {unit.index: sum(extent.stop - extent.start for extent in unit.extents) for unit in self._units}
-        missing, total = self._missing(), sum(self._sizes.values())
-        self._resumed = len(self._units) - len(missing)
-        self._progress = BuildProgress(stream, total, total - sum(self._sizes[unit.index] for unit in missing))
-
-    def _missing(self) -> list[Unit]:
-        """The units that are still to be built."""
-        return [unit for unit in self._units if unit.index not in self._journal.results]
-
-    def part(self) -> BuildSummary:
-        """Build the units of a part and nothing else."""
-        self._build(self._missing())
-        return self._summary(None)
-
-    def whole(self, builds_missing: bool) -> BuildSummary:
-        """Build what is missing, and make a dataset of all units."""
-        missing = self._missing()
-        if missing and not builds_missing:
-            numbers = listed([unit.index for unit in missing], _TOLD)
-            raise ValueError(
-                f"{self._directory} lacks {len(missing)} of {len(self._units)} units, {numbers} (part I/N builds "
-                "those that leave the remainder I): run their parts again, or build without --units"
-            )
-        if (self._directory / MANIFEST_NAME).exists() and not missing:
-            manifest = DatasetManifest.read(self._directory)
-            self._check_refusals()
-            return self._summary(manifest)
-        (self._directory / MANIFEST_NAME).unlink(missing_ok=True)  # a shard has gone: it is no finished dataset now
-        self._build(missing)
-        self._check_use()
-        return self._summary(self._write())
-
-    def _build(self, units: Sequence[Unit]) -> None:
-        self._check_refusals()
-        run: Callable[..., Iterator[Any]] = run_tasks
-        if self._settings.executor == "ray":
-            from megacp.prepare.build.ray_workers import run_on_ray
-
-            run = functools.partial(run_on_ray, address=self._settings.ray_address)
-        try:
-            for result in run(UnitBuilder, self._settings, units, self._settings.workers, _describe):
-                self._journal.add(result)
-                self._check_refusals()
-                self._progress.add(result, self._sizes[result.unit])
-        finally:
-            self._progress.finish()
-
-    def _check_refusals(self) -> None:
-        done = [self._journal.results[unit.index] for unit in self._units if unit.index in self._journal.results]
-        refusals = [refusal for result in done for refusal in result.refusals]
-        settings = self._settings
-        if refusals and settings.on_error == "fail":
-            raise BadRecord(f"{refusals[0]}; an earlier run skipped it, give --on-error skip again")
-        if settings.max_errors is not None and len(refusals) > settings.max_errors:
-            raise ValueError(
-                f"{len(refusals)} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1]}"
-            )
-
-    def _check_use(self) -> None:
-        """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
-        results = self._journal.results.values()
-        if not any(result.entry for result in results):
-            refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
-            first = f"; {refused[0]}" if refused else ""
-            raise ValueError(
-                f"--input: no usable record in {', '.join(self._settings.input)} ({len(refused)} refused); "
-                f"no dataset was made{first}"
-            )
-        if not any(result.learned_tokens for result in results):
-            documents = sum(result.documents for result in results)
-            raise ValueError(
-                f"--input: {documents} documents, and none of their tokens is learned: no assistant says anything, "
-                "or all weights are 0; no dataset was made"
-            )
-
-    def _write(self) -> DatasetManifest:
-        """The files that make the directory a dataset, manifest last."""
-        settings, rules = self._settings, self._settings.image_rules
-        results = [self._journal.results[unit.index] for unit in self._units]
-        order = {path: i for i, path in enumerate(settings.input)}
-        rejected = sorted(
-            (refusal for result in results for refusal in (*result.refusals, *result.dropped)),
-            key=lambda refusal: (order[refusal.file], refusal.line, refusal.offset),
+def _check_refusals(settings: BuildSettings, done: Sequence[UnitResult]) -> None:
+    refusals = [refusal for result in done for refusal in result.refusals]
+    if refusals and settings.on_error == "fail":
+        raise ValueError(f"{refusals[0]}; an earlier run skipped it, give --on-error skip again")
+    if settings.max_errors is not None and len(refusals) > settings.max_errors:
+        raise ValueError(
+            f"{len(refusals)} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1]}"
         )
-        lines = [json.dumps(vars(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
-        files.write_atomically(self._directory / REJECTS_NAME, b"".join(lines))
-        for path in self._tokenizer.files:  # so that a dataset can be read as text wherever it goes
-            (self._directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
-            files.write_atomically(self._directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
-        manifest = DatasetManifest(
-            config_fingerprint=self._journal.fingerprint,
-            tokenizer=self._tokenizer.info(),
-            seq_length=settings.seq_length,
-            pad_multiple=settings.pad_multiple,
-            sources=settings.input,
-            shards=tuple(result.entry for result in results if result.entry),
-            num_rejected=len(rejected),
-            image_rules=None if rules is None else rules.to_dict(),
-            cp_degrees=settings.cp_degrees,
-            chat_template=None if self._template is None else {"default": self._template.text},
-            document_end={"token": self._tokenizer.eos_id if settings.append_eod else None},
-        )
-        manifest.write(self._directory)
-        remove_partial(self._directory)
-        return manifest
 
-    def _summary(self, manifest: DatasetManifest | None) -> BuildSummary:
-        results = tuple(self._journal.results[unit.index] for unit in self._units)
-        seconds = time.monotonic() - self._progress.started
-        return BuildSummary(manifest, results, self._progress.bytes, seconds, self._resumed, self._tokenizer.engine)
+
+def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
+    """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
+    documents = sum(result.documents for result in results)
+    if not any(result.entry for result in results):
+        refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
+        raise ValueError(
+            f"--input: no usable record in {', '.join(settings.input)} ({len(refused)} refused); "
+            f"no dataset was made{f'; {refused[0]}' if refused else ''}"
+        )
+    if not any(result.learned_tokens for result in results):
+        raise ValueError(
+            f"--input: {documents} documents, and none of their tokens is learned: no assistant says anything, "
+            "or all weights are 0; no dataset was made"
+        )
+
+
+def _write(
+    settings: BuildSettings,
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    fingerprint: str,
+    results: Sequence[UnitResult],
+) -> DatasetManifest:
+    """The files that make the directory a dataset, manifest last."""
+    directory, order = Path(settings.output), {path: i for i, path in enumerate(settings.input)}
+    rejected = sorted(
+        (refusal for result in results for refusal in (*result.refusals, *result.dropped)),
+        key=lambda refusal: (order[refusal.file], refusal.line, refusal.offset),
+    )
+    lines = [json.dumps(vars(refusal), ensure_ascii=False).encode() + b"\n" for refusal in rejected]
+    files.write_atomically(directory / REJECTS_NAME, b"".join(lines))
+    for path in tokenizer.files:  # so that a dataset can be read as text wherever it goes
+        (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
+        files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
+    manifest = DatasetManifest(
+        config_fingerprint=fingerprint,
+        tokenizer=tokenizer.info(),
+        seq_length=settings.seq_length,
+        pad_multiple=settings.pad_multiple,
+        sources=settings.input,
+        shards=tuple(result.entry for result in results if result.entry),
+        num_rejected=len(rejected),
+        image_rules=None if settings.image_rules is None else settings.image_rules.to_dict(),
+        cp_degrees=settings.cp_degrees,
+        chat_template=None if template is None else {"default": template.text},
+        document_end={"token": tokenizer.eos_id if settings.append_eod else None},
+    )
+    manifest.write(directory)
+    return manifest
 
 
 def _describe(unit: Unit) -> str:

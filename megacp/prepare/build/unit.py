@@ -19,7 +19,6 @@ import numpy as np
 
 from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
-from megacp.prepare.build.faults import storage_faults
 from megacp.prepare.build.packing import best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
@@ -50,10 +49,6 @@ class UnitResult:
     """Tokens that some token before them predicts with a loss weight."""
     unlearned: int = 0
     """Documents of which nothing is learned."""
-
-
-class BadRecord(ValueError):
-    """A refused record under `--on-error fail`."""
 
 
 def shard_name(unit: int) -> str:
@@ -99,12 +94,9 @@ class UnitBuilder:
         self.maker = DocumentMaker(self.tokenizer, settings.append_eod, token_ids, self.template)
 
     def __call__(self, unit: Unit) -> UnitResult:
-        """Write the unit's shard.
-
-        BadRecord: the first refused record under on_error "fail". StorageFault: the disk is full, a file is not read.
-        """
+        """Write the unit's shard. ValueError: the first refused record under on_error "fail"."""
         # a file without a name, of encoded images from their reading until their pack is written
-        with storage_faults(Path(self.settings.output)), tempfile.TemporaryFile(dir=self.settings.output) as spool:
+        with tempfile.TemporaryFile(dir=self.settings.output) as spool:
             return _UnitRun(self, unit, spool).run()
 
 
@@ -143,7 +135,7 @@ class _UnitRun:
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._settings.on_error == "fail":
-            raise BadRecord(str(refusal))
+            raise ValueError(str(refusal))
         self._refusals.append(refusal)
 
     def _chunks(self) -> Iterator[list[_Entry]]:

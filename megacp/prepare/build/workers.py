@@ -31,8 +31,8 @@ def run_tasks(
     """Yield `start(settings)(task)` for every task, in the order in which they finish.
 
     `start` is called once in each worker; it, settings, tasks and results must pickle. With one worker, or one task,
-    everything runs in this process. ValueError of a handler is raised here as it is; WorkerFailed: a worker died, or
-    raised anything else; `describe(task)` says what it was working on.
+    everything runs in this process. ValueError and OSError of a handler are raised here as they are; WorkerFailed: a
+    worker died, or raised anything else; `describe(task)` says what it was working on.
     """
     if not tasks:
         return
@@ -79,7 +79,7 @@ def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:
     """What became of a task in a worker, and its result or why there is none."""
     try:
         return "result", handler(task)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return "wrong input", error
     except Exception:
         return "failed", traceback.format_exc()

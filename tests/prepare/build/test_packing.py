@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.build.faults import StorageFault, storage_faults
 from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.build.workers import WorkerFailed, run_tasks
 from tests.prepare.build.builds import files, run, write_records
@@ -196,19 +195,6 @@ def test_a_disk_that_is_full_at_any_write_is_one_message_with_path_and_bytes(
     assert tool(*again).returncode == 0
     whole = build_args(corpus, tmp_path / "whole", "--unit-bytes", 12000, "--workers", 1)
     assert tool(*whole).returncode == 0 and files(tmp_path / "d") == files(tmp_path / "whole")
-
-
-def test_an_error_without_a_number_or_a_name_is_told_too(tmp_path: Path) -> None:
-    with pytest.raises(StorageFault, match=f"--output {tmp_path}: 7 requested and 0 written, .* bytes are free there"):
-        with storage_faults(tmp_path):
-            raise OSError("7 requested and 0 written")
-    with (
-        pytest.raises(StorageFault, match="Input/output error, while the input was read or --output"),
-        storage_faults(tmp_path),
-    ):
-        raise OSError(5, os.strerror(5))
-    with pytest.raises(StorageFault, match="^/else/where: Permission denied$"), storage_faults(tmp_path):
-        raise PermissionError(13, os.strerror(13), "/else/where")
 
 
 def test_each_kind_of_wrong_input_is_named_as_what_it_is(tmp_path: Path) -> None:
