@@ -1,4 +1,4 @@
-"""Train a tokenizer on text: a byte-level BPE `tokenizer.json`, or a SentencePiece `.model`.
+"""Train a tokenizer on text: a byte-level BPE `tokenizer.json`.
 
     python tools/train_tokenizer.py --input corpus.jsonl --output tokenizer.json --vocab-size 4096
 
@@ -12,18 +12,16 @@ import sys
 from pathlib import Path
 
 from megacp.core.config.cli import OneLineParser
-from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, TRAINERS, texts
+from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        description="Train a tokenizer. The suffix of --output says which: .json byte-level BPE, .model SentencePiece."
-    )
+    parser = OneLineParser(description="Train a byte-level BPE tokenizer.")
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="F", help=f"records ({', '.join(RECORD_SUFFIXES)}), or plain text"
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json or NAME.model")
-    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257 for .json")
+    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json")
+    parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257")
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key of plain text in a record (text)")
     parser.add_argument(
         "--symbols", nargs="+", default=[], metavar="TEXT", help="texts that are one token each, such as '<|user|>'"
@@ -35,13 +33,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _train(args: argparse.Namespace) -> int:
     """The size of the vocabulary. ValueError names the flag."""
-    if args.output.suffix not in TRAINERS:
-        raise ValueError(f"--output is '{args.output}', it must end in one of {', '.join(TRAINERS)}")
+    if args.output.suffix != ".json":
+        raise ValueError(f"--output is '{args.output}', it must end in .json")
     if args.output.exists() and not args.overwrite:
         raise ValueError(f"--output {args.output} exists; nothing was overwritten, give --overwrite to replace it")
     args.output.parent.mkdir(parents=True, exist_ok=True)
     stream = texts(args.input, args.text_key, int(args.max_mib * (1 << 20)))
-    return TRAINERS[args.output.suffix](stream, args.output, args.vocab_size, args.symbols)
+    return train_bpe(stream, args.output, args.vocab_size, args.symbols)
 
 
 def main(argv: list[str] | None = None) -> int:

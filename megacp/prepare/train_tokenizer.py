@@ -1,4 +1,4 @@
-"""Training a tokenizer on text: a byte-level BPE `tokenizer.json`, or a SentencePiece `.model`.
+"""Training a byte-level BPE `tokenizer.json` on text; SentencePiece trains its own models, by its `spm_train`.
 
 The result is one local file that preprocess_data.py takes as --tokenizer, with its end-of-document token in it. The
 same input gives the same file.
@@ -6,7 +6,6 @@ same input gives the same file.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,8 +17,6 @@ EOD_TOKEN = "<|endoftext|>"
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
 _ANYTHING = Accepted(("*", "image", "images", "video", "videos", "audio"), ("*",))
 """Only the text of a record is read here."""
-_LONGEST_SENTENCE = 1 << 20
-"""Bytes of a text that SentencePiece takes; it leaves longer ones out without a word."""
 
 
 def texts(paths: list[str], text_key: str, max_bytes: int) -> Iterator[str]:
@@ -79,32 +76,3 @@ def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Seq
     tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
     output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     return tokenizer.get_vocab_size()
-
-
-def train_sentencepiece(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
-    """Write a SentencePiece BPE model with byte fallback that keeps all whitespace; returns its vocabulary's size."""
-    import sentencepiece
-
-    model, step = io.BytesIO(), _LONGEST_SENTENCE // 4  # a character has at most four bytes
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(text[i : i + step] for text in stream for i in range(0, len(text), step)),
-            model_writer=model,
-            vocab_size=vocab_size,
-            model_type="bpe",
-            byte_fallback=True,
-            split_digits=True,
-            user_defined_symbols=list(symbols),
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            num_threads=1,
-            minloglevel=2,
-            max_sentence_length=_LONGEST_SENTENCE,
-        )
-    except RuntimeError as error:
-        raise ValueError(f"--vocab-size {vocab_size}: {' '.join(str(error).split())}") from error
-    output.write_bytes(model.getvalue())
-    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()).vocab_size()
-
-
-TRAINERS = {".json": train_bpe, ".model": train_sentencepiece}

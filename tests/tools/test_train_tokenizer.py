@@ -33,11 +33,9 @@ def corpus(tmp_path: Path) -> list[Path]:
     return [tmp_path / "a.txt", tmp_path / "b.jsonl"]
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "small.model"])
 @pytest.mark.slow
-def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
-    corpus: list[Path], tmp_path: Path, name: str
-) -> None:
+def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(corpus: list[Path], tmp_path: Path) -> None:
+    name = "tokenizer.json"
     for folder in ("one", "two"):
         done = train("--input", *corpus, "--output", tmp_path / folder / name, "--vocab-size", 400)
         assert done.returncode == 0, done.stderr
@@ -49,8 +47,8 @@ def test_a_trained_tokenizer_is_loaded_ends_documents_and_is_repeatable(
     assert tokenizer.decode(ids) == text and len(ids) < 0.8 * len(text)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "small.model"])
-def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_path: Path, name: str) -> None:
+def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_path: Path) -> None:
+    name = "tokenizer.json"
     content = [{"type": "image", "path": "no/such/file.png"}, {"type": "text", "text": "which digits are these then?"}]
     record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "seven and two"}]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
@@ -63,15 +61,6 @@ def test_symbols_are_one_token_each_and_records_with_images_give_their_text(tmp_
     ids = tokenizer.encode([text])[0].tolist()
     assert tokenizer.decode(ids) == text and len(ids) < 40
     assert [[tokenizer.decode([i]) for i in ids].count(symbol) for symbol in symbols] == [1, 1]
-
-
-@pytest.mark.slow
-def test_a_text_longer_than_sentencepiece_takes_is_learned(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("zebra quagga okapi\n" * 70_000)
-    (tmp_path / "b.txt").write_text("the cat sat on the mat\n" * 20)
-    texts, more = (tmp_path / "a.txt", tmp_path / "b.txt"), ("--output", tmp_path / "small.model", "--vocab-size", 300)
-    assert train("--input", *texts, *more).returncode == 0
-    assert len(load_tokenizer(str(tmp_path / "small.model")).encode(["zebra quagga okapi"])[0]) < 10
 
 
 @pytest.mark.slow

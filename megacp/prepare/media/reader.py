@@ -117,12 +117,10 @@ class MediaReader:
     def _from_path(self, value: str) -> bytes:
         if value.startswith("data:"):
             raise ImageError("it is a data URL, which stands under `base64`")
-        if is_url(value) or value.startswith("file:"):
-            raise ImageError("it is a URL, allowed are paths relative to --image-root, which may be one")
         if self._root is None:
             raise ImageError("a path needs --image-root")
-        if value.startswith("/") or "\0" in value:
-            raise ImageError("the path is absolute or no path, allowed are paths relative to --image-root")
+        if is_url(value) or value.startswith(("file:", "/")) or "\0" in value:
+            raise ImageError("it is a URL or absolute, allowed are paths relative to --image-root, which may be a URL")
         if ".." in PurePosixPath(unquote(value).replace("\\", "/")).parts:  # a server reads escapes
             raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
         path = os.path.join(self._root, value)

@@ -1,9 +1,8 @@
 """Chat templates: where they come from, and conversations written by them as the transformers library writes them.
 
-The ids of a conversation are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole, with the special
-tokens that the tokenizer's files name. The library itself takes seconds to import in each worker, its clock would give
-a resumed build other tokens, and it loses the position of a generation block within a macro. Here blocks are marked in
-the text by characters that Unicode gives to programs alone; the marks are taken out again.
+The ids are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole. The library itself takes seconds
+to import in each worker, its clock would give a resumed build other tokens, and it loses a generation block within a
+macro. Here blocks are marked by characters that Unicode gives to programs alone; the marks are taken out again.
 """
 
 from __future__ import annotations
@@ -39,8 +38,6 @@ _BEGIN, _END, PLACE = _RESERVED = "\ufdd0\ufdd1\ufdd2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
-_GIVEN = ("messages", "tools", "documents", "add_generation_prompt", *_NAMED)
-"""What every template is given."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _MARKS = ("<|im_start|>", "<|im_end|>")
 """Of the templates that are known by name."""
@@ -94,11 +91,6 @@ class ChatTemplate:
         """Whether the template says by itself what is learned."""
         return _GENERATION.search(self.text) is not None
 
-    @property
-    def variables(self) -> frozenset[str]:
-        """Names that a record may set for the template."""
-        return _variables(self.text) - {*_GIVEN}
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -144,17 +136,15 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     except ImportError as error:
         raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
     text = _chosen(choice, tokenizer.files[0].parent)
-    try:
-        dated = "strftime_now" in _variables(text)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"{flag}: the template is no Jinja: {_one_line(error)}") from error
-    if dated and today is None:
+    if "strftime_now" in text and today is None:
         raise ValueError(
             f"{flag}: the template writes today's date, so the tokens would be others tomorrow; fix it with "
             "--chat-template-date YYYY-MM-DD"
         )
     try:
-        _environment(today)
+        _compiled(text, today)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"{flag}: the template is no Jinja: {_one_line(error)}") from error
     except ValueError as error:
         raise ValueError(f"--chat-template-date {today} is no date, as in 2026-01-31") from error
     made = template_of(text, tokenizer, today)
@@ -252,9 +242,13 @@ def _one_line(error: object) -> str:
     return " ".join(str(error).split())
 
 
+def _raise(message: str) -> None:
+    raise RecordError(message)
+
+
 @lru_cache(maxsize=64)
-def _environment(today: str | None) -> Any:
-    """Jinja's sandbox as the library sets it up, but for the clock."""
+def _compiled(text: str, today: str | None) -> Any:
+    """A template in Jinja's sandbox as the library sets it up, but for the clock."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -274,32 +268,14 @@ def _environment(today: str | None) -> Any:
 
         def __str__(self) -> str:
             if self._undefined_name in _NAMED:
-                raise jinja2.TemplateError(
-                    f"it writes {self._undefined_name}, which the files beside the tokenizer do not name"
-                )
+                raise RecordError(f"it writes {self._undefined_name}, which the tokenizer's files do not name")
             return super().__str__()
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
 
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], undefined=Unnamed
     )
     made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    made.globals["raise_exception"] = raise_exception
+    made.globals["raise_exception"] = _raise
     if today is not None:
         made.globals["strftime_now"] = datetime.datetime.strptime(today, "%Y-%m-%d").strftime
-    return made
-
-
-@lru_cache(maxsize=64)
-def _compiled(text: str, today: str | None) -> Any:
-    return _environment(today).from_string(text)
-
-
-@lru_cache(maxsize=64)
-def _variables(text: str) -> frozenset[str]:
-    import jinja2.meta
-
-    environment = _environment(None)
-    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(text))) - {*environment.globals}
+    return made.from_string(text)

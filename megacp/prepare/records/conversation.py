@@ -41,7 +41,7 @@ class WrittenTalk:
         self._media: list[tuple[int, int, Media]] = []  # message, part
         self._weights: list[float] = []
         self._messages = [self._given(i) for i in range(len(talk.messages))]
-        if unknown := sorted(talk.variables.keys() - template.variables):
+        if unknown := [name for name in talk.variables if name not in template.text]:
             raise RecordError(f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable")
         values = (*zip(talk.paths, self._messages, strict=True), ("tools", talk.tools), ("variables", talk.variables))
         for path, value in values:  # a special token in a text would end a turn or begin one

@@ -1,8 +1,7 @@
 """A parsed record as token ids with their weights, branches and images: what a packer packs and a prompt asks.
 
-All texts of a chunk of records are tokenized in one call. A token that means an image comes from an image alone; text
-that spells one is refused. A document begins with the token that the tokenizer begins a text with, so a prompt that a
-server tokenizes is one of training.
+A token that means an image comes from an image alone; text that spells one is refused. A document begins with the token
+that the tokenizer begins a text with, so a prompt that a server tokenizes is one of training.
 """
 
 from __future__ import annotations
@@ -108,10 +107,7 @@ class DocumentMaker:
         self._special = {i: name for name, i in token_ids.items()}
         self._special_ids = np.array(sorted(self._special))
         self.num_token_ids = max([tokenizer.vocab_size, *(i + 1 for i in self._special)])
-        self._eod = None
-        if append_eod:
-            assert tokenizer.eos_id is not None, "checked before any worker starts"
-            self._eod = np.array([tokenizer.eos_id], dtype=np.int32)
+        self._eod = np.array([tokenizer.eos_id], dtype=np.int32) if append_eod else None
         self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
 
     def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Document]:
@@ -120,18 +116,13 @@ class DocumentMaker:
         encoded = iter(self._tokenizer.encode([part.text for part in parts if part.text is not None]))
         for record in records:
             if self._template is not None and isinstance(record[0][0], Rendered):
-                stretches, problem = _conversation(record, self._template)
-            else:
-                stretches, problem = self._begun([self._stretches(text, encoded) for text in record]), None
-            yield self._document(stretches, problem)
-
-    def _begun(self, parts: list[list[Stretch]]) -> list[list[Stretch]]:
-        """A record's prefix and branches after the token that begins every document, if its text does not have it."""
-        prefix, *branches = parts
-        head = next((stretch for stretch in prefix if len(stretch.ids)), None)
-        if self._first is None or head is None or head.ids[0] == self._first[0]:
-            return parts
-        return [[Stretch(self._first, head.weight), *prefix], *branches]
+                yield self._document(*_conversation(record, self._template))
+                continue
+            stretches = [self._stretches(text, encoded) for text in record]
+            head = next((stretch for stretch in stretches[0] if len(stretch.ids)), None)
+            if self._first is not None and head is not None and head.ids[0] != self._first[0]:
+                stretches[0].insert(0, Stretch(self._first, head.weight))
+            yield self._document(stretches, None)
 
     def _stretches(self, parts: Sequence[Part], encoded: Iterator[np.ndarray]) -> list[Stretch]:
         result = []
@@ -233,8 +224,7 @@ def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
     """A record's prefix and branches, such that some token before it predicts the first one of every branch.
 
     The end of a prefix cannot predict several tokens. Where a branch begins with learned text, the prefix's last token
-    moves to the beginning of every branch. Each still is the sequence that prefix and branch make, and the token is
-    learned once, as before.
+    moves to the beginning of every branch. It is learned once, as before.
     """
     prefix, *branches = parts
     *before, end = prefix

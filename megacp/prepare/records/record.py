@@ -90,16 +90,6 @@ def described(value: Any) -> str:
     return names.get(type(value), f"a {type(value).__name__}") if value != [] else "an empty list"
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; RecordError when a key stands twice, as Python would keep the last value alone."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for i, key in enumerate(keys) if key in keys[:i])
-        raise RecordError(f"the key `{twice}` stands more than once in an object, and one of its values would be lost")
-    return found
-
-
 def decode_json(line: bytes) -> Any:
     """One line of JSON as a Python value; RecordError for what is not UTF-8, not JSON, or not Unicode text."""
     try:
@@ -108,9 +98,7 @@ def decode_json(line: bytes) -> Any:
         bad = line[error.start]
         raise RecordError(f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line") from error
     try:
-        value = json.loads(text, object_pairs_hook=_object)
-    except RecordError:
-        raise
+        value = json.loads(text)
     except ValueError as error:
         message = getattr(error, "msg", str(error))
         raise RecordError(f"invalid JSON: {message} at column {getattr(error, 'colno', 1)}") from error

@@ -1,8 +1,8 @@
 """Text to token ids and back: one interface over bytes, SentencePiece, tokenizer.json and GPT-2's files, all local.
 
 The fast engine (gigatoken) is used only where its ids equal those of the kind's reference on a probe, when a tokenizer
-is loaded. Text that holds a symbol that the engine cuts otherwise, or a character newer than its Unicode tables may be,
-goes to the reference. transformers' AutoTokenizer would guess from names and download.
+is loaded. Text with a symbol that the engine cuts otherwise, or a character newer than its Unicode tables may be, goes
+to the reference.
 """
 
 from __future__ import annotations
@@ -180,12 +180,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.sha256 = _hash_files(path)
         try:
             model = self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-            self.vocab_size = model.vocab_size()
+            self.vocab_size, ids = model.vocab_size(), (model.eos_id(), model.bos_id(), model.pad_id())
         except Exception as error:  # RuntimeError or a protobuf error, depending on the damage
             raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
-        self.eos_id, self.bos_id, self.pad_id = (
-            None if i < 0 else i for i in (model.eos_id(), model.bos_id(), model.pad_id())
-        )
+        self.eos_id, self.bos_id, self.pad_id = (None if i < 0 else i for i in ids)
         # "<s>" written in a text is plain text to SentencePiece and a special token to gigatoken
         self._apart = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
         # the package does not say which pieces are user-defined symbols, but all have score 0

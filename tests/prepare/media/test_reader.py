@@ -97,7 +97,7 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "climbing": ({"path": "../secret.png"}, r"`content\[0\].path` '../secret.png': the path climbs with `..`"),
     "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
     "absolute": ({"path": "/etc/passwd"}, "absolute"),
-    "file url": ({"path": "file:///etc/passwd"}, "it is a URL, allowed are paths relative to --image-root"),
+    "file url": ({"path": "file:///etc/passwd"}, "it is a URL or absolute, allowed are paths relative to --image-root"),
     "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
     "data url as a path": (
@@ -116,7 +116,7 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "long name": ({"path": "a" * 300}, "it cannot be read .File name too long"),
     "half a character": ({"path": "a\ud800.png"}, "the path holds half a character"),
     "damaged video": ({"type": "video", "path": "grey.mp4"}, "grey.mp4': the video is damaged: its frame at"),
-    "zero byte": ({"path": "a\0.png"}, "absolute or no path"),
+    "zero byte": ({"path": "a\0.png"}, "it is a URL or absolute"),
     "empty path": ({"path": ""}, r"`content\[0\].path` is empty"),
     "no text": ({"path": 5}, r"`content\[0\].path` is a number \(5\), it must be a string"),
     "not base64": ({"base64": "%%%"}, r"`content\[0\].base64`: it is not base64"),

@@ -302,8 +302,6 @@ def test_a_text_build_names_the_image_that_it_cannot_hold() -> None:
         (b'{"text": "a"} {}', "at column 15"),
         (b'{"text": "\\ud83d"}', "surrogate"),
         (b"[" * 100_000, "nested"),
-        (b'{"text": "lost", "text": "a"}', "`text`"),
-        (b'{"messages": [{"role": "user", "content": "q", "content": "r"}]}', "`content`"),
     ],
 )
 def test_a_line_that_is_not_json_text_is_refused(line: bytes, named: str) -> None:
