@@ -59,41 +59,20 @@ class MediaReader:
         return tuple(parts)
 
     def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
-        if media.source == "frames":
-            return self._from_frames(media, members, items)
         data = self._bytes(media, members)
         items.append(data)
         if media.kind == "image":
             height, width, _ = load_pixels(data, self._rules).shape
             return [Placed(image_layout(width, height, self._rules), len(items) - 1, -1)]
         num_frames, fps = video_info(data, self._rules)
-        numbers = sample_frames(num_frames, fps, self._rules)
         for _ in video_pixels(data, self._rules):  # every taken frame can be decoded
             pass
-        return self._timed([number / fps for number in numbers], [(len(items) - 1, i) for i in range(len(numbers))])
-
-    def _from_frames(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
-        """Each frame is an item of its own, a video of one frame."""
-        if len(media.frames) > self._rules.max_frames:
-            raise ImageError(f"{len(media.frames)} frames, more than --max-frames {self._rules.max_frames}")
-        first, fps = len(items), media.fps or self._rules.video_fps
-        for image in media.frames:
-            try:
-                items.append(self._bytes(image, members))
-                load_pixels(items[-1], self._rules)
-            except ImageError as error:
-                raise RecordError(f"{_shown(image)}: {error}") from error
-        count = len(media.frames)
-        return self._timed([i / fps for i in range(count)], [(first + i, 0) for i in range(count)])
-
-    def _timed(self, seconds: list[float], frames: list[tuple[int, int]]) -> list[Part]:
-        """Frames, each by its item and its number there, after the text of its time."""
         layout = frame_layout(self._rules)
         parts: list[Part] = []
-        for i, (second, (item, frame)) in enumerate(zip(seconds, frames, strict=True)):
-            if text := time_text(i, second, self._rules):
+        for i, number in enumerate(sample_frames(num_frames, fps, self._rules)):
+            if text := time_text(i, number / fps, self._rules):
                 parts.append(SamplePart(text, 0.0))
-            parts.append(Placed(layout, item, frame))
+            parts.append(Placed(layout, len(items) - 1, i))
         return parts
 
     def _bytes(self, media: Media, members: Mapping[str, bytes]) -> bytes:
@@ -171,5 +150,5 @@ def _member(name: str, members: Mapping[str, bytes]) -> str | None:
 def unnamed_members(pieces: Iterable[SamplePart], members: Mapping[str, bytes]) -> list[str]:
     """The tar members that none of a record's pieces names: they would be lost in silence."""
     media = [piece.media for piece in pieces if piece.media is not None]
-    named = {str(one.value) for outer in media for one in (outer, *outer.frames) if one.source == "member"}
+    named = {str(one.value) for one in media if one.source == "member"}
     return sorted(set(members) - {_member(name, members) for name in named})

@@ -35,7 +35,7 @@ _PLACE = re.compile(r"<(image|video)>")
 """What stands in a text for the next of a record's images or videos."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
 """A place at the edge of a line, where no image is named; amid a line it may be a word about images."""
-_SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, "frames", "url")
+_SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, "url")
 """Keys of a part that name its image or video."""
 IMAGE_AS_TEXT = "<image>"
 """Of --ignore-keys: such a place is learned as text."""
@@ -316,8 +316,8 @@ def _with_media(talk: Talk, record: dict[str, Any]) -> tuple[Talk, tuple[str, ..
     def filled(kind: str) -> dict[str, Any]:
         places[kind] += 1
         value = values[kind][places[kind] - 1] if places[kind] <= len(values[kind]) else None
-        if isinstance(value, bytes | list):
-            return {"type": kind, "bytes" if isinstance(value, bytes) else "frames": value}
+        if isinstance(value, bytes):
+            return {"type": kind, "bytes": value}
         if isinstance(value, dict) and not value.keys() <= {"bytes", "path"}:
             return {"type": kind, **value}
         return {"type": kind, kind: value}

@@ -199,14 +199,10 @@ class Media:
     kind: str
     """image or video."""
     source: str
-    """One of MEDIA_SOURCES, or `frames`."""
+    """One of MEDIA_SOURCES."""
     value: str | bytes
     key: str
     """Where it stands in the record."""
-    frames: tuple[Media, ...] = ()
-    """The images of a video that is given as such."""
-    fps: float | None = None
-    """Frames a second of `frames`; None = as the rules sample."""
 
 
 @dataclass(frozen=True)
@@ -256,20 +252,23 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
             "(--image-root, --image-rules or another flag for images)"
         )
     # nulls are what Parquet fills in for absent keys
-    given = {key: part[key] for key in (*MEDIA_SOURCES, kind, "frames", "url") if part.get(key) is not None}
-    allowed = (*MEDIA_SOURCES, "frames") if kind == "video" else MEDIA_SOURCES
-    if "url" in given:
-        raise RecordError(f"`{where}.url`: nothing is downloaded; give one of {', '.join(allowed)}")
-    if len(given) != 1 or not {*given} <= {*allowed, kind}:
+    given = {key: part[key] for key in (*MEDIA_SOURCES, kind, "url") if part.get(key) is not None}
+    if len(given) != 1 or "url" in given:
         found = ", ".join(given) or "none"
-        raise RecordError(f"`{where}` of type {kind} needs exactly one of {', '.join(allowed)}, found {found}")
+        raise RecordError(
+            f"`{where}` of type {kind} needs exactly one of {', '.join(MEDIA_SOURCES)} (nothing is downloaded), found "
+            f"{found}"
+        )
     ((key, value),) = given.items()
-    rules.refuse_lost(part, ("type", key, "fps") if key == "frames" else ("type", key), f"`{where}`")
+    rules.refuse_lost(part, ("type", key), f"`{where}`")
     where = f"{where}.{key}"
     if key == kind and isinstance(value, dict):
-        key, value = _stored(value, where, rules)
-    if key == "frames":
-        return _frames(part, value, where, rules)
+        # the `Image` feature of Hugging Face datasets, {bytes, path}, where `path` only names bytes
+        rules.refuse_lost(value, ("bytes", "path"), f"`{where}`")
+        if value.get("bytes") is None and value.get("path") is None:
+            raise RecordError(f"`{where}` has neither `bytes` nor `path`")
+        key = "path" if value.get("bytes") is None else "bytes"
+        value = value[key]
     if key == "bytes":
         if not isinstance(value, bytes):
             raise RecordError(f"`{where}` is {described(value)}, it must be bytes (only Parquet has them; use base64)")
@@ -277,28 +276,3 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
     return Media(kind, "path" if key == kind else key, value, where)
-
-
-def _stored(value: dict[str, Any], where: str, rules: RecordRules) -> tuple[str, Any]:
-    """The source of the `Image` feature of Hugging Face datasets, {bytes, path}; `path` only names bytes."""
-    rules.refuse_lost(value, ("bytes", "path"), f"`{where}`")
-    if value.get("bytes") is not None:
-        return "bytes", value["bytes"]
-    if value.get("path") is None:
-        raise RecordError(f"`{where}` has neither `bytes` nor `path`")
-    return "path", value["path"]
-
-
-def _frames(part: dict[str, Any], value: Any, where: str, rules: RecordRules) -> Media:
-    if not isinstance(value, list) or not value:
-        raise RecordError(f"`{where}`: a video with no frames, it must be a list of images, found {described(value)}")
-    fps = part.get("fps")
-    if fps is not None and (isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf):
-        raise RecordError(f"`{where.rpartition('.')[0]}.fps` is {described(fps)}, it must be a number above 0")
-    images = []
-    for i, item in enumerate(value):
-        item = {"path": item} if isinstance(item, str) else item
-        if not isinstance(item, dict):
-            raise RecordError(f"`{where}[{i}]` must be a path or an object, found {described(item)}")
-        images.append(media_at(item, "image", f"{where}[{i}]", rules))
-    return Media("video", "frames", "", where, tuple(images), None if fps is None else float(fps))

@@ -85,14 +85,6 @@ def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
     assert not any(part.weight for part in parts if isinstance(part, SamplePart))
 
 
-def test_frames_given_as_images_are_items_of_one_frame_each(root: Path) -> None:
-    frames = ["sub/a.png", {"base64": base64.b64encode(PICTURE).decode()}]
-    parts, items = expand([{"type": "video", "frames": frames, "fps": 0.5}], root)
-    placed = [part for part in parts if isinstance(part, Placed)]
-    assert [(part.item, part.frame) for part in placed] == [(0, 0), (1, 0)] and items == [PICTURE] * 2
-    assert [part.text for part in parts if isinstance(part, SamplePart)] == ["0.0 ", " 2.0 ", None]
-
-
 BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "climbing": ({"path": "../secret.png"}, r"`content\[0\].path` '../secret.png': the path climbs with `..`"),
     "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
@@ -104,7 +96,7 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
         {"path": "data:image/png;base64," + "A" * 1000},
         "it is a data URL, which stands under `base64`",
     ),
-    "url key": ({"url": "https://example.org/a.png"}, r"`content\[0\].url`: nothing is downloaded"),
+    "url key": ({"url": "https://example.org/a.png"}, "nothing is downloaded.*found url"),
     "link to a file": ({"path": "out.png"}, "a symbolic link leads out of --image-root"),
     "link to a folder": ({"path": "up/secret.png"}, "a symbolic link leads out of --image-root"),
     "missing": ({"path": "none.png"}, "no such file under --image-root"),
@@ -124,14 +116,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "base64 of text": ({"base64": "aGVsbG8="}, "none of Jpeg, Png"),
     "member elsewhere": ({"member": "../x.png"}, "the record has no such member; it has d/1.png"),
     "bytes as text": ({"bytes": "abc"}, "must be bytes"),
-    "nothing": ({}, "needs exactly one of path, base64, member, bytes, found none"),
+    "nothing": ({}, "needs exactly one of path, base64, member, bytes .*, found none"),
     "two": ({"path": "a", "base64": "b"}, "needs exactly one of .*, found path, base64"),
-    "frames of an image": ({"frames": ["a"]}, "needs exactly one of .*, found frames"),
-    "no frames": ({"type": "video", "frames": []}, "a video with no frames"),
-    "bad frame": ({"type": "video", "frames": [3]}, r"`content\[0\].frames\[0\]` must be a path or an object"),
-    "missing frame": ({"type": "video", "frames": ["sub/a.png", "b"]}, r"frames\[1\].path` 'b': no such file"),
-    "many frames": ({"type": "video", "frames": ["sub/a.png"] * 13}, "13 frames, more than --max-frames 12"),
-    "no rate": ({"type": "video", "frames": ["sub/a.png"], "fps": 0}, r"`content\[0\].fps` is a number \(0\)"),
     "an image as video": ({"type": "video", "path": "bad.mp4"}, "bad.mp4': the mov video is cut short or damaged"),
 }
 

@@ -264,7 +264,7 @@ def test_an_image_without_a_place_of_its_own_is_refused(tmp_path: Path, place: s
 
 
 def test_a_video_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    part = {"type": "video", "frames": ["a.png", "b.png"]}
+    part = {"type": "video", "path": "a.mp4"}
     source = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": [part]}, TELL]})
     with pytest.raises(ValueError, match=r"a.jsonl:1: `messages\[0\].content\[0\]`: a video has no one place"):
         run([source], tmp_path / "d", **values(tmp_path, "'<image>'"))

@@ -225,9 +225,7 @@ def test_a_text_that_spells_a_special_token_is_refused(folder: Path, where: str)
 def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
     """The library writes nothing in its place, and an answer without an end is learned."""
     write_tokenizer(tmp_path, bos_token=None)
-    assert "it writes bos_token, which the tokenizer's files do not name" in refusal(
-        tmp_path, "gemma", talk(ASK, TELL)
-    )
+    assert "it writes bos_token, which the tokenizer's files do not name" in refusal(tmp_path, "gemma", talk(ASK, TELL))
     assert rendered(tmp_path, "chatml", talk(ASK, TELL)).learned
 
 
