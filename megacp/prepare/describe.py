@@ -38,9 +38,14 @@ def describe_pack(
             lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
             break
         row, tokens = pack.segments[number], pack.tokens[here]
-        weights = "weights all 1" if pack.weights is None else _weights(pack.weights[here])
+        weights, note = "weights all 1", " (truncated)" if row["flags"] & FLAG_TRUNCATED else ""
+        if pack.weights is not None:
+            own = pack.weights[here]
+            weights = f"weights {float(own.min()):g}..{float(own.max()):g}, {int((own > 0).sum())} counted"
+        if row["flags"] & FLAG_SPLIT:
+            note = f" (piece from token {row['source_start']})"
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
-        lines.append(f"  [{number}] {len(tokens)} tokens{_marks(row)}  {weights}  {source}")
+        lines.append(f"  [{number}] {len(tokens)} tokens{note}  {weights}  {source}")
         lines.append(f"      {_beginning(tokens, tokenizer, characters)}")
         lines += _images(pack, number)
         for i, (first, last) in enumerate(itertools.pairwise([*begins, len(tokens)]), start=1):
@@ -121,15 +126,6 @@ def _boundaries(pack: Pack) -> list[str]:
         ranges = [f"{row['start_image_idx']}-{row['end_image_idx']}" for row in table]
         lines.append(f"  cp {degree}: crops {' '.join(ranges)}, at most {table['max_num_tokens'][0]} tokens a rank")
     return lines
-
-
-def _marks(row: np.void) -> str:
-    marks = {FLAG_SPLIT: f" (piece from token {row['source_start']})", FLAG_TRUNCATED: " (truncated)"}
-    return "".join(text for flag, text in marks.items() if int(row["flags"]) & flag)
-
-
-def _weights(weights: np.ndarray) -> str:
-    return f"weights {float(weights.min()):g}..{float(weights.max()):g}, {int((weights > 0).sum())} counted"
 
 
 def _beginning(tokens: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:

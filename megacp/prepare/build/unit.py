@@ -51,11 +51,6 @@ class UnitResult:
     """Documents of which nothing is learned."""
 
 
-def shard_name(unit: int) -> str:
-    """Directory name of a unit's shard."""
-    return f"shard_{unit:05d}"
-
-
 class _Place(NamedTuple):
     """Where a record stands; `line` counts from its extent's beginning."""
 
@@ -114,7 +109,7 @@ class _UnitRun:
 
     def run(self) -> UnitResult:
         settings, unit, maker = self._settings, self._unit, self._builder.maker
-        directory = Path(settings.output) / shard_name(unit.index)
+        directory = Path(settings.output) / f"shard_{unit.index:05d}"
         window: list[tuple[_Entry, Document]] = []
         tokens = 0
         sizes = maker.num_token_ids, settings.seq_length, settings.pad_multiple

@@ -53,35 +53,46 @@ def parse_record(
     talks = any(isinstance(each, Talk) for each in (said, *(branch for branch, _ in found)))
     made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
     weight = 1.0 if accepted.ignore_weights else weight_of(record, "weight")
-    if weight != 1.0:
-        branches = tuple(_weighed(branch, weight) for branch in made.branches)
-        made = Sample(_weighed(made.prefix, weight), branches)
-    return replace(made, talks=talks)
+    weighed = tuple(_weighed(branch, weight) for branch in made.branches)
+    return Sample(_weighed(made.prefix, weight), weighed, talks)
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
     """Pieces with their loss weights times `weight`."""
     found: list[SamplePart] = []
-    for piece in pieces:
+    for piece in pieces if weight != 1.0 else ():
         if isinstance(piece, Rendered):
             learned = tuple((start, stop, each * weight) for start, stop, each in piece.learned)
             found.append(replace(piece, learned=learned))
         else:
             found.append(replace(piece, weight=piece.weight * weight))
-    return tuple(found)
+    return tuple(found) or pieces
 
 
 def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -> Sample:
     """A record in the house's own form."""
-    pieces = _pieces(said, rules)
     if not branches:
-        return Sample(_ended([*pieces, *_asked(said, rules)]))
+        return Sample(_ended(said, rules))
+    prefix = from_messages(said, rules) if isinstance(said, Talk) else said
     joined = []
     for branch, weight in branches:
-        whole = _ended([*_pieces(branch, rules), *_asked(branch, rules)])
-        each = _joined(pieces, whole, isinstance(said, Talk) and isinstance(branch, Talk))
-        joined.append(each if weight == 1.0 else _weighed(each, weight))
-    return Sample(tuple(pieces), tuple(joined))
+        first, *rest = _ended(branch, rules)
+        if isinstance(said, Talk) and isinstance(branch, Talk):  # as in one conversation
+            first = replace(first, text=f"\n{first.text}")
+        elif prefix[-1].media is not None and first.weight > 0:
+            first, rest = SamplePart("\n", 0.0), [first, *rest]
+        joined.append(_weighed((first, *rest), weight))
+    return Sample(tuple(prefix), tuple(joined))
+
+
+def _ended(said: Said, rules: RecordRules) -> tuple[SamplePart, ...]:
+    """A record's pieces to the end of its document, or the header of the answer that it asks for."""
+    pieces = from_messages(said, rules) if isinstance(said, Talk) else said
+    if rules.accepted.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES:
+        pieces = [*pieces, header(LEARNED_ROLES[0], first=False)]
+    if pieces[-1].is_end:  # an assistant's last word ends the document too
+        return tuple(pieces)
+    return (*pieces, SamplePart(None, pieces[-1].weight))
 
 
 def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTemplate, rules: RecordRules) -> Sample:
@@ -100,22 +111,6 @@ def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTem
     return Sample(shared.pieces(), tuple(found))
 
 
-def _pieces(said: Said, rules: RecordRules) -> list[SamplePart]:
-    return from_messages(said, rules) if isinstance(said, Talk) else said
-
-
-def _asked(said: Said, rules: RecordRules) -> list[SamplePart]:
-    """The header of the answer, where a record is a question and its last message is no assistant's."""
-    asks = rules.accepted.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES
-    return [header(LEARNED_ROLES[0], first=False)] if asks else []
-
-
-def _ended(pieces: list[SamplePart]) -> tuple[SamplePart, ...]:
-    if pieces[-1].is_end:  # an assistant's last word ends the document too
-        return tuple(pieces)
-    return (*pieces, SamplePart(None, pieces[-1].weight))
-
-
 def _branch(value: Any, i: int, rules: RecordRules) -> tuple[Said, float]:
     """What a branch says, and its weight."""
     where = f"branches[{i}]"
@@ -127,12 +122,3 @@ def _branch(value: Any, i: int, rules: RecordRules) -> tuple[Said, float]:
         raise RecordError(f"`{where}.branches`: branches of branches are written out as branches")
     weight = 1.0 if rules.accepted.ignore_weights else weight_of(value, f"{where}.weight")
     return said_by(value, rules, ("weight",), where), weight
-
-
-def _joined(prefix: list[SamplePart], branch: tuple[SamplePart, ...], conversation: bool) -> tuple[SamplePart, ...]:
-    """A branch with what stands between it and its prefix; `conversation`: both are messages."""
-    if conversation:
-        return (replace(branch[0], text=f"\n{branch[0].text}"), *branch[1:])
-    if prefix[-1].media is not None and branch[0].weight > 0:
-        return (SamplePart("\n", 0.0), *branch)
-    return branch
