@@ -7,15 +7,18 @@ same input gives the same file.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megacp.prepare.records.read import Extent, read_extent
-from megacp.prepare.records.record import Accepted, RecordError, Refusal
+from megacp.prepare.records.record import RecordError, RecordRules, Refusal
 from megacp.prepare.records.sample import parse_record
 
 EOD_TOKEN = "<|endoftext|>"
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")
-_ANYTHING = Accepted(("*", "image", "images", "video", "videos", "audio"), ("*",))
+_ANYTHING = RecordRules(
+    media=True, ignore_keys=("*", "image", "images", "video", "videos", "audio"), context_roles=("*",)
+)
 """Only the text of a record is read here."""
 
 
@@ -45,7 +48,7 @@ def _texts_of(path: str, text_key: str) -> Iterator[str]:
         if isinstance(item, Refusal):
             raise ValueError(str(item))
         try:
-            sample = parse_record(item.value, text_key, media=True, accepted=_ANYTHING)
+            sample = parse_record(item.value, replace(_ANYTHING, text_key=text_key))
         except RecordError as error:
             raise ValueError(f"{path}:{item.line}: {error}") from error
         for part in (sample.prefix, *sample.branches):

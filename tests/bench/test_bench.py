@@ -22,6 +22,7 @@ from bench.pictures.masks import tile_shapes
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.ops.mask import allowed
 from megacp.core.pipeline_parallel.schedules import schedule
+from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
 from tests.reference.packs import random_batch
 from tools.draw_pictures import main
@@ -115,7 +116,7 @@ def test_the_drawn_schedules_have_the_bubble_of_their_formula(name: str, chunks:
 
 
 def test_the_record_of_the_picture_can_be_parsed() -> None:
-    assert len(parse_record(json.loads(flow.RECORD), media=True).branches) == 3
+    assert len(parse_record(json.loads(flow.RECORD), RecordRules(media=True)).branches) == 3
 
 
 @pytest.mark.slow

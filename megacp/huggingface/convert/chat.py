@@ -15,6 +15,7 @@ from megacp.core.training.state import stored_state
 from megacp.huggingface.convert.hf_files import read_json, write_json
 from megacp.huggingface.convert.source import Loaded
 from megacp.prepare.records.chat_template import templates_of
+from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -110,7 +111,7 @@ def _probe_messages() -> list[list[dict[str, Any]]]:
 def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
     """The ids of a record in a build, `media` in place of each image."""
     ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
-    for piece in parse_record({"messages": messages}, media=True).prefix:
+    for piece in parse_record({"messages": messages}, RecordRules(media=True)).prefix:
         if piece.text is not None:
             ids += tokenizer.encode_reference(piece.text).tolist()
         elif piece.media is not None:

@@ -81,7 +81,7 @@ class PromptMaker:
         Where the last message is not an assistant's, the header of an assistant's stands behind it.
         RecordError (a ValueError) says what is wrong with it.
         """
-        sample = parse_record(record, media=True, accepted=FOR_PROMPTS)
+        sample = parse_record(record, FOR_PROMPTS)
         if sample.talks and self._by_template:
             raise RecordError(
                 "messages, which the model learned by a chat template and would be asked here in other tokens: export "

@@ -25,7 +25,7 @@ from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
-from megacp.prepare.records.record import Accepted, RecordError, Refusal, Sample
+from megacp.prepare.records.record import RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
 _CHUNK_CHARACTERS = 1 << 20
@@ -105,7 +105,8 @@ class _UnitRun:
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._documents = self._unlearned = self._learned_tokens = self._windows = 0
-        self._accepted = Accepted(settings.ignore_keys, settings.context_roles)
+        named = settings.ignore_keys, settings.context_roles
+        self._rules = RecordRules(settings.text_key, self._media is not None, *named)
 
     def run(self) -> UnitResult:
         settings, unit, maker = self._settings, self._unit, self._builder.maker
@@ -137,7 +138,6 @@ class _UnitRun:
         """Parsed records in the input's order, some at a time."""
         chunk: list[_Entry] = []
         characters = 0
-        rules = self._settings.text_key, self._media is not None, self._accepted, self._builder.template
         for extent in self._unit.extents:
             for item in read_extent(extent, self._settings.max_record_bytes, self._media is not None):
                 if isinstance(item, Refusal):
@@ -145,7 +145,7 @@ class _UnitRun:
                     continue
                 place = _Place(extent, item.line, item.offset)
                 try:
-                    sample = parse_record(item.value, *rules)
+                    sample = parse_record(item.value, self._rules, self._builder.template)
                     self._check_template(sample, place)
                     chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
                 except RecordError as error:

@@ -14,7 +14,6 @@ from megacp.prepare.records.chat_template import PLACE, REASONING, ChatTemplate,
 from megacp.prepare.records.forms import Talk, kind_of, role_and_weight, text_of
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
-    NOTHING_MORE,
     Media,
     RecordError,
     RecordRules,
@@ -83,7 +82,7 @@ class WrittenTalk:
 
     def _given(self, i: int) -> dict[str, Any]:
         """Message i as the template gets it; its weight and its images are entered."""
-        message, where, ignored = self._talk.messages[i], self._talk.paths[i], self._rules.accepted.ignore_keys
+        message, where, ignored = self._talk.messages[i], self._talk.paths[i], self._rules.ignore_keys
         self._weights.append(role_and_weight(message, where, self._rules)[1])
         given = {k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored}
         if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
@@ -259,7 +258,7 @@ def answer_ends(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     for messages, tools in _PROBE:
         talk = Talk(messages, tuple(f"messages[{i}]" for i in range(len(messages))), tools)
         try:
-            written = WrittenTalk(talk, template, RecordRules("text", False, NOTHING_MORE, True))
+            written = WrittenTalk(talk, template, RecordRules())
         except RecordError:  # no such conversation is in the data either
             continue
         for start, stop, _ in written.learned:

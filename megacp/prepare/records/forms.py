@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megacp.prepare.records.record import (
+    CONTEXT_ROLES,
     END,
     LEARNED_ROLES,
     MEDIA_SOURCES,
@@ -77,10 +78,13 @@ def talk_of(value: Any, key: str) -> Talk:
 def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> tuple[str, float]:
     """Who says a message, and the loss weight of its content: its `weight` where the role is learned, else 0."""
     role, weight = text_at(message["role"], f"{where}.role"), weight_of(message, f"{where}.weight")
-    if problem := rules.accepted.role_problem(role):
-        raise RecordError(f"`{where}.role`: {problem}")
+    if role not in (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles) and "*" not in rules.context_roles:
+        raise RecordError(
+            f"`{where}.role`: {role!r} is none of the roles {', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}, and only "
+            f"what an assistant says is learned; rename it, or give --context-roles {role} to learn nothing of it"
+        )
     if role in LEARNED_ROLES:
-        return role, 1.0 if rules.accepted.ignore_weights else weight
+        return role, 1.0 if rules.ignore_weights else weight
     if message.get("weight") is not None and weight > 0:
         raise RecordError(f"`{where}.weight` is {weight:g}, but nothing that a {role} says is learned; leave it out")
     return role, 0.0
@@ -244,13 +248,15 @@ FORMS = (
 """All but plain text, whose key the user names."""
 
 
-def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...], where: str = "") -> Said:
+def said_by(
+    record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...], has_template: bool, where: str = ""
+) -> Said:
     """What a record says, or a branch at `where`; `own_keys`: those that belong to it in any form.
 
     RecordError: no form or several, what a form cannot be, keys that would be lost.
     """
     # --text-key may name a key of another form, which then is plain text; an ignored key is not there
-    text_key, ignored = rules.text_key, {*rules.accepted.ignore_keys} - {rules.text_key, *own_keys}
+    text_key, ignored = rules.text_key, {*rules.ignore_keys} - {rules.text_key, *own_keys}
     forms = [Form((text_key,), lambda record, at, rules: plain_text(record[text_key], at(text_key)))]
     forms += [form for form in FORMS if text_key not in form.keys]
     given = {key: value for key, value in record.items() if value is not None and key not in ignored}
@@ -270,13 +276,13 @@ def said_by(record: dict[str, Any], rules: RecordRules, own_keys: tuple[str, ...
         for message, path in zip(said.messages, said.paths, strict=True):
             content = message.get("content")
             blind = isinstance(content, str) and message["role"] not in LEARNED_ROLES and _UNFILLED.search(content)
-            if blind and rules.media and not (media_keys or {IMAGE_AS_TEXT, "*"} & {*rules.accepted.ignore_keys}):
+            if blind and rules.media and not (media_keys or {IMAGE_AS_TEXT, "*"} & {*rules.ignore_keys}):
                 raise RecordError(
                     f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or "
                     f"give --ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
                 )
         read += media_keys
-        if rules.has_template:
+        if has_template:
             said, read = _with_tools(said, given), (*read, "tools", "chat_template_kwargs")
     rules.refuse_lost(given, read, f"`{where}`" if where else "", in_record=True)
     return said

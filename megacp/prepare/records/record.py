@@ -113,9 +113,12 @@ def decode_json(line: bytes) -> Any:
 
 
 @dataclass(frozen=True)
-class Accepted:
-    """What the user lets through: keys to ignore, roles to take as context."""
+class RecordRules:
+    """How records are read, and what the user lets through."""
 
+    text_key: str = "text"
+    media: bool = False
+    """Whether images and videos may be there."""
     ignore_keys: tuple[str, ...] = ()
     """Names, and patterns with `*`; a pattern covers neither images and the like nor a message's keys."""
     context_roles: tuple[str, ...] = ()
@@ -125,42 +128,16 @@ class Accepted:
     asks: bool = False
     """Whether an assistant's header follows messages that end with another's: no text of it is learned."""
 
-    def role_problem(self, role: str) -> str | None:
-        """Why a role cannot be used; None when it can."""
-        if role in (*LEARNED_ROLES, *CONTEXT_ROLES, *self.context_roles) or "*" in self.context_roles:
-            return None
-        known = ", ".join((*CONTEXT_ROLES, *LEARNED_ROLES))
-        return (
-            f"{role!r} is none of the roles {known}, and only what an assistant says is learned; rename it, or give "
-            f"--context-roles {role} to learn nothing of it"
-        )
-
-
-NOTHING_MORE = Accepted()
-FOR_PROMPTS = Accepted(("*",), ("*",), True, True)
-"""Of records that are asked, from which nothing is learned: the last thing said is the answer, whatever it weighs."""
-
-
-@dataclass(frozen=True)
-class RecordRules:
-    """How records are read."""
-
-    text_key: str
-    media: bool
-    """Whether images and videos may be there."""
-    accepted: Accepted
-    has_template: bool = False
-    """Whether a chat template writes messages: it reads what it likes of them."""
-
     def refuse_lost(self, found: Mapping[str, Any], known: Iterable[str], where: str, in_record: bool = False) -> None:
         """RecordError for keys of `found`, which stands at `where`, that are not read and not empty.
 
         `in_record`: metadata may stand here, as in a record, and not in a message or a part of one.
         """
         lost: dict[str, str] = {}
-        for key in found.keys() - {*known, *self.accepted.ignore_keys}:
+        for key in found.keys() - {*known, *self.ignore_keys}:
             if found[key] is not None and found[key] not in ("", b"", [], {}):
-                reason = _reason(key, self.accepted, isinstance(found[key], bool | int | float), in_record)
+                is_number = isinstance(found[key], bool | int | float)
+                reason = _reason(key, self.ignore_keys, is_number) if in_record else "is unknown here"
                 lost |= {key: reason} if reason else {}
         if lost:
             keys = [key for key in found if key in lost]
@@ -168,11 +145,13 @@ class RecordRules:
             raise RecordError(f"{where and f'{where}: '}{told}. --ignore-keys {','.join(keys)} leaves it out")
 
 
+FOR_PROMPTS = RecordRules(media=True, ignore_keys=("*",), context_roles=("*",), ignore_weights=True, asks=True)
+"""Of records that are asked, from which nothing is learned: the last thing said is the answer, whatever it weighs."""
+
+
 @lru_cache(maxsize=4096)
-def _reason(key: str, accepted: Accepted, is_number: bool, in_record: bool) -> str | None:
-    """Why a key that is not empty is refused; None when it may stand there."""
-    if not in_record:
-        return "is unknown here"
+def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
+    """Why a key of a record that is not empty is refused; None when it may stand there."""
     snake = re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower()  # `maxStars_repo-path` is max, stars, repo, path
     words = [word for word in re.split(r"[^a-z0-9]+", snake) if word and not word.isdigit()] or [snake]
     singular = [word if word in ("is", "has", "ids") else word.rstrip("s") for word in words]
@@ -181,7 +160,7 @@ def _reason(key: str, accepted: Accepted, is_number: bool, in_record: bool) -> s
         return None
     if not _MEDIA.isdisjoint(singular):
         return "names an image, a video or a sound"
-    if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in accepted.ignore_keys):
+    if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in ignored):
         return None
     return "is unknown"
 

@@ -16,8 +16,6 @@ from megacp.prepare.records.conversation import WrittenTalk
 from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
-    NOTHING_MORE,
-    Accepted,
     RecordError,
     RecordRules,
     Rendered,
@@ -26,33 +24,23 @@ from megacp.prepare.records.record import (
     described,
 )
 
+TEXT_RULES = RecordRules()
 RECORD_KEYS = ("weight", "branches")
 """Of a record beside what it says."""
 
 
-def parse_record(
-    record: Any,
-    text_key: str = "text",
-    media: bool = False,
-    accepted: Accepted = NOTHING_MORE,
-    template: ChatTemplate | None = None,
-) -> Sample:
-    """A decoded record as a Sample. RecordError says what is wrong with it.
-
-    `text_key` names its plain text. `media`: whether it may hold images and videos. `accepted`: further keys and roles.
-    `template`: what writes its messages.
-    """
+def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTemplate | None = None) -> Sample:
+    """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong with it."""
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {described(record)}")
-    rules = RecordRules(text_key, media, accepted, template is not None)
-    said = said_by(record, rules, RECORD_KEYS)
+    said = said_by(record, rules, RECORD_KEYS, template is not None)
     branches = record.get("branches")
     if branches is not None and (not isinstance(branches, list) or not branches):
         raise RecordError(f"`branches` must be a list of at least one continuation, found {described(branches)}")
-    found = [_branch(branch, i, rules) for i, branch in enumerate(branches or ())]
+    found = [_branch(branch, i, rules, template is not None) for i, branch in enumerate(branches or ())]
     talks = any(isinstance(each, Talk) for each in (said, *(branch for branch, _ in found)))
     made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
-    weight = 1.0 if accepted.ignore_weights else weight_of(record, "weight")
+    weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
     return Sample(_weighed(made.prefix, weight), weighed, talks)
 
@@ -88,7 +76,7 @@ def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -
 def _ended(said: Said, rules: RecordRules) -> tuple[SamplePart, ...]:
     """A record's pieces to the end of its document, or the header of the answer that it asks for."""
     pieces = from_messages(said, rules) if isinstance(said, Talk) else said
-    if rules.accepted.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES:
+    if rules.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES:
         pieces = [*pieces, header(LEARNED_ROLES[0], first=False)]
     if pieces[-1].is_end:  # an assistant's last word ends the document too
         return tuple(pieces)
@@ -111,7 +99,7 @@ def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTem
     return Sample(shared.pieces(), tuple(found))
 
 
-def _branch(value: Any, i: int, rules: RecordRules) -> tuple[Said, float]:
+def _branch(value: Any, i: int, rules: RecordRules, has_template: bool) -> tuple[Said, float]:
     """What a branch says, and its weight."""
     where = f"branches[{i}]"
     if isinstance(value, str):
@@ -120,5 +108,5 @@ def _branch(value: Any, i: int, rules: RecordRules) -> tuple[Said, float]:
         raise RecordError(f"`{where}` is {described(value)}, it must be a string or an object")
     if value.get("branches") is not None:
         raise RecordError(f"`{where}.branches`: branches of branches are written out as branches")
-    weight = 1.0 if rules.accepted.ignore_weights else weight_of(value, f"{where}.weight")
-    return said_by(value, rules, ("weight",), where), weight
+    weight = 1.0 if rules.ignore_weights else weight_of(value, f"{where}.weight")
+    return said_by(value, rules, ("weight",), has_template, where), weight

@@ -19,6 +19,7 @@ from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.huggingface.generation.prompt import PromptMaker
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import DocumentMaker
+from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from tests.huggingface.convert.models import given
@@ -120,7 +121,7 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
     made = library_processor(tmp_path, monkeypatch)
     made.chat_template = (tmp_path / chat.TEMPLATE_FILE).read_text()
     reader = MediaReader(TINY, str(tmp_path))
-    parts = reader.expand(parse_record({"messages": messages}, media=True).prefix, {}, [])
+    parts = reader.expand(parse_record({"messages": messages}, RecordRules(media=True)).prefix, {}, [])
     maker = DocumentMaker(tokenizer, True, dict(TINY.token_ids))
     expected = next(maker.encode([[parts]])).tokens.tolist()
     asked = PromptMaker(tokenizer, TINY, str(tmp_path)).of_record({"messages": messages})

@@ -13,7 +13,7 @@ import pytest
 from megacp.core.data.geometry import frame_layout, image_layout
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import Part, Placed
-from megacp.prepare.records.record import RecordError, SamplePart
+from megacp.prepare.records.record import RecordError, RecordRules, SamplePart
 from megacp.prepare.records.sample import parse_record
 from tests.data.streams import coded, damaged
 from tests.prepare.media.pictures import TINY, encoded, noise, video
@@ -42,7 +42,7 @@ def root(tmp_path: Path) -> Path:
 def expand(
     content: list[dict[str, Any]], root: Path | None, members: dict[str, bytes] | None = None, **changes: Any
 ) -> tuple[tuple[Part, ...], list[bytes]]:
-    pieces = parse_record({"content": content}, media=True).prefix
+    pieces = parse_record({"content": content}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     reader = MediaReader(dataclasses.replace(TINY, **changes), None if root is None else str(root))
     return reader.expand(pieces, members or {}, items), items
@@ -73,7 +73,7 @@ def test_an_image_may_be_given_in_every_way(root: Path, part: dict[str, Any]) ->
 
 def test_a_video_is_its_frames_with_their_times_between(root: Path) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "now"}, {"type": "video", "path": "v.mp4"}]}]
-    pieces = parse_record({"messages": messages}, media=True).prefix
+    pieces = parse_record({"messages": messages}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     parts = MediaReader(TINY, str(root)).expand(pieces, {}, items)
     texts = [part.text for part in parts if isinstance(part, SamplePart)]

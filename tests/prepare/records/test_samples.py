@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacp.prepare.records.record import END, FOR_PROMPTS, Accepted, Media, RecordError, SamplePart, decode_json
+from megacp.prepare.records.record import END, FOR_PROMPTS, Media, RecordError, RecordRules, SamplePart, decode_json
 from megacp.prepare.records.sample import parse_record
 
 ASK, TELL = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -26,6 +26,8 @@ WITH_INPUT = (
     "### Response:\n"
 )
 
+IMAGES = RecordRules(media=True)
+
 
 def said(*pieces: tuple[str | None, float]) -> tuple[SamplePart, ...]:
     return tuple(SamplePart(text, weight) for text, weight in pieces)
@@ -34,7 +36,7 @@ def said(*pieces: tuple[str | None, float]) -> tuple[SamplePart, ...]:
 def test_texts_and_messages_are_learned_by_who_says_them() -> None:
     sample = parse_record({"text": "a b", "id": 7, "weight": 2, "url": "u"})
     assert (sample.prefix, sample.branches) == (said(("a b", 2), (None, 2)), ())
-    assert parse_record({"body": "x", "text": ""}, "body").prefix[0].text == "x"
+    assert parse_record({"body": "x", "text": ""}, RecordRules("body")).prefix[0].text == "x"
     assert parse_record({"content": [X, X]}).prefix == (SamplePart("xx", 1.0), END)
     assert parse_record({"messages": [ASK, TELL]}).prefix == said(
         ("<|user|>\n", 0), ("Q", 0), ("\n<|assistant|>\n", 0), ("A", 1), (None, 1)
@@ -50,12 +52,12 @@ def test_texts_and_messages_are_learned_by_who_says_them() -> None:
 
 def test_images_stand_where_they_are_named_and_are_not_learned() -> None:
     media = Media("image", "path", "image.bin", "content[2].path")
-    pieces = parse_record({"content": [X, X, IMAGE]}, media=True).prefix
+    pieces = parse_record({"content": [X, X, IMAGE]}, IMAGES).prefix
     assert pieces == (SamplePart("xx", 1.0), SamplePart(None, 0.0, media), SamplePart(None, 0.0))
-    pieces = parse_record({"messages": [{"role": "assistant", "content": [IMAGE, X]}]}, media=True).prefix
+    pieces = parse_record({"messages": [{"role": "assistant", "content": [IMAGE, X]}]}, IMAGES).prefix
     assert [piece.weight for piece in pieces] == [0.0, 0.0, 1.0, 1.0] and pieces[-1] == END
     part = {"type": "image", "image": {"bytes": b"x", "path": "a.png"}}
-    assert parse_record({"content": [part]}, media=True).prefix[0].media == Media(
+    assert parse_record({"content": [part]}, IMAGES).prefix[0].media == Media(
         "image", "bytes", b"x", "content[0].image"
     )
 
@@ -68,9 +70,9 @@ def test_branches_continue_the_record_which_itself_does_not_end() -> None:
     sample = parse_record({"messages": [ASK], "branches": [{"messages": [ASK, TELL]}] * 2})
     assert sample.prefix + sample.branches[0] == sample.prefix + sample.branches[1] == flat
     asked, line = {"messages": [ASK]}, SamplePart("\n", 0.0)
-    sample = parse_record({"content": [X, IMAGE], "branches": ["a cat", {"content": [X]}, asked]}, media=True)
+    sample = parse_record({"content": [X, IMAGE], "branches": ["a cat", {"content": [X]}, asked]}, IMAGES)
     assert [branch[0] for branch in sample.branches] == [line, line, SamplePart("<|user|>\n", 0.0)]
-    sample = parse_record({"content": [IMAGE, X], "branches": ["a"]}, media=True)
+    sample = parse_record({"content": [IMAGE, X], "branches": ["a"]}, IMAGES)
     assert sample.branches == ((SamplePart("a", 1.0), END),)
 
 
@@ -128,8 +130,8 @@ def test_the_answer_to_a_written_prompt_is_learned_with_its_end(record: Any, pro
     ],
 )
 def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any], text: Any, content: Any) -> None:
-    found = parse_record({"messages": [{"role": "user", "content": text}, TELL], **named}, media=True).prefix
-    expected = parse_record({"messages": [{"role": "user", "content": content}, TELL]}, media=True).prefix
+    found = parse_record({"messages": [{"role": "user", "content": text}, TELL], **named}, IMAGES).prefix
+    expected = parse_record({"messages": [{"role": "user", "content": content}, TELL]}, IMAGES).prefix
 
     def shown(pieces: tuple[SamplePart, ...]) -> list[Any]:
         return [(p.text, p.weight, p.media and (p.media.kind, p.media.source, p.media.value)) for p in pieces]
@@ -142,11 +144,11 @@ def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any]
 def test_a_place_for_an_image_that_nothing_names_is_refused_where_images_may_be(text: str, images: Any) -> None:
     record = {**images, "conversations": [{"from": "human", "value": text}, TURNS[1]]}
     with pytest.raises(RecordError, match=re.escape("`conversations[0]` has a place <image>")):
-        parse_record(record, media=True)
-    kept = parse_record(record, media=True, accepted=Accepted(("<image>",)))
+        parse_record(record, IMAGES)
+    kept = parse_record(record, RecordRules(media=True, ignore_keys=("<image>",)))
     assert text in str(kept.prefix[1].text) and parse_record(record) == kept
     words = [{**ASK, "content": "what does <image> mean in SVG?"}, {**TELL, "content": "<image>\n</image>"}]
-    assert parse_record({"messages": words}, media=True) == parse_record({"messages": words})
+    assert parse_record({"messages": words}, IMAGES) == parse_record({"messages": words})
 
 
 def test_every_example_of_the_page_is_a_record_that_teaches() -> None:
@@ -154,7 +156,7 @@ def test_every_example_of_the_page_is_a_record_that_teaches() -> None:
     examples = re.findall(r"^\|[^|]*\| `(\{.*\})` \|[^|]*\|$", page, re.MULTILINE)
     assert len(examples) == 8
     for example in examples:
-        pieces = parse_record(json.loads(example), media=True).prefix
+        pieces = parse_record(json.loads(example), IMAGES).prefix
         assert any(piece.text and piece.weight for piece in pieces)
 
 
@@ -187,28 +189,28 @@ def test_a_key_that_would_be_lost_is_refused_unless_it_is_named(key: str) -> Non
     for record in ({"text": "see <image>"}, {"messages": [TELL]}):
         with pytest.raises(RecordError, match=f"`{key}` .*--ignore-keys {key} "):
             parse_record({**record, key: LOST[key]})
-        assert parse_record({**record, key: LOST[key]}, accepted=Accepted((key,))) == parse_record(record)
+        assert parse_record({**record, key: LOST[key]}, RecordRules(ignore_keys=(key,))) == parse_record(record)
 
 
 def test_all_keys_that_would_be_lost_are_told_and_a_pattern_covers_all_but_images() -> None:
     with pytest.raises(RecordError, match="--ignore-keys summary,images,zzz leaves it out"):
         parse_record({"text": "a", "summary": "s", "images": ["a"], "zzz": 1})
-    pattern = Accepted(("my_*",))
-    assert parse_record({"text": "a", "my_note": "s"}, accepted=pattern).prefix == (SamplePart("a", 1.0), END)
+    pattern = RecordRules(ignore_keys=("my_*",))
+    assert parse_record({"text": "a", "my_note": "s"}, pattern).prefix == (SamplePart("a", 1.0), END)
     with pytest.raises(RecordError, match="`my_image` names an image"):
-        parse_record({"text": "a", "my_image": "s"}, accepted=pattern)
+        parse_record({"text": "a", "my_image": "s"}, pattern)
     for key in ("name", "tool_calls", "reasoning_content", "url"):
         with pytest.raises(RecordError, match=rf"`messages\[0\]`: `{key}` is unknown"):
-            parse_record({"messages": [{**TELL, key: "x"}]}, accepted=Accepted(("*",)))
+            parse_record({"messages": [{**TELL, key: "x"}]}, RecordRules(ignore_keys=("*",)))
         assert parse_record({"messages": [{**TELL, key: None}]}) == parse_record({"messages": [TELL]})
 
 
 def test_a_form_is_chosen_by_ignoring_the_keys_of_the_other() -> None:
     record = {"messages": [ASK, TELL], "conversations": TURNS[:1]}
-    assert parse_record(record, accepted=Accepted(("conversations",))) == parse_record({"messages": [ASK, TELL]})
+    assert parse_record(record, RecordRules(ignore_keys=("conversations",))) == parse_record({"messages": [ASK, TELL]})
     both = {"text": "x", "instruction": "a", "output": "b"}
-    assert parse_record(both, accepted=Accepted(("instruction", "output"))) == parse_record({"text": "x"})
-    named = parse_record({"output": "b", "instruction": "a"}, "output", accepted=Accepted(("instruction",)))
+    assert parse_record(both, RecordRules(ignore_keys=("instruction", "output"))) == parse_record({"text": "x"})
+    named = parse_record({"output": "b", "instruction": "a"}, RecordRules("output", ignore_keys=("instruction",)))
     assert named == parse_record({"text": "b"})
 
 
@@ -217,19 +219,17 @@ def test_a_role_that_is_not_known_is_refused_unless_it_is_named_as_context(role:
     record = {"messages": [{"role": role, "content": "a"}, TELL]}
     with pytest.raises(RecordError, match=rf"`messages\[0\].role`: '{role}' .*--context-roles {role}"):
         parse_record(record)
-    pieces = parse_record(record, accepted=Accepted((), (role,))).prefix
+    pieces = parse_record(record, RecordRules(context_roles=(role,))).prefix
     assert [piece.weight for piece in pieces] == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 def test_a_record_that_is_asked_may_have_any_metadata_but_nothing_that_would_be_missing() -> None:
-    sample = parse_record(
-        {"messages": [{**ASK, "role": "human"}, {**TELL, "weight": 0}], "zzz": 1}, accepted=FOR_PROMPTS
-    )
+    sample = parse_record({"messages": [{**ASK, "role": "human"}, {**TELL, "weight": 0}], "zzz": 1}, FOR_PROMPTS)
     assert [piece.weight for piece in sample.prefix] == [0.0, 0.0, 0.0, 1.0, 1.0]
-    sample = parse_record({"text": "a", "branches": [{"text": "b", "weight": 0}]}, accepted=FOR_PROMPTS)
+    sample = parse_record({"text": "a", "branches": [{"text": "b", "weight": 0}]}, FOR_PROMPTS)
     assert sample.branches == ((SamplePart("b", 1.0), END),)
     with pytest.raises(RecordError):
-        parse_record({"text": "a", "images": ["b.png"]}, accepted=FOR_PROMPTS)
+        parse_record({"text": "a", "images": ["b.png"]}, FOR_PROMPTS)
 
 
 PLACE = [{**ASK, "content": "<image>"}, TELL]
@@ -283,7 +283,7 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("record", "named"), REFUSED)
 def test_a_wrong_record_is_refused_by_name(record: Any, named: str) -> None:
     with pytest.raises(RecordError, match=re.escape(named)):
-        parse_record(record, media=True)
+        parse_record(record, IMAGES)
 
 
 def test_a_text_build_names_the_image_that_it_cannot_hold() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megacp.prepare.records.chat_template import OURS, ChatTemplate, load_chat_template
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.documents import DocumentMaker
-from megacp.prepare.records.record import Accepted, RecordError, Rendered
+from megacp.prepare.records.record import RecordError, RecordRules, Rendered
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, ASK_2, CALL, RESULT, SYSTEM, TELL, TELL_2, TOOLS, expected, library
@@ -32,7 +32,7 @@ def template(folder: Path, text: str) -> ChatTemplate:
 
 
 def rendered(folder: Path, text: str, record: dict[str, Any], **accepted: Any) -> Rendered:
-    piece = parse_record(record, accepted=Accepted(**accepted), template=template(folder, text)).prefix[0]
+    piece = parse_record(record, RecordRules(**accepted), template=template(folder, text)).prefix[0]
     assert isinstance(piece, Rendered)
     return piece
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
 from megacp.prepare.records.documents import DocumentMaker
-from megacp.prepare.records.record import Accepted, RecordError
+from megacp.prepare.records.record import RecordError, RecordRules
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.templates.public import (
     DATED,
@@ -88,7 +88,7 @@ def made(
 ) -> tuple[list[int], list[float]]:
     """Ids and loss weights of a record in a build."""
     maker = DocumentMaker(tokenizer_at(folder / "tokenizer.json"), True, {}, template)
-    sample = parse_record(record, accepted=Accepted(**accepted), template=template)
+    sample = parse_record(record, RecordRules(**accepted), template=template)
     (document,) = maker.encode([[sample.prefix, *sample.branches]])
     if document.problem is not None:
         raise RecordError(document.problem)
