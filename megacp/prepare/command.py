@@ -291,8 +291,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
-    arguments = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(argv)
     from megacp.prepare.build.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:
@@ -300,9 +299,6 @@ def main(argv: list[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, interrupted)
     try:
-        for argument in arguments:
-            if any("\udc80" <= character <= "\udcff" for character in argument):  # no manifest could hold it
-                raise ValueError(f"{argument!r} is no path in UTF-8: rename it")
         return COMMANDS[args.command](args)
     except (ValueError, OSError, WorkerFailed) as error:
         print(f"error: {error}", file=sys.stderr)

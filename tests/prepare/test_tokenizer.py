@@ -287,7 +287,6 @@ def test_a_sentencepiece_model_names_its_special_tokens_itself(tmp_path: Path) -
         ("{folder}/a.json", "auto", "a.json"),
         ("{folder}/vocab.json,{folder}/merges.txt", "auto", "vocab.json.*ab"),
         ("{folder}/vocab.json,{folder}/three.txt", "auto", "three.txt"),
-        ("byte", "fast", "--tokenizer-engine is 'fast'"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path, specification: str, engine: str, named: str) -> None:

@@ -53,24 +53,15 @@ def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarra
     return np.stack([document, start, np.minimum(start + longest, lengths[document])], axis=1)
 
 
-def _check_fit(name: str, amounts: np.ndarray, capacity: int, least: int) -> None:
-    if len(amounts) and not least <= int(amounts.min()) <= int(amounts.max()) <= capacity:
-        raise ValueError(
-            f"{name} of an item run from {int(amounts.min())} to {int(amounts.max())}; "
-            f"they must be {least} to {capacity}, the capacity of a pack"
-        )
-
-
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     """Exact best-fit decreasing: longest item first, into the pack where least space is left over.
 
     lengths: integers [n], 1 <= length <= capacity. Equal items go in arrival order. Among packs of equal free space
     those that reached it last are filled as one group, in their order: `[6, 6, 3, 3]` in 10 is `[6, 3], [6, 3]`.
-    Packs are numbered by their longest item. ValueError when an item does not fit.
+    Packs are numbered by their longest item.
     Time: O(n) array work plus a bisection per step (at most a few per distinct length in practice).
     """
     lengths = np.asarray(lengths, dtype=np.int64)
-    _check_fit("lengths", lengths, capacity, least=1)
     pack_of = np.empty(len(lengths), np.int64)  # [n]: the answer
     order = np.argsort(-lengths, kind="stable")  # [n]: items, longest first, equal ones as they arrived
     values, counts = np.unique(lengths, return_counts=True)  # [distinct], rising
@@ -121,11 +112,8 @@ def two_budgets(
     and the packs of one window do not depend on another; larger windows waste less.
 
     tokens: integers [n], 1 <= tokens <= token_capacity; crops: integers [n], 0 <= crops <= crop_capacity.
-    ValueError when an item does not fit.
     """
     tokens, crops = np.asarray(tokens, dtype=np.int64), np.asarray(crops, dtype=np.int64)
-    _check_fit("tokens", tokens, token_capacity, least=1)
-    _check_fit("crops", crops, crop_capacity, least=0)
     pack_of, num_packs = np.empty(len(tokens), np.int64), 0
     for begin in range(0, len(tokens), window):
         here = slice(begin, min(begin + window, len(tokens)))

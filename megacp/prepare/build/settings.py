@@ -128,7 +128,17 @@ def tokenizer_problem(settings: BuildSettings, tokenizer: Tokenizer) -> str | No
             f"--tokenizer {settings.tokenizer} does not say which token ends a document: "
             "name it with --eod-token, or give --no-append-eod"
         )
-    unclear = tokenizer.surroundings.problem(tokenizer.eos_id, tokenizer.kind == "huggingface")
-    if settings.prepend_bos is None and unclear is not None:
-        return f"--tokenizer {settings.tokenizer}: {unclear}; choose --prepend-bos or --no-prepend-bos"
-    return None
+    around, unclear = tokenizer.surroundings, None
+    if len(around.before) > 1 or around.after not in ((), (tokenizer.eos_id,)):
+        unclear = (
+            f"the tokenizer puts the tokens {list(around.before)} before and {list(around.after)} after every text, "
+            "and a document begins with one at most and ends with that of --eod-token"
+        )
+    elif tokenizer.kind == "huggingface" and around.stated not in (None, bool(around.before)):
+        unclear = (
+            f"tokenizer_config.json says add_bos_token {around.stated}, and the post-processor of tokenizer.json puts "
+            f"the tokens {list(around.before)} before every text"
+        )
+    if settings.prepend_bos is not None or unclear is None:
+        return None
+    return f"--tokenizer {settings.tokenizer}: {unclear}; choose --prepend-bos or --no-prepend-bos"

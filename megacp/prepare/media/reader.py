@@ -20,8 +20,6 @@ from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.record import Media, RecordError, SamplePart
 
-_SHOWN_CHARACTERS = 100
-"""Of a path, in messages."""
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
 
@@ -89,8 +87,6 @@ class MediaReader:
         else:
             assert isinstance(media.value, bytes), "checked when the record was parsed"
             data = media.value
-        if len(data) > LARGEST_ITEM:
-            raise ImageError(f"{len(data)} bytes, an item may have {LARGEST_ITEM}")
         return data
 
     def _from_path(self, value: str) -> bytes:
@@ -132,12 +128,8 @@ def _from_base64(text: str) -> bytes:
 
 
 def _shown(media: Media) -> str:
-    if media.source not in ("path", "member"):
-        return f"`{media.key}`"
-    value = str(media.value)
-    if len(value) > _SHOWN_CHARACTERS:
-        value = f"{value[:_SHOWN_CHARACTERS]}..."
-    return f"`{media.key}` {value!r}"
+    named = media.source in ("path", "member")
+    return f"`{media.key}` {str(media.value)[:100]!r}" if named else f"`{media.key}`"
 
 
 def _member(name: str, members: Mapping[str, bytes]) -> str | None:

@@ -77,18 +77,6 @@ class Surroundings:
             return None
         return self.before[0] if self.before else bos_id
 
-    def problem(self, eos_id: int | None, has_post_processor: bool) -> str | None:
-        """Why a document cannot be what the files say, or that they contradict each other; None when all is clear."""
-        if len(self.before) > 1 or self.after not in ((), (eos_id,)):
-            return (
-                f"the tokenizer puts the tokens {list(self.before)} before and {list(self.after)} after every text, "
-                "and a document begins with one at most and ends with that of --eod-token"
-            )
-        if has_post_processor and self.stated is not None and self.stated != bool(self.before):
-            does = f"puts token {self.before[0]} before every text" if self.before else "puts none before a text"
-            return f"{CONFIG_NAME} says add_bos_token {self.stated}, but the post-processor of tokenizer.json {does}"
-        return None
-
 
 def surroundings_of(model: Any) -> Surroundings:
     """What a `tokenizers.Tokenizer` puts before and after the ids of a text."""

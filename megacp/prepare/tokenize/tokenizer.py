@@ -23,7 +23,6 @@ import numpy as np
 from megacp.core.data.manifest import TokenizerInfo
 from megacp.prepare.tokenize.beside import Beside, Surroundings, read_beside, surroundings_of, text_of
 
-ENGINES = ("auto", "reference")
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]")
@@ -298,8 +297,6 @@ def load_tokenizer(
     that ends a document, for files that do not say. prepend_bos: whether a token begins every document; None = as the
     files say. ValueError lists what is allowed; files are local, always.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"--tokenizer-engine is {engine!r}, allowed are {', '.join(ENGINES)}")
     tokenizer = ByteTokenizer() if specification == "byte" else _from_files(specification, engine)
     if eod_token is not None:
         tokenizer.eos_id = tokenizer.token_id(eod_token)
