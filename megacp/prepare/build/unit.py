@@ -189,33 +189,28 @@ class _UnitRun:
 
     def _is_kept(self, place: _Place, document: Document) -> bool:
         """Whether a document is packed; one that is not is entered with its reason."""
-        settings = self._settings
-        excess = self._excess(document)
-        if document.problem is not None:
-            self._refuse(place.refusal(document.problem))
+        settings, crops = self._settings, document.num_crops
+        tokens, weights, starts, units, problem = document
+        is_cut = settings.oversize in ("split", "truncate") and not starts and not units
+        excess = None
+        if settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
+            excess = f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}"
+        elif len(tokens) > settings.seq_length and not is_cut:
+            what = "tokens with all branches" if starts else "tokens"
+            excess = f"{len(tokens)} {what}, more than --seq-length {settings.seq_length}"
+        if problem is not None:
+            self._refuse(place.refusal(problem))
         elif excess is not None and settings.oversize == "drop":
             self._dropped.append(place.refusal(f"{excess}, dropped by --oversize drop"))
         elif excess is not None:
             ways = "--oversize drop (split and truncate cut plain documents alone)"
             self._refuse(place.refusal(f"a document of {excess}: raise it or choose {ways}"))
         else:
-            tokens, weights, starts = document.tokens, document.weights, document.branch_starts
             kept = settings.longest_piece if settings.oversize == "truncate" else len(tokens)
             self._documents += 1
             self._unlearned += not learned_tokens(tokens[:kept], None if weights is None else weights[:kept], starts)
             return True
         return False
-
-    def _excess(self, document: Document) -> str | None:
-        """What a document has too much of for any pack; None when it fits, or is cut until it does."""
-        settings, total, crops = self._settings, len(document.tokens), document.num_crops
-        if settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
-            return f"{crops} image crops, more than --max-crops-per-pack {settings.max_crops_per_pack}"
-        is_plain_text = not document.branch_starts and not document.units
-        if total <= settings.seq_length or (is_plain_text and settings.oversize in ("split", "truncate")):
-            return None
-        what = "tokens with all branches" if document.branch_starts else "tokens"
-        return f"{total} {what}, more than --seq-length {settings.seq_length}"
 
     def _flush(self, window: list[tuple[_Entry, Document]], writer: ShardWriter) -> None:
         """Pack the documents of one window."""

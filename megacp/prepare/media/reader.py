@@ -7,7 +7,6 @@ bad one is found by the build, with its place in the record.
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -77,7 +76,12 @@ class MediaReader:
         if media.source == "path":
             data = self._from_path(str(media.value))
         elif media.source == "base64":
-            data = _from_base64(str(media.value))
+            text = str(media.value)
+            text = text.partition(",")[2] if text.startswith("data:") else text  # data:image/png;base64,...
+            try:
+                data = base64.b64decode("".join(text.split()), validate=True)
+            except ValueError as error:
+                raise ImageError(f"it is not base64 ({error})") from error
         elif media.source == "member":
             name = _member(str(media.value), members)
             if name is None:
@@ -116,15 +120,6 @@ class MediaReader:
             raise ImageError("the path holds half a character, which no file is named by") from None
         except ValueError as error:  # no regular file, too large, or not fetched
             raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
-
-
-def _from_base64(text: str) -> bytes:
-    if text.startswith("data:"):  # data:image/png;base64,...
-        text = text.partition(",")[2]
-    try:
-        return base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageError(f"it is not base64 ({error})") from error
 
 
 def _shown(media: Media) -> str:

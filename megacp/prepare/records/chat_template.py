@@ -82,10 +82,6 @@ class ChatTemplate:
         """Whether a text consists of added tokens alone, which are cut out of every text around them."""
         return re.fullmatch(f"(?:{_any_of(token.content for token in self._added).pattern})+", text) is not None
 
-    def without_last_tokens(self, text: str) -> str:
-        """A rendering without the special tokens at its end."""
-        return re.sub(f"(?:{self.forgeable.pattern})+$", "", text)
-
     @property
     def has_generation(self) -> bool:
         """Whether the template says by itself what is learned."""

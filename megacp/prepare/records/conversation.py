@@ -7,6 +7,7 @@ must change the text, and no text may spell a special token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,7 +153,7 @@ class WrittenTalk:
                 raise RecordError(f"`{where}`: what stands before it cannot be asked alone: {error}") from error
             until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
             if not self.text.startswith(until):  # some templates end a whole conversation with a token of its own
-                until = self._template.without_last_tokens(until)
+                until = re.sub(f"(?:{self._template.forgeable.pattern})+$", "", until)
             if not self.text.startswith(before) or not self.text.startswith(until):
                 raise RecordError(
                     f"`{where}`: the chat template writes it, or what stands before it, otherwise once more follows; "

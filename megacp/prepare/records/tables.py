@@ -8,10 +8,10 @@ component: `.json` is the record, `.txt` its text, all others are images and vid
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import tarfile
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -75,86 +75,75 @@ def _size(value: Any) -> int:
 # ---- tars
 
 
-@dataclass
-class _Group:
-    """Members of one record of a tar."""
-
-    key: str | None = None
-    offset: int = 0
-    size: int = 0
-    members: dict[str, bytes] = field(default_factory=dict)
-    """Record and texts by extension."""
-    media: dict[str, bytes] = field(default_factory=dict)
-    """All other kinds by whole name."""
-    problem: str | None = None
-
-
 def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
     """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
 
     Refusals: unsafe members, images unless `media`, a record without text, a cut archive.
     """
-    number, group = 1, _Group()
+    number, offset, found = 1, 0, list[Record | Refusal]()
     try:
         with open_input(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            for member in archive:
-                if member.isdir():
-                    continue
-                name = PurePosixPath(member.name)
-                key = str(name.with_name(name.name.partition(".")[0] or name.name))
-                if key != group.key:
-                    if group.key is not None:
-                        yield _finish(path, number, group)
-                        number += 1
-                    group = _Group(key, member.offset)
-                group.size += member.size
-                group.problem = group.problem or _add(archive, member, group, max_record_bytes, media)
+            members = itertools.groupby((member for member in archive if not member.isdir()), _key)
+            for number, (key, group) in enumerate(members, start=1):
+                yield from found  # one record late: the archive may be cut behind it
+                first = next(group)
+                offset = first.offset
+                found = [_tar_record(path, number, key, (first, *group), archive, max_record_bytes, media)]
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAR_BLOCK))
             if size < _TAR_BLOCK or any(file.read()):  # tarfile accepts an archive that is cut in a header
                 raise OSError("no end-of-archive block")
-        if group.key is not None:
-            yield _finish(path, number, group)
+        yield from found
     except (tarfile.TarError, OSError, EOFError) as error:
         reason = f"the tar is damaged or cut short, nothing after this record can be read ({error})"
-        yield Refusal(path, number, group.offset, reason)
+        yield Refusal(path, number, offset, reason)
 
 
-def _add(archive: tarfile.TarFile, member: tarfile.TarInfo, group: _Group, limit: int, media: bool) -> str | None:
-    """Read one member into its group; what is wrong with it."""
-    extension = PurePosixPath(member.name).name.partition(".")[2]
-    is_record = extension in ("json", *_TEXTS)
-    if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-        return f"member {member.name!r} is named outside the archive"
-    if not member.isfile():
-        return f"member {member.name!r} is a link or a device, not a file"
-    if extension in group.members or member.name in group.media:
-        return f"member {member.name!r} occurs twice"
-    if not is_record and not media:
-        return f"member {member.name!r} is no text: this build makes text datasets, images need the vision build"
-    if group.size > limit:
-        return f"its members up to {member.name!r} have {group.size} bytes, more than --max-record-bytes {limit}"
-    stream = archive.extractfile(member)
-    content = stream.read() if stream else b""
-    if len(content) != member.size:
-        raise tarfile.ReadError(f"member {member.name!r} has {len(content)} of {member.size} bytes")
-    (group.members if is_record else group.media)[extension if is_record else member.name] = content
-    return None
+def _key(member: tarfile.TarInfo) -> str:
+    """What the members of one record share: the name up to the first dot of its last component."""
+    name = PurePosixPath(member.name)
+    return str(name.with_name(name.name.partition(".")[0] or name.name))
 
 
-def _finish(path: str, number: int, group: _Group) -> Record | Refusal:
+def _tar_record(
+    path: str,
+    number: int,
+    key: str,
+    members: Sequence[tarfile.TarInfo],
+    archive: tarfile.TarFile,
+    limit: int,
+    media: bool,
+) -> Record | Refusal:
+    """The record of some members: its JSON and texts by extension, all others by whole name."""
+    texts, others, size = dict[str, bytes](), dict[str, bytes](), sum(member.size for member in members)
+    offset = members[0].offset
     try:
-        if group.problem:
-            raise RecordError(group.problem)
-        value: Any = decode_json(group.members["json"]) if "json" in group.members else {}
+        for member in members:
+            what, extension = f"member {member.name!r}", PurePosixPath(member.name).name.partition(".")[2]
+            is_text = extension in ("json", *_TEXTS)
+            if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+                raise RecordError(f"{what} is named outside the archive")
+            if not member.isfile():
+                raise RecordError(f"{what} is a link or a device, not a file")
+            if extension in texts or member.name in others:
+                raise RecordError(f"{what} occurs twice")
+            if not is_text and not media:
+                raise RecordError(f"{what} is no text: this build makes text datasets, images need the vision build")
+            if size > limit:
+                raise RecordError(f"its members have {size} bytes, more than --max-record-bytes {limit}")
+            stream = archive.extractfile(member)
+            content = stream.read() if stream else b""
+            if len(content) != member.size:
+                raise tarfile.ReadError(f"{what} has {len(content)} of {member.size} bytes")
+            (texts if is_text else others)[extension if is_text else member.name] = content
+        value: Any = decode_json(texts["json"]) if "json" in texts else {}
         for name in _TEXTS:
-            if (content := group.members.get(name)) is not None:
+            if (content_of := texts.get(name)) is not None:
                 if not isinstance(value, dict) or "text" in value:
-                    raise RecordError(f"record {group.key!r} has its text in both .json and .{name}")
-                value["text"] = content.decode()
+                    raise RecordError(f"record {key!r} has its text in both .json and .{name}")
+                value["text"] = content_of.decode()
     except UnicodeDecodeError as error:
-        reason = f"record {group.key!r}: not UTF-8 at byte {error.start + 1} of its text"
-        return Refusal(path, number, group.offset, reason)
+        return Refusal(path, number, offset, f"record {key!r}: not UTF-8 at byte {error.start + 1} of its text")
     except RecordError as error:
-        return Refusal(path, number, group.offset, str(error))
-    return Record(number, group.offset, group.size, value, group.media)
+        return Refusal(path, number, offset, str(error))
+    return Record(number, offset, size, value, others)

@@ -331,9 +331,6 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
     else:
         tokenizer = _from_tokenizer_json(paths[0], engine, beside)
     tokenizer.chat_template = beside.chat_template
-    stated, bos = beside.values.get("add_bos_token"), text_of(beside.values.get("bos_token"))
-    if tokenizer.bos_id is None and stated is True and bos is not None:
-        tokenizer.bos_id = tokenizer.token_id(bos)
-    if isinstance(stated, bool):
+    if isinstance(stated := beside.values.get("add_bos_token"), bool):
         tokenizer.surroundings = replace(tokenizer.surroundings, stated=stated)
     return tokenizer
