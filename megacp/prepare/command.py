@@ -234,9 +234,6 @@ def _inspect(args: argparse.Namespace) -> int:
     from megacp.prepare.describe import describe_pack
     from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
-    for name in ("characters", "documents"):
-        if (value := getattr(args, name)) < 0:
-            raise ValueError(f"--{name} is {value}, it must be at least 0")
     dataset = PackedDataset(args.dataset)
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")
     if tokenizer.sha256 != dataset.manifest.tokenizer.sha256:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import hashlib
-import io
 import os
 import shutil
 import struct
@@ -69,7 +68,7 @@ class IndexedWriter:
         self._lengths, self._boundaries = array("i"), array("q", [0])
         self._crc, self.checksums = 0, array("I")
         """crc32 of the stored bytes of each document so far."""
-        self._bin = HashedFile(with_suffix(prefix, ".bin"))
+        self.data = HashedFile(with_suffix(prefix, ".bin"))
 
     @property
     def num_sequences(self) -> int:
@@ -80,7 +79,7 @@ class IndexedWriter:
         """Append one sequence, `values[n]`, whose values fit `dtype`."""
         stored = np.ascontiguousarray(values, self.dtype).view(np.uint8).data
         self._crc = crc32(stored, self._crc)
-        self._bin.write(stored)
+        self.data.write(stored)
         self._lengths.append(len(values))
 
     def end_document(self) -> None:
@@ -97,20 +96,13 @@ class IndexedWriter:
         index.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[self.dtype], len(lengths), len(boundaries)))
         for table in (lengths.astype("<i4"), pointers(lengths, self.dtype.itemsize), boundaries.astype("<i8")):
             index.write(table.tobytes())
-        return [self._bin.close(), index.close()]
-
-    def abandon(self) -> None:
-        """Close the `.bin` without making it durable; the caller deletes it."""
-        self._bin.abandon()
+        return [self.data.close(), index.close()]
 
 
 def write_table(path: Path, table: np.ndarray) -> FileEntry:
     """Write an `.npy` and fsync it. The same table gives the same bytes."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(table))
     file = HashedFile(path)
-    file.write(header.getvalue())
-    file.write(np.ascontiguousarray(table).reshape(-1).view(np.uint8).data)  # no copy: a shard may have many rows
+    np.save(file, table, allow_pickle=False)
     return file.close()
 
 
@@ -185,7 +177,7 @@ class ShardWriter:
         if self._open:
             self._open = False
             for writer in filter(None, (self._tokens, self._weights, self._images)):
-                writer.abandon()
+                writer.data.abandon()
             shutil.rmtree(self._temporary)
 
     def add_pack(self, segments: Sequence[Segment]) -> None:

@@ -75,7 +75,7 @@ class WrittenTalk:
                 )
         learned = tuple((a, b, w if b <= start else w * weight) for a, b, w in self.learned)
         own = [i for i, place in enumerate(self._places) if place[0] >= start]
-        rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places[i] for i in own), start)
+        rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places[i] for i in own))
         return (rendered, *(SamplePart(None, 0.0, self._media[i][2]) for i in own))
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering:

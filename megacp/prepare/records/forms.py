@@ -162,21 +162,8 @@ def weight_of(record: dict[str, Any], key: str) -> float:
 # ---- forms
 
 
-@dataclass(frozen=True)
-class Form:
-    """One way to write a record."""
-
-    keys: tuple[str, ...]
-    """All of them are there."""
-    read: Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
-    """From the record, and from a key to the words for where it stands."""
-    beside: tuple[str, ...] = ()
-    """Keys that may be there too."""
-
-    @property
-    def shown(self) -> str:
-        """How errors call it."""
-        return " with ".join(f"`{key}`" for key in self.keys)
+Reader = Callable[[dict[str, Any], Callable[[str], str], RecordRules], Said]
+"""What a record says, from the record and from a key to the words for where it stands."""
 
 
 def plain_text(value: Any, key: str) -> list[SamplePart]:
@@ -238,14 +225,14 @@ def _turn(turn: Any, where: str) -> Any:
     return {"role": _SPEAKERS.get(speaker, speaker), "content": turn["value"], **rest}
 
 
-FORMS = (
-    Form(("messages",), lambda record, at, rules: talk_of(record["messages"], at("messages"))),
-    Form(("content",), lambda record, at, rules: from_content(record["content"], at("content"), rules)),
-    Form(("conversations",), _conversations, ("system",)),
-    Form(("prompt", "completion"), _prompt_and_completion),
-    Form(("instruction", "output"), _alpaca, ("input",)),
-)
-"""All but plain text, whose key the user names."""
+FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
+    ("messages",): (lambda record, at, rules: talk_of(record["messages"], at("messages")), ()),
+    ("content",): (lambda record, at, rules: from_content(record["content"], at("content"), rules), ()),
+    ("conversations",): (_conversations, ("system",)),
+    ("prompt", "completion"): (_prompt_and_completion, ()),
+    ("instruction", "output"): (_alpaca, ("input",)),
+}
+"""All but plain text: the keys that must be there, how they are read, keys that may be there too."""
 
 
 def said_by(
@@ -257,20 +244,23 @@ def said_by(
     """
     # --text-key may name a key of another form, which then is plain text; an ignored key is not there
     text_key, ignored = rules.text_key, {*rules.ignore_keys} - {rules.text_key, *own_keys}
-    forms = [Form((text_key,), lambda record, at, rules: plain_text(record[text_key], at(text_key)))]
-    forms += [form for form in FORMS if text_key not in form.keys]
+    forms = [(text_key,), *(keys for keys in FORMS if text_key not in keys)]
     given = {key: value for key, value in record.items() if value is not None and key not in ignored}
-    present = [form for form in forms if given.keys() >= {*form.keys}]
+    present = [keys for keys in forms if given.keys() >= {*keys}]
     if len(present) != 1:
+        shown = {keys: " with ".join(f"`{key}`" for key in keys) for keys in forms}
         found = ", ".join(f"`{key}`" for key in list(record)[:8]) or "no key"
-        wanted = " or ".join(form.shown for form in forms if ignored.isdisjoint(form.keys))
+        wanted = " or ".join(words for keys, words in shown.items() if ignored.isdisjoint(keys))
         reason = "missing key" if not present else "more than one content key"
-        several = " and ".join(form.shown for form in present)
+        several = " and ".join(shown[keys] for keys in present)
         wanted += f" (it has {several}; --ignore-keys leaves one out)" if present else ""
         raise RecordError(f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}")
-    form = present[0]
-    said = form.read(given, lambda key: f"{where}.{key}" if where else key, rules)
-    read = (*form.keys, *form.beside, *own_keys)
+    read, at = (*present[0], *own_keys), f"{where}." if where else ""
+    if present[0] == (text_key,):
+        said: Said = plain_text(given[text_key], f"{at}{text_key}")
+    else:
+        reader, beside = FORMS[present[0]]
+        said, read = reader(given, lambda key: f"{at}{key}", rules), (*read, *beside)
     if isinstance(said, Talk):
         said, media_keys = _with_media(said, given)
         for message, path in zip(said.messages, said.paths, strict=True):

@@ -209,8 +209,6 @@ class Rendered(SamplePart):
     """Characters start..stop and their loss weight, in order; all others are not learned."""
     places: tuple[tuple[int, int], ...] = ()
     """Characters start..stop that stand for an image; the images follow in the same order as pieces of their own."""
-    shared: int = 0
-    """Of a branch: characters at its beginning that are its record's, which all branches share."""
 
 
 @dataclass(frozen=True)
