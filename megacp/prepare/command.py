@@ -29,9 +29,7 @@ EXAMPLES = """examples:
   tools/preprocess_data.py build --input pairs.jsonl --output data/pairs --tokenizer tokenizer.json \\
       --seq-length 16384 --image-root photos --max-crops-per-pack 64 --cp-degrees 1,2,4,8
   tools/preprocess_data.py build ... --units 3/16 (one of 16 processes), after all of them: finish ...
-  tools/preprocess_data.py inspect data/corpus --pack 0
-  tools/preprocess_data.py stats data/corpus
-  tools/preprocess_data.py verify data/corpus
+  tools/preprocess_data.py inspect data/corpus --pack 0 (or stats data/corpus, verify data/corpus)
 """
 INTERRUPTED = 130
 

@@ -15,9 +15,6 @@ from megacp.core.storage.url import Url
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-_TOKENS_OF_A_CHARACTER = 8
-"""More than a byte tokenizer needs: the last of them may hold a part of a character, and is never shown."""
-
 
 def describe_pack(
     dataset: PackedDataset, index: int, tokenizer: Tokenizer, characters: int = 60, documents: int = 10
@@ -129,10 +126,8 @@ def _boundaries(pack: Pack) -> list[str]:
 
 
 def _beginning(tokens: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
-    tokens = tokens[tokens < tokenizer.vocab_size]  # above are image tokens
-    shown = tokens[: _TOKENS_OF_A_CHARACTER * (characters + 1)]
-    text = tokenizer.decode(shown)
-    return repr(text if len(text) <= characters and len(shown) == len(tokens) else f"{text[:characters]}...")
+    text = tokenizer.decode(tokens[tokens < tokenizer.vocab_size])  # above are image tokens
+    return repr(text if len(text) <= characters else f"{text[:characters]}...")
 
 
 def statistics(directory: StrPath | Url) -> dict[str, Any]:
@@ -145,7 +140,6 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
     places = len(dataset) * manifest.seq_length
     padded = sum(shard.num_padded_tokens for shard in manifest.shards)
     bins = np.bincount(np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64))
-    quantiles = np.quantile(lengths, [0.0, 0.1, 0.5, 0.9, 1.0], method="nearest")
     found = {
         "directory": str(directory),
         "tokenizer": manifest.tokenizer.kind,
@@ -159,7 +153,6 @@ def statistics(directory: StrPath | Url) -> dict[str, Any]:
         "learned_tokens": _learned(dataset),
         "packing_efficiency": manifest.packing_efficiency,
         "padded_share": padded / places if places else 0.0,
-        "length_quantiles": dict(zip(("min", "p10", "median", "p90", "max"), quantiles.tolist(), strict=True)),
         "length_histogram": {f"<= {1 << i}": count for i, count in enumerate(bins.tolist()) if count},
         "split_pieces": int(((flags & FLAG_SPLIT) > 0).sum()),
         "truncated": int(((flags & FLAG_TRUNCATED) > 0).sum()),

@@ -38,12 +38,8 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write_page(path: str | os.PathLike[str], dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> None:
-    """Write pack `index` as a page. ValueError when there is no such pack, or `path` cannot be written."""
-    text = "".join(_page(dataset, index, tokenizer))
-    try:
-        write_atomically(Path(path), text.encode(errors="replace"))
-    except OSError as error:
-        raise ValueError(f"--html {os.fspath(path)}: {error.strerror}") from error
+    """Write pack `index` as a page. ValueError when there is no such pack."""
+    write_atomically(Path(path), "".join(_page(dataset, index, tokenizer)).encode(errors="replace"))
 
 
 def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[str]:

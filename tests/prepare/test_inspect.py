@@ -8,7 +8,6 @@ import json
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
 from PIL import Image
 
 from megacp.core.data.reader import PackedDataset
@@ -76,15 +75,6 @@ def test_branches_stand_apart_and_images_are_shown(tmp_path: Path) -> None:
     assert "item 0: 60 x 30" in page.text and "item 0, " in page.text
     (source,) = [str(attributes["src"]) for tag, attributes in page.tags if tag == "img"]
     assert Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).size == (60, 30)
-
-
-def test_a_page_that_cannot_be_written_names_its_flag(tmp_path: Path) -> None:
-    page_of(tmp_path, {"text": "abcd"})
-    dataset, tokenizer = PackedDataset(tmp_path / "d"), load_tokenizer("byte")
-    with pytest.raises(ValueError, match="--html .*/none/page.html: No such file or directory"):
-        write_page(tmp_path / "none/page.html", dataset, 0, tokenizer)
-    with pytest.raises(ValueError, match="--pack 1: the dataset has packs 0 to 0"):
-        write_page(tmp_path / "page.html", dataset, 1, tokenizer)
 
 
 def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> None:

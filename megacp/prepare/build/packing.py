@@ -1,9 +1,7 @@
 """Which documents share a pack: best-fit decreasing for tokens, and first-fit with a second budget for image crops.
 
-Every item has one pack, and the result is deterministic. Best-fit decreasing is not walked item by item: all items of
-one length that go to packs of one free space move in one step.
-
-"Length" is whatever must fit: pass padded lengths. Items keep their arrival order inside a pack.
+Every item has one pack, and the result is deterministic. Lengths are padded ones. Items keep their arrival order inside
+a pack. All items of one length that go to packs of one free space move in one step.
 """
 
 from __future__ import annotations
@@ -108,8 +106,7 @@ def two_budgets(
     """First fit under two budgets, tokens and image crops, for each window of consecutive items on its own.
 
     Three orders are tried per window: arrival, decreasing by the larger share of its budget, decreasing by tokens. The
-    one with the fewest packs is kept, the earlier on a tie. A window is closed at its end, so memory is bounded
-    and the packs of one window do not depend on another; larger windows waste less.
+    one with the fewest packs is kept, the earlier on a tie. Larger windows waste less.
 
     tokens: integers [n], 1 <= tokens <= token_capacity; crops: integers [n], 0 <= crops <= crop_capacity.
     """

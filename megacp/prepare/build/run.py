@@ -117,7 +117,8 @@ def _build(
         remove_partial(directory)
         if missing:  # a shard has gone: it is no finished dataset now
             (directory / MANIFEST_NAME).unlink(missing_ok=True)
-    _check_refusals(settings, [journal.results[unit.index] for unit in units if unit.index in journal.results])
+    done = [journal.results[unit.index] for unit in units if unit.index in journal.results]
+    _check_refusals(settings, done)
     run: Callable[..., Iterator[Any]] = run_tasks
     if settings.executor == "ray":
         from megacp.prepare.build.ray_workers import run_on_ray
@@ -126,7 +127,8 @@ def _build(
     try:
         for result in run(UnitBuilder, settings, missing, settings.workers, _describe):
             journal.add(result)
-            _check_refusals(settings, [journal.results[unit.index] for unit in units if unit.index in journal.results])
+            done.append(result)
+            _check_refusals(settings, done)
             progress.add(result, sizes[result.unit])
     finally:
         progress.finish()

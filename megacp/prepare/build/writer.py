@@ -297,12 +297,8 @@ class ShardWriter:
             written += writer.close()
         files.sync_folder(self._temporary)
         self._open = False
-        old = self._temporary.with_suffix(".old.partial")
-        shutil.rmtree(old, ignore_errors=True)
-        with contextlib.suppress(FileNotFoundError):  # there is none, or another owner has moved it
-            self.directory.rename(old)
+        shutil.rmtree(self.directory, ignore_errors=True)
         files.place_folder(self._temporary, self.directory)
-        shutil.rmtree(old, ignore_errors=True)
         return ShardEntry(self.directory.name, *counts, tuple(sorted(written, key=lambda file: file.name)))
 
     def _write_tables(self) -> list[FileEntry]:

@@ -38,7 +38,8 @@ _BEGIN, _END, PLACE = _RESERVED = "\ufdd0\ufdd1\ufdd2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""Of a template that says by itself what is learned."""
 _MARKS = ("<|im_start|>", "<|im_end|>")
 """Of the templates that are known by name."""
 
@@ -81,11 +82,6 @@ class ChatTemplate:
     def is_added(self, text: str) -> bool:
         """Whether a text consists of added tokens alone, which are cut out of every text around them."""
         return re.fullmatch(f"(?:{_any_of(token.content for token in self._added).pattern})+", text) is not None
-
-    @property
-    def has_generation(self) -> bool:
-        """Whether the template says by itself what is learned."""
-        return _GENERATION.search(self.text) is not None
 
     def render(
         self,

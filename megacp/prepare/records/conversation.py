@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megacp.prepare.records.chat_template import PLACE, REASONING, ChatTemplate, Rendering, template_of
+from megacp.prepare.records.chat_template import GENERATION, PLACE, REASONING, ChatTemplate, Rendering, template_of
 from megacp.prepare.records.forms import Talk, kind_of, role_and_weight, text_of
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
@@ -53,7 +53,7 @@ class WrittenTalk:
         if not self.text:
             raise RecordError("the chat template writes nothing for this record")
         self._refuse_lost()
-        self.learned = self._generated() if template.has_generation else self._answers()
+        self.learned = self._generated() if GENERATION.search(template.text) else self._answers()
         """Characters start..stop and their loss weight, in order."""
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 

@@ -102,8 +102,6 @@ def decode_json(line: bytes) -> Any:
     except ValueError as error:
         message = getattr(error, "msg", str(error))
         raise RecordError(f"invalid JSON: {message} at column {getattr(error, 'colno', 1)}") from error
-    except RecursionError as error:
-        raise RecordError("invalid JSON: nested too deeply") from error
     if "\\ud" in text or "\\uD" in text:  # the only way to write a lone surrogate
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -61,10 +61,6 @@ def _has_newer(text: str) -> bool:
     return not text.isascii() and bool(_newer()[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")].any())
 
 
-_TEXTS_A_CALL = 64
-"""Texts given to the `tokenizers` package at once: it shares them among threads, and holds all about each token."""
-
-
 class Tokenizer(abc.ABC):
     """What every kind offers. Ids are 0 .. vocab_size - 1; eos_id, bos_id and pad_id are None where there is none."""
 
@@ -102,16 +98,13 @@ class Tokenizer(abc.ABC):
         ValueError when a text cannot be UTF-8 (a lone surrogate).
         """
         try:
+            slow = self.encode_reference
             if self._fast is None:
-                return self._encode_references(texts)
-            fast, slow = self._fast.encode, self.encode_reference
+                return [slow(text) for text in texts]
+            fast = self._fast.encode
             return [slow(text) if self._is_apart(text) or _has_newer(text) else fast(text) for text in texts]
         except TypeError as error:  # the word of the packages for a lone surrogate
             raise ValueError(f"a text is not valid Unicode: {error}") from error
-
-    def _encode_references(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode_reference` of each text."""
-        return [self.encode_reference(text) for text in texts]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its text; None when there is none, or the kind's files do not name tokens by text."""
@@ -228,16 +221,8 @@ class PackageTokenizer(Tokenizer):
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]; special tokens written in a text are recognised, as the package does."""
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-
-    def _encode_references(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Some texts a call, which the package shares among threads, and without offsets, which nobody reads here."""
-        found: list[np.ndarray] = []
-        for start in range(0, len(texts), _TEXTS_A_CALL):
-            some = list(texts[start : start + _TEXTS_A_CALL])
-            for encoding in self._model.encode_batch_fast(some, add_special_tokens=False):
-                found.append(np.array(encoding.ids, dtype=np.int32))
-        return found
+        (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=False)  # without offsets
+        return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Special tokens are shown."""
@@ -291,11 +276,10 @@ def _hash_files(*paths: Path) -> str:
 def load_tokenizer(
     specification: str, engine: str = "auto", eod_token: str | None = None, prepend_bos: bool | None = None
 ) -> Tokenizer:
-    """Load what `--tokenizer` names: byte | FILE.model | tokenizer.json | vocab.json,merges.txt.
+    """Load what `--tokenizer` names. ValueError lists what is allowed; files are local, always.
 
     engine: "auto" uses gigatoken where its ids are identical, "reference" never. eod_token: the token, by its text,
-    that ends a document, for files that do not say. prepend_bos: whether a token begins every document; None = as the
-    files say. ValueError lists what is allowed; files are local, always.
+    that ends a document, for files that do not say. prepend_bos: None = as the files say.
     """
     tokenizer = ByteTokenizer() if specification == "byte" else _from_files(specification, engine)
     if eod_token is not None:
