@@ -31,7 +31,6 @@ EXAMPLES = """examples:
   tools/preprocess_data.py build ... --units 3/16 (one of 16 processes), after all of them: finish ...
   tools/preprocess_data.py inspect data/corpus --pack 0 (or stats data/corpus, verify data/corpus)
 """
-INTERRUPTED = 130
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[str], list[int] | list[float]]:
@@ -79,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+_LIST: dict[str, Any] = {"type": lambda text: tuple(name for name in text.split(",") if name), "default": ()}
 _RECORDS = "what is refused unless it is named here, for it would be lost"
 _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
 _INPUTS = ".jsonl, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
@@ -88,9 +88,6 @@ _TEMPLATES = (
     "is refused where the tokenizer has a template unless T is ignore (refuse)"
 )
 _CORES = len(os.sched_getaffinity(0))
-
-
-_LIST: dict[str, Any] = {"type": lambda text: tuple(name for name in text.split(",") if name), "default": ()}
 
 
 BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
@@ -301,4 +298,4 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         again = "; run the same command again to continue" if args.command in ("build", "finish") else ""
         print(f"interrupted{again}", file=sys.stderr)
-        return INTERRUPTED
+        return 130

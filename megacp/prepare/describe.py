@@ -70,10 +70,6 @@ def documents_of(pack: Pack) -> Iterator[tuple[slice, list[int]]]:
 
 def learned_of_pack(pack: Pack) -> int:
     """How many tokens of a pack training learns."""
-    if pack.branches is None:  # all but the first of each document, at once
-        counted = np.ones(len(pack.tokens), bool) if pack.weights is None else pack.weights > 0
-        lengths = pack.segments["true_length"].astype(np.int64)
-        return int(counted.sum() - counted[np.cumsum(lengths) - lengths].sum())
     return sum(
         learned_tokens(pack.tokens[here], None if pack.weights is None else pack.weights[here], begins)
         for here, begins in documents_of(pack)

@@ -32,34 +32,26 @@ class BuildSettings:
     pad_multiple: int = 1
     append_eod: bool = True
     seed: int | None = None
-    """Shuffles documents inside each window; None keeps the input's order."""
     text_key: str = "text"
     max_record_bytes: int = DEFAULT_MAX_RECORD_BYTES
     on_error: str = "fail"
     max_errors: int | None = None
     workers: int = 1
     executor: str = "local"
-    """Who runs the units: processes of this machine, or a Ray cluster."""
     ray_address: str | None = None
-    """Of the cluster; None: one that is started on this machine."""
     unit_bytes: int = 0
-    """0: chosen from seq_length, so that a unit fills some hundred packs."""
     window_tokens: int = 1 << 24
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
     tokenizer_engine: str = "auto"
     eod_token: str | None = None
     image_rules: ImageRules | None = None
-    """How images become tokens; None: records may hold text only."""
     image_root: str | None = None
     max_crops_per_pack: int | None = None
-    """Second budget of a pack; None = as many as its tokens allow."""
     ignore_keys: tuple[str, ...] = ()
     context_roles: tuple[str, ...] = ()
     chat_template: str = "refuse"
-    """What writes messages: a template (auto, a name, a file), else the house's own form (refuse, ignore)."""
     chat_template_date: str | None = None
     prepend_bos: bool | None = None
-    """Whether a token begins every document; None: as the tokenizer's files say."""
 
     @property
     def bytes_per_unit(self) -> int:

@@ -46,7 +46,6 @@ class UnitResult:
     dropped: tuple[Refusal, ...]
     """Good records that `--oversize drop` left out."""
     learned_tokens: int = 0
-    """Tokens that some token before them predicts with a loss weight."""
     unlearned: int = 0
     """Documents of which nothing is learned."""
 

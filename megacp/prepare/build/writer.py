@@ -295,7 +295,6 @@ class ShardWriter:
         written = self._write_tables()
         for writer in filter(None, (self._tokens, self._weights, self._images)):
             written += writer.close()
-        files.sync_folder(self._temporary)
         self._open = False
         shutil.rmtree(self.directory, ignore_errors=True)
         files.place_folder(self._temporary, self.directory)

@@ -28,7 +28,7 @@ class MediaReader:
 
     def __init__(self, rules: ImageRules, root: str | None) -> None:
         """`root`: a directory or a URL."""
-        self._rules, self._shown_root = rules, root
+        self._rules = rules
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
 
     def expand(
@@ -113,7 +113,7 @@ class MediaReader:
         except UnreachableError:
             raise
         except (FileNotFoundError, NotADirectoryError):
-            raise ImageError(f"no such file under --image-root {self._shown_root}") from None
+            raise ImageError(f"no such file under --image-root {self._root}") from None
         except OSError as error:
             raise ImageError(f"it cannot be read ({error.strerror})") from error
         except UnicodeEncodeError:

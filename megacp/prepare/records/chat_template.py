@@ -161,10 +161,7 @@ def template_of(text: str, tokenizer: Tokenizer, today: str | None) -> ChatTempl
 def _chosen(choice: str, folder: Path) -> str:
     """The text of a template by its name or file."""
     if choice.endswith(".jinja"):
-        try:
-            return read_regular(choice).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--chat-template {choice} cannot be read: {error}") from error
+        return read_regular(choice).decode()
     found = templates_of(folder)
     name = "default" if choice == "auto" else choice
     if name in found or name in OURS:

@@ -1,9 +1,8 @@
 """A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
 
-docs/data.md says how records are written. Messages become `<|ROLE|>` newline CONTENT, with a newline between them, and
-the end-of-document token after an assistant's, which is learned with it. A branch sees the record's text as its prefix,
-and no other branch; messages after messages go on as in one conversation. Right after an image, a learned branch begins
-with a newline that is not learned: no text token would predict its first word.
+Messages become `<|ROLE|>` newline CONTENT, with a newline between them, and the end-of-document token after an
+assistant's, which is learned with it. A branch sees the record's text as its prefix, and no other branch. After an
+image, a learned branch begins with a newline that is not learned: no text token would predict its first word.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     assert library(tmp_path, "").from_pretrained(tmp_path).chat_template == {"default": "file", "more": "more"}
     (tmp_path / "own.jinja").write_text("own")
     assert text(tmp_path, str(tmp_path / "own.jinja")) == "own"
-    with pytest.raises(ValueError, match="no.jinja cannot be read"):
+    with pytest.raises(FileNotFoundError, match="no.jinja"):
         text(tmp_path, str(tmp_path / "no.jinja"))
 
 
