@@ -50,7 +50,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     add("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
     add("--image-root", metavar="DIR", help="directory that paths in --input are relative to")
-    add("--data-path", metavar="DIR", help="dataset that gives the image rules (default: those of the run)")
     add("--max-new-tokens", type=int, default=64, metavar="N")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default)")
     add("--seed", type=int, default=0, metavar="N", help="of the sampling")
@@ -106,20 +105,26 @@ def _named(flag: str, path: str | Path) -> Iterator[None]:
 
 
 def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str], list[str]]:
-    """The records of a file, their ids (or lines), and where they stand. ValueError names the line and its fault."""
-    prompts, ids, places = [], [], []
+    """The questions of a file's records, the ids (or lines) of these, and where they stand.
+
+    ValueError names the line and its fault.
+    """
+    prompts: list[Prompt] = []
+    ids, places = list[str](), list[str]()
     with _named("--input", path), open_regular(path) as stream:
         lines = stream.read().removeprefix(codecs.BOM_UTF8).splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        places.append(f"--input {path}:{number}")
+        place = f"--input {path}:{number}"
         try:
             record = decode_json(line)
-            prompts.append(maker.of_record(record))
+            found = maker.of_record(record)
         except RecordError as error:
-            raise ValueError(f"{places[-1]}: {error}") from error
-        ids.append(str(number if record.get("id") is None else record["id"]))
+            raise ValueError(f"{place}: {error}") from error
+        prompts += found
+        places += [place] * len(found)
+        ids += [str(number if record.get("id") is None else record["id"])] * len(found)
     if not prompts:
         raise ValueError(f"--input {path} holds no record")
     return prompts, ids, places
@@ -144,48 +149,42 @@ def spoken(tokenizer: Tokenizer, tokens: np.ndarray, ends: Sequence[int]) -> str
 
 def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
     """Print every prompt with its continuation."""
-    rules = generator.image_rules(arguments.data_path) if arguments.media or generator.rules is not None else None
-    maker = PromptMaker(tokenizer, rules)
+    maker = PromptMaker(tokenizer, generator.rules)
     media = []
     for one in arguments.media:
         with _named(one.key, one.value):
             media.append(Media(one.kind, "bytes", read_regular(one.value, LARGEST_ITEM), f"{one.key} {one.value}"))
-    asked = [arguments.prompt] if media else [[text] for text in arguments.prompt]  # one row sees the media once
-    names = ["--prompt " + ", ".join(map(repr, texts)) for texts in asked]
+    names = [f"--prompt {text!r}" for text in arguments.prompt]
     prompts = []
-    for name, texts in zip(names, asked, strict=True):
+    for name, text in zip(names, arguments.prompt, strict=True):
         try:
-            prompts.append(maker.of_texts(texts, media))
+            prompts.append(maker.of_text(text, media))
         except RecordError as error:
             raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
     sampling = sampling_of(arguments, generator, tokenizer)
     print(f"{generator.path} after step {generator.step}")
-    new = (tokens for answers in generator.answer(prompts, sampling, names) for tokens in answers)
-    for text, tokens in zip(arguments.prompt, new, strict=True):
+    for text, tokens in zip(arguments.prompt, generator.answer(prompts, sampling, names), strict=True):
         print(f"--- {text!r}\n{text}{spoken(tokenizer, tokens, sampling.ends)}")
 
 
 def answer_records(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
     """Write one line of JSON for every answer, in the order of the records."""
-    rules = generator.image_rules(arguments.data_path) if generator.config.vision.vision_num_layers else None
-    maker = PromptMaker(tokenizer, rules, arguments.image_root, generator.progress.chat_template is not None)
+    by_template = generator.progress.chat_template is not None
+    maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, by_template)
     prompts, ids, places = read_records(arguments.input, maker)
     sampling = sampling_of(arguments, generator, tokenizer)
-    right, total, asked = 0, 0, 0
+    asked, right = sum(prompt.expected is not None for prompt in prompts), 0
     with _named("--output", arguments.output):
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         stream = os.fdopen(open_own(arguments.output, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
     with stream:
-        for name, prompt, answers in zip(ids, prompts, generator.answer(prompts, sampling, places), strict=True):
-            for text, expected, tokens in zip(prompt.questions, prompt.expected, answers, strict=True):
-                line = {"id": name, "images": prompt.images, "prompt": text, "expected": expected}
-                line["answer"] = spoken(tokenizer, tokens, sampling.ends)
-                right += expected is not None and line["answer"] == expected
-                asked += expected is not None
-                total += 1
-                stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for name, prompt, tokens in zip(ids, prompts, generator.answer(prompts, sampling, places), strict=True):
+            answer = spoken(tokenizer, tokens, sampling.ends)
+            line = {"id": name, "images": prompt.images, "prompt": prompt.question, "expected": prompt.expected}
+            right += answer == prompt.expected
+            stream.write(json.dumps({**line, "answer": answer}, ensure_ascii=False) + "\n")
     print(f"{generator.path} after step {generator.step}")
-    print(f"{arguments.output}: {total} answers" + (f", {right} of {asked} as expected" if asked else ""))
+    print(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

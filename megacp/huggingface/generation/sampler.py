@@ -1,8 +1,8 @@
 """Answers from a checkpoint on one process: load whole tensors by global name, continue prompts token by token.
 
-The chunk class is that of training, on a grid of one rank. Prompts are documents of one row, and questions about the
-same images are branches: several questions cost one pass, and images are encoded once. The text of the row is computed
-again for every token, which is enough to look at a model and too slow to serve it.
+The chunk class is that of training, on a grid of one rank. Prompts are documents of one row, and their images are
+encoded once. The text of the row is computed again for every token, which is enough to look at a model and too slow to
+serve it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,10 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.geometry import ImageRules
-from megacp.core.data.manifest import DatasetManifest
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
-from megacp.core.training.sources import image_misfits
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.generation.prompt import Prompt, prompt_pixels, prompt_row
@@ -83,33 +81,6 @@ class Generator:
         if places:
             raise ValueError(f"checkpoint {self.path} lacks {', '.join(sorted(places))}")
 
-    def image_rules(self, data_path: str | None) -> ImageRules:
-        """The rules by which images become tokens: those of the checkpoint, or of the dataset at `data_path`.
-
-        ValueError when there are none, or they do not fit the model.
-        """
-        if not self.config.vision.vision_num_layers:
-            raise ValueError(f"{self.path} has no vision tower: it was trained on text alone")
-        values, where = self.progress.image_rules, str(self.path)
-        if data_path is not None:
-            manifest, where = DatasetManifest.read(data_path), f"--data-path {data_path}"
-            values = manifest.image_rules
-            if self.progress.tokenizer_sha256 not in ("", manifest.tokenizer.sha256):
-                raise ValueError(f"{where} was built with another tokenizer than {self.path} was trained with")
-        if values is None:
-            raise ValueError(f"{where} holds no image rules: give --data-path of a dataset built with image flags")
-        rules = ImageRules.from_dict(values)
-        reasons = image_misfits(where, rules, self.config.vision)
-        stored = (self.progress.image_rules or {}).get("token_ids", rules.token_ids)
-        if stored != rules.token_ids:
-            reasons.append(f"{where} has the image tokens {rules.token_ids}, {self.path} was trained with {stored}")
-        if max(rules.token_ids.values()) >= self.config.model.embedding_rows:
-            reasons.append(f"{where} has ids behind the model's {self.config.model.embedding_rows} rows")
-        if reasons:
-            raise ValueError("\n".join(reasons))
-        self.rules = rules
-        return rules
-
     @torch.no_grad()
     def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, vocab]` in fp32 or wider, in the order of the row; `features` of its images if they are known."""
@@ -122,34 +93,30 @@ class Generator:
         """The encoded images `[n, h]` of a row of these prompts; None when they have none."""
         if self.model.vision is None or not any(prompt.encoded for prompt in prompts):
             return None
-        assert self.rules is not None, "no prompt has images without `image_rules`"
+        assert self.rules is not None, "no prompt has images without rules"
         patches, pooling = prompt_pixels(prompts, self.rules)
         return self.model.vision(torch.from_numpy(patches), torch.from_numpy(pooling))
 
-    def answer(
-        self, prompts: Sequence[Prompt], sampling: Sampling, names: Sequence[str] = ()
-    ) -> Iterator[list[np.ndarray]]:
-        """For each prompt in order the new tokens int64 of each of its answers.
+    def answer(self, prompts: Sequence[Prompt], sampling: Sampling, names: Sequence[str] = ()) -> Iterator[np.ndarray]:
+        """For each prompt in order the new tokens of its answer, int64.
 
         ValueError for a prompt that leaves no room in a row of the model's length, by its name if it has one.
         """
         limit = self.config.data.seq_length
         for number, prompt in enumerate(prompts):
-            if max(prompt.lengths) >= limit:
+            if len(prompt.tokens) >= limit:
                 name = names[number] if names else f"prompt {number}"
-                raise ValueError(f"{name}: {max(prompt.lengths)} tokens, --seq-length of the run is {limit}")
+                raise ValueError(f"{name}: {len(prompt.tokens)} tokens, --seq-length of the run is {limit}")
         first = 0
         for group in _groups(prompts, limit, sampling.count):
             yield from self._answer_row(group, sampling, sampling.seed + first)
-            first += sum(len(prompt.lengths) for prompt in group)
+            first += len(group)
 
-    def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[list[np.ndarray]]:
+    def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[np.ndarray]:
         config, features = self.config, self.features(prompts)
-        answers: list[list[list[int]]] = [[[] for _ in prompt.lengths] for prompt in prompts]
-        flat = [answer for of_prompt in answers for answer in of_prompt]
-        lengths = [length for prompt in prompts for length in prompt.lengths]
-        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(flat))]
-        going = set(range(len(flat)))
+        answers: list[list[int]] = [[] for _ in prompts]
+        generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+        going = set(range(len(prompts)))
         token_ids = self.rules.token_ids if self.rules is not None else {}
         never = torch.tensor([i for i in token_ids.values() if i < config.model.vocab_size], dtype=torch.int64)
         while going:
@@ -157,11 +124,11 @@ class Generator:
             logits = self.logits(batch, features)[torch.from_numpy(last)]
             logits[:, never] = -torch.inf  # only an image has them, also where the tokenizer knows them
             for i in sorted(going):
-                flat[i].append(_choose(logits[i], sampling.temperature, generators[i]))
-                full = lengths[i] + len(flat[i]) >= config.data.seq_length
-                if flat[i][-1] in sampling.ends or len(flat[i]) == sampling.count or full:
+                answers[i].append(_choose(logits[i], sampling.temperature, generators[i]))
+                full = len(prompts[i].tokens) + len(answers[i]) >= config.data.seq_length
+                if answers[i][-1] in sampling.ends or len(answers[i]) == sampling.count or full:
                     going.discard(i)
-        return [[np.array(answer, np.int64) for answer in of_prompt] for of_prompt in answers]
+        return [np.array(answer, np.int64) for answer in answers]
 
 
 def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
@@ -175,8 +142,7 @@ def _groups(prompts: Sequence[Prompt], limit: int, count: int) -> Iterator[list[
     group: list[Prompt] = []
     filled = 0
     for prompt in prompts:
-        parts = [prompt.prefix, *prompt.branches]
-        size = sum(len(part.tokens) for part in parts) + count * len(prompt.lengths)
+        size = len(prompt.tokens) + count
         if group and filled + size > limit:
             yield group
             group, filled = [], 0

@@ -98,9 +98,9 @@ def test_the_library_makes_the_ids_of_a_build_or_there_is_no_template(kind: str,
     for count in range(1, len(TURNS) + 1):
         messages = TURNS[:count]
         assert library.apply_chat_template(messages, return_dict=False) == build_ids(tokenizer, messages), count
-        asked = PromptMaker(tokenizer).of_record({"messages": [*messages, {"role": "assistant", "content": "x"}]})
+        (asked,) = PromptMaker(tokenizer).of_record({"messages": [*messages, {"role": "assistant", "content": "x"}]})
         found = library.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert found == asked.prefix.tokens.tolist(), count
+        assert found == asked.tokens.tolist(), count
 
 
 @pytest.mark.parametrize("images", [1, 2])
@@ -124,8 +124,8 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
     parts = reader.expand(parse_record({"messages": messages}, RecordRules(media=True)).prefix, {}, [])
     maker = DocumentMaker(tokenizer, True, dict(TINY.token_ids))
     expected = next(maker.encode([[parts]])).tokens.tolist()
-    asked = PromptMaker(tokenizer, TINY, str(tmp_path)).of_record({"messages": messages})
-    for turns, prompt, ids in ((messages, False, expected), (messages[:3], True, asked.prefix.tokens.tolist())):
+    (asked,) = PromptMaker(tokenizer, TINY, str(tmp_path)).of_record({"messages": messages})
+    for turns, prompt, ids in ((messages, False, expected), (messages[:3], True, asked.tokens.tolist())):
         text = made.apply_chat_template(turns, add_generation_prompt=prompt)
         given = [torch.from_numpy(picture).permute(2, 0, 1) for picture in pixels]
         found = made(images=given, text=text, return_tensors="pt")["input_ids"][0].tolist()

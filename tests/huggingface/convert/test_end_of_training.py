@@ -80,9 +80,9 @@ def test_prompts_stops_and_exports_have_the_end_token_of_training(
     of_record = PromptMaker.of_record
 
     def noted(self: PromptMaker, record: Any) -> Any:
-        prompt = of_record(self, record)
-        found.append(prompt.prefix.tokens.tolist())
-        return prompt
+        prompts = of_record(self, record)
+        found.extend(prompt.tokens.tolist() for prompt in prompts)
+        return prompts
 
     monkeypatch.setattr(PromptMaker, "of_record", noted)
     assert stops(tmp_path, monkeypatch, *asked) == (() if expected is None else (expected,))

@@ -22,12 +22,12 @@ HEADER = b"\n<|assistant|>\n"
 @pytest.mark.parametrize("kinds", [("video",), ("image", "video"), ("video", "image"), ("video", "video")])
 def test_given_media_have_the_tokens_and_pixels_of_a_record(kinds: tuple[str, ...]) -> None:
     maker = PromptMaker(load_tokenizer("byte"), TINY)
-    given = maker.of_texts(["what?"], [Media(kind, "bytes", GIVEN[kind], f"--{kind}") for kind in kinds])
+    given = maker.of_text("what?", [Media(kind, "bytes", GIVEN[kind], f"--{kind}") for kind in kinds])
     parts = [{"type": kind, "base64": base64.b64encode(GIVEN[kind]).decode()} for kind in kinds]
     content = [*parts, {"type": "text", "text": "what?"}]
-    record = maker.of_record({"messages": [{"role": "user", "content": content}]})
-    assert [*b"<|user|>\n", *given.prefix.tokens.tolist(), *HEADER] == record.prefix.tokens.tolist()
-    assert len(given.prefix.units) == sum(1 if kind == "image" else 12 for kind in kinds)
+    (record,) = maker.of_record({"messages": [{"role": "user", "content": content}]})
+    assert [*b"<|user|>\n", *given.tokens.tolist(), *HEADER] == record.tokens.tolist()
+    assert len(given.units) == sum(1 if kind == "image" else 12 for kind in kinds)
     for found, expected in zip(prompt_pixels([given], TINY), prompt_pixels([record], TINY), strict=True):
         assert np.array_equal(found, expected)
 
@@ -41,19 +41,19 @@ def test_messages_without_an_answer_are_asked_as_those_with_one(before: list[dic
     """The header of the answer has no weight in training: no model writes it."""
     maker = PromptMaker(load_tokenizer("byte"))
     messages = before if before[-1:] == [TOOL] else [*before, ASK]
-    asked, answered = (maker.of_record({"messages": found}) for found in (messages, [*messages, TELL]))
-    assert asked.prefix.tokens.tolist() == answered.prefix.tokens.tolist()
-    assert bytes(asked.prefix.tokens[-len(HEADER) :].tolist()) == HEADER
-    assert (asked.expected, answered.expected) == ((None,), ("this",))
-    begun = maker.of_record({"messages": [*messages, {**TELL, "content": ""}]})
-    assert begun.prefix.tokens.tolist() == asked.prefix.tokens.tolist()
+    given = messages, [*messages, TELL], [*messages, {**TELL, "content": ""}]
+    (asked,), (answered,), (begun,) = (maker.of_record({"messages": found}) for found in given)
+    assert asked.tokens.tolist() == answered.tokens.tolist() == begun.tokens.tolist()
+    assert bytes(asked.tokens[-len(HEADER) :].tolist()) == HEADER
+    assert (asked.expected, answered.expected) == (None, "this")
 
 
 def test_the_header_of_an_answer_stands_at_the_end_of_each_branch_alone() -> None:
     maker = PromptMaker(load_tokenizer("byte"))
     branches = [{"messages": [ASK]}, {"messages": [ASK, TELL]}, "more"]
-    prompt = maker.of_record({"messages": [ASK, TELL, ASK], "branches": branches})
-    told = [bytes(branch.tokens[branch.tokens < 256].tolist()) for branch in prompt.branches]
-    assert told == [b"\n<|user|>\nwhich?" + HEADER] * 2 + [b""]
-    assert prompt.prefix.tokens.tolist() == [*b"<|user|>\nwhich?", *HEADER, *b"this", 256, *b"\n<|user|>\nwhich?"]
-    assert prompt.expected == (None, "this", "more")
+    prompts = maker.of_record({"messages": [ASK, TELL, ASK], "branches": branches})
+    first = [*b"<|user|>\nwhich?", *HEADER, *b"this", 256, *b"\n<|user|>\nwhich?"]
+    asks = [*b"\n<|user|>\nwhich?", *HEADER]
+    assert [prompt.tokens.tolist() for prompt in prompts] == [[*first, *asks], [*first, *asks], first]
+    assert [prompt.branch_start for prompt in prompts] == [len(first), len(first), None]
+    assert [prompt.expected for prompt in prompts] == [None, "this", "more"]

@@ -67,8 +67,9 @@ def generator(trained: Path) -> Generator:
 
 
 def prompts_of(generator: Generator) -> list[Prompt]:
-    maker = PromptMaker(load_tokenizer("byte"), generator.image_rules(None))
-    return [maker.of_record(record) for record in RECORDS]
+    assert generator.rules == TINY
+    maker = PromptMaker(load_tokenizer("byte"), generator.rules)
+    return [prompt for record in RECORDS for prompt in maker.of_record(record)]
 
 
 def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +84,7 @@ def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypat
 def test_answers_are_the_likeliest_tokens_of_the_stored_pack_with_these_answers_in_it(
     trained: Path, generator: Generator
 ) -> None:
-    answers = [a for given in generator.answer(prompts_of(generator), Sampling(LENGTH)) for a in given]
+    answers = list(generator.answer(prompts_of(generator), Sampling(LENGTH)))
     assert [len(answer) for answer in answers] == [LENGTH] * 4
     dataset = PackedDataset(trained / "packed")
     assert len(dataset) == 1
@@ -115,20 +116,18 @@ def test_images_are_encoded_once_a_row_however_many_tokens_are_made(
 def test_an_answer_does_not_depend_on_what_shares_its_row(generator: Generator, temperature: float) -> None:
     prompts = prompts_of(generator)
     together = list(generator.answer(prompts, Sampling(4, temperature, seed=3)))
-    first = 0
-    for prompt, expected in zip(prompts, together, strict=True):
-        (alone,) = generator.answer([prompt], Sampling(4, temperature, seed=3 + first))
-        assert [a.tolist() for a in alone] == [a.tolist() for a in expected]
-        first += len(prompt.lengths)
+    for number, (prompt, expected) in enumerate(zip(prompts, together, strict=True)):
+        (alone,) = generator.answer([prompt], Sampling(4, temperature, seed=3 + number))
+        assert alone.tolist() == expected.tolist()
 
 
 def test_an_answer_ends_with_the_end_token_or_where_the_row_is_full(generator: Generator) -> None:
     maker = PromptMaker(load_tokenizer("byte"))
-    (free,) = generator.answer([maker.of_texts(["ab"])], Sampling(8))
-    (ended,) = generator.answer([maker.of_texts(["ab"])], Sampling(8, ends=(-1, int(free[0][2]))))
-    assert ended[0].tolist() == free[0].tolist()[: free[0].tolist().index(free[0][2]) + 1]
-    (full,) = generator.answer([maker.of_texts(["0123456789" * 51])], Sampling(4))
-    assert len(full[0]) == 2  # 510 tokens in a row of 512
+    (free,) = generator.answer([maker.of_text("ab")], Sampling(8))
+    (ended,) = generator.answer([maker.of_text("ab")], Sampling(8, ends=(-1, int(free[2]))))
+    assert ended.tolist() == free.tolist()[: free.tolist().index(free[2]) + 1]
+    (full,) = generator.answer([maker.of_text("0123456789" * 51)], Sampling(4))
+    assert len(full) == 2  # 510 tokens in a row of 512
 
 
 @pytest.mark.slow
@@ -137,28 +136,9 @@ def test_an_image_token_is_never_an_answer(trained: Path) -> None:
     generator = Generator(trained / "run")
     ids = dict(zip(TINY.token_ids, range(40, 250), strict=False))
     generator.rules = dataclasses.replace(TINY, token_ids=ids)
-    prompt = PromptMaker(load_tokenizer("byte")).of_texts(["a"])
-    (tokens,) = next(iter(generator.answer([prompt], Sampling(100, temperature=1e6))))
+    prompt = PromptMaker(load_tokenizer("byte")).of_text("a")
+    (tokens,) = generator.answer([prompt], Sampling(100, temperature=1e6))
     assert len(tokens) == 100 and len(set(tokens.tolist())) > 40 and not {*tokens.tolist()} & {*ids.values()}
-
-
-def test_image_rules_come_from_the_checkpoint_or_from_the_dataset_of_the_flag(trained: Path, tmp_path: Path) -> None:
-    generator = Generator(trained / "run")
-    assert generator.image_rules(None) == generator.image_rules(str(trained / "packed")) == TINY
-    with pytest.raises(ValueError, match="no such file"):
-        generator.image_rules(str(tmp_path / "nowhere"))
-    source = tmp_path / "records.jsonl"
-    source.write_text(json.dumps(RECORDS[1]) + "\n")
-    ids = {name: 264 - i for i, name in enumerate(TINY.token_ids)}
-    for name, rules, message in (
-        ("other", dataclasses.replace(TINY, image_size=32), "crops of 32 pixels with patches of 4"),
-        ("ids", dataclasses.replace(TINY, token_ids=ids), r"ids has the image tokens .*, .* was trained with "),
-        ("text", None, "text holds no image rules: give --data-path"),
-    ):
-        source.write_text(json.dumps(RECORDS[1] if rules else {"text": "a text"}) + "\n")
-        build([source], tmp_path / name, image_rules=rules, seq_length=512, cp_degrees=(1,), unit_bytes=1 << 20)
-        with pytest.raises(ValueError, match=message):
-            generator.image_rules(str(tmp_path / name))
 
 
 @pytest.mark.parametrize("begins", [True, False])

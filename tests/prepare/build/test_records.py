@@ -46,7 +46,6 @@ REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     (UNLEARNED[::2], {}, "2 documents, and none of their tokens is learned"),
     ([TALK], {"ignore_keys": ("text", "weight", "x")}, "--ignore-keys text,weight"),
     ([TALK], {"context_roles": ("assistant",)}, "--context-roles assistant"),
-    ([TALK], {"chat_template_date": "2026-01-02"}, "--chat-template-date 2026-01-02"),
     ([TALK], {"prepend_bos": True}, "--prepend-bos: --tokenizer byte"),
 ]
 
@@ -175,10 +174,10 @@ def test_a_dataset_keeps_what_ends_its_documents(folder: Path, tmp_path: Path, e
 
 def test_a_prompt_begins_as_documents_do(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    prompt = PromptMaker(tokenizer).of_texts(["a b"])
+    prompt = PromptMaker(tokenizer).of_text("a b")
     document = next(DocumentMaker(tokenizer, True, {}).encode([[[SamplePart("a b", 1.0)]]]))
-    assert prompt.prefix.tokens.tolist() == document.tokens.tolist()
-    assert prompt.prefix.tokens[0] == tokenizer.token_id("<s>")
+    assert prompt.tokens.tolist() == document.tokens.tolist()
+    assert prompt.tokens[0] == tokenizer.token_id("<s>")
 
 
 def test_a_text_that_ends_as_documents_do_is_clear_and_other_surroundings_ask_for_a_choice(
@@ -201,7 +200,7 @@ def test_a_config_that_contradicts_the_post_processor_asks_for_a_choice(
 ) -> None:
     a = write(tmp_path / "a.jsonl", {"text": "a b"})
     path = tokenizer_in(tmp_path / "t", folder, order, add_bos_token=says, bos_token="<s>", eos_token="</s>")
-    with pytest.raises(ValueError, match=f"says add_bos_token {says}, but the post-processor of tokenizer.json puts"):
+    with pytest.raises(ValueError, match=f"says add_bos_token {says}, and the post-processor of tokenizer.json puts"):
         run([a], tmp_path / "d", tokenizer=str(path))
     run([a], tmp_path / "d", tokenizer=str(path), prepend_bos=True)
     run([a], tmp_path / "e", tokenizer=str(path), prepend_bos=False)
