@@ -114,7 +114,7 @@ def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunC
         return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf"))), None, note
     # the converter is an extra: a run without the flag reaches no file of megacp.huggingface
     converter = importlib.import_module("megacp.huggingface.convert.start")
-    found: tuple[RunConfig, Weights, str] = converter.open_start(config, given, check_sums=rank == 0)
+    found: tuple[RunConfig, Weights, str] = converter.open_start(config, given)
     return found
 
 

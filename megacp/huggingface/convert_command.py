@@ -63,7 +63,6 @@ def arguments_parser() -> argparse.ArgumentParser:
         metavar="KIND_OR_PATH",
         help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
     )
-    parser.add_argument("--eod-token", metavar="TEXT", help="as given to a build (default: that of training)")
     parser.add_argument(
         "--chat-template",
         choices=CHOICES,
@@ -106,7 +105,6 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
         "--dtype float16: runs of megacp have float32, bfloat16 or float64": a.target == "megacp"
         and a.dtype == "float16",
         "--layout is for --to hf": a.target == "megacp" and a.layout is not None,
-        "--eod-token goes with --tokenizer": a.eod_token is not None and a.tokenizer in (None, "none"),
         "--chat-template messages goes with a tokenizer": a.chat_template == "messages" and a.tokenizer == "none",
         "--tokenizer is for --from megacp --to hf": a.tokenizer is not None and way != ("megacp", "hf"),
         "--max-position-embeddings is for --from megacp --to hf, at least 1": a.max_positions is not None

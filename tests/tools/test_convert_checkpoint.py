@@ -179,7 +179,7 @@ GRIDS: dict[str, tuple[dict[str, int], Values]] = {
 
 def exported(folder: Path, *flags: str) -> dict[str, str]:
     assert convert("megacp", "hf", folder, folder.with_suffix(".hf"), "--verify", *flags) == 0
-    files = [path for path in folder.with_suffix(".hf").iterdir() if path.name not in ("README.md", "SHA256SUMS")]
+    files = [path for path in folder.with_suffix(".hf").iterdir()]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -260,10 +260,6 @@ def test_a_checkpoint_is_not_exported_without_its_own_tokenizer(
         assert message in capsys.readouterr().err
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
     assert not (tmp_path / "c" / "tokenizer.json").exists()
-    own = ("--tokenizer", str(tmp_path / "a" / "tokenizer.json"), "--eod-token", "<im_low>")
-    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", *own) == 0
-    found = json.loads((tmp_path / "d" / "generation_config.json").read_text())
-    assert found["eos_token_id"] == TINY.token_ids["image_low_res"]
 
 
 def test_a_folder_has_all_that_belongs_to_a_model(tmp_path: Path) -> None:
@@ -271,13 +267,8 @@ def test_a_folder_has_all_that_belongs_to_a_model(tmp_path: Path) -> None:
     assert convert("hf", "hf", tmp_path / "a", tmp_path / "copy") == 0, "shards with an index are read"
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--tokenizer", "none") == 0
-    names = {"README.md", "SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"}
+    names = {"config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in (tmp_path / "c").iterdir()} == names
-    card = (tmp_path / "c" / "README.md").read_text()
-    assert "| trained steps | 0 |" in card and "rope_scaling: llama3" in card
-    for line in (tmp_path / "c" / "SHA256SUMS").read_text().splitlines():
-        digest, name = line.split("  ")
-        assert hashlib.sha256((tmp_path / "c" / name).read_bytes()).hexdigest() == digest
     (tmp_path / "b" / "generation_config.json").unlink()
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", "--tokenizer", "none") == 0
     config = json.loads((tmp_path / "d" / "config.json").read_text())
@@ -290,7 +281,6 @@ def test_a_folder_has_all_that_belongs_to_a_model(tmp_path: Path) -> None:
         (("megacp", "megacp"), "a checkpoint is read by any grid as it is"),
         (("hf", "megacp", "--layout", "native"), "--layout is for --to hf"),
         (("hf", "hf", "--tokenizer", "byte"), "--tokenizer is for --from megacp"),
-        (("megacp", "hf", "--eod-token", "x"), "--eod-token goes with --tokenizer"),
         (("hf", "hf", "--max-shard-size", "0"), "--max-shard-size: must be at least 1"),
         (("hf", "megacp", "--dtype", "float16"), "--dtype float16"),
     ],

@@ -117,7 +117,7 @@ def test_stale_weights_of_other_formats_are_not_copied(tmp_path: Path) -> None:
     for name in ("tf_model.h5", "model.onnx", "last.ckpt", "other.safetensors.index.json", "LICENSE"):
         (tmp_path / "a" / name).write_text("")
     assert convert("hf", "hf", tmp_path / "a", tmp_path / "b") == 0
-    names = {"LICENSE", "SHA256SUMS", "config.json", "generation_config.json", "model.safetensors"}
+    names = {"LICENSE", "config.json", "generation_config.json", "model.safetensors"}
     assert {path.name for path in (tmp_path / "b").iterdir()} == names
 
 

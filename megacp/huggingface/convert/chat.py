@@ -27,7 +27,7 @@ _PLACEHOLDER = "<|image|>"
 
 _TEMPLATE = """\
 {#- megacp's messages. Each: <|ROLE|>, a newline, its content; END after an assistant's; a newline between two. -#}
-{%- set end = END -%}
+{%- set end = eos_token or '' -%}
 {%- set state = namespace(ended=false) -%}
 {{- BEGIN -}}
 {%- for message in messages -%}
@@ -57,13 +57,6 @@ Conversation = tuple[Sequence[Mapping[str, Any]], Sequence[int], bool]
 """Messages of a record, the ids that a build makes of them, and whether the beginning of an answer follows."""
 
 
-def template(has_end: bool, begin: str = "") -> str:
-    """The template's text; `has_end`: whether there is an end token, `begin`: text of the token before documents."""
-    quoted = "'" + "".join(f"\\u{ord(character):04x}" for character in begin) + "'"
-    text = _TEMPLATE.replace("END -%}", "eos_token -%}" if has_end else "'' -%}", 1)
-    return text.replace("{{- BEGIN -}}\n", f"{{{{- {quoted} -}}}}\n" if begin else "")
-
-
 def write_template(folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversation], media: str) -> None:
     """Write the template where it gives each conversation of `probe` its ids, `media` for an image. ValueError."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -75,7 +68,7 @@ def write_template(folder: Path, tokenizer: Tokenizer, probe: Sequence[Conversat
     begin = "" if tokenizer.begins_with is None else known.id_to_token(tokenizer.begins_with) or ""
     if eos_token is not None:  # as the library makes it, where the file does not
         known.add_special_tokens([AddedToken(eos_token, special=True, normalized=False)])
-    text = template(eos_token is not None, begin)
+    text = _TEMPLATE.replace("BEGIN", "'" + "".join(f"\\u{ord(character):04x}" for character in begin) + "'")
     compiled = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
     for messages, ids, prompt in probe:
         given = {"messages": messages, "add_generation_prompt": prompt, "eos_token": eos_token}
@@ -92,22 +85,6 @@ _CONTENTS = (
 _IMAGE = {"type": "image", "path": "probe"}
 
 
-def _probe_messages() -> list[list[dict[str, Any]]]:
-    """Conversations of one to many turns; each content ends one message and begins another."""
-    found: list[list[dict[str, Any]]] = []
-    for i, content in enumerate(_CONTENTS):
-        other = _CONTENTS[(i + 1) % len(_CONTENTS)]
-        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": other}]
-        found += [
-            turns[:1],
-            turns,
-            [{"role": "system", "content": other}, *turns, *turns, {**turns[0], "role": "tool"}],
-        ]
-        parts = [{"type": "text", "text": content}, {"type": "text", "text": other}]
-        found.append([{"role": "user", "content": parts}, *turns[1:]] if content or other else turns)
-    return found
-
-
 def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int]) -> list[int]:
     """The ids of a record in a build, `media` in place of each image."""
     ids = [] if tokenizer.begins_with is None else [tokenizer.begins_with]
@@ -122,20 +99,29 @@ def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int])
 
 
 def probe(tokenizer: Tokenizer, image_ids: Mapping[str, int]) -> list[Conversation]:
-    """Conversations with the ids of a build, with images where there are ids for them."""
+    """Conversations with the ids of a build, with images where there are ids for them.
+
+    They have one to many turns, and each content ends one message and begins another.
+    """
     media = [image_ids["image_start"], image_ids["image_end"]] if image_ids else []
+    answered = {"role": "assistant", "content": "x"}
+    end = len(tokenizer.encode_reference("x")) + (tokenizer.eos_id is not None)
+    talks: list[list[dict[str, Any]]] = []
+    for content, other in zip(_CONTENTS, (*_CONTENTS[1:], _CONTENTS[0]), strict=True):
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": other}]
+        talks += [
+            turns[:1],
+            turns,
+            [{"role": "system", "content": other}, *turns, *turns, {**turns[0], "role": "tool"}],
+        ]
+        says = {"type": "text", "text": content}
+        for parts in ([_IMAGE], [_IMAGE, says], [says, _IMAGE], [_IMAGE, _IMAGE, says, says]) if media else ():
+            turn = {"role": "user", "content": parts}
+            talks.append([turn, turns[1], turn])
     found: list[Conversation] = []
-    answer = [*tokenizer.encode_reference("x").tolist(), *([] if tokenizer.eos_id is None else [tokenizer.eos_id])]
-    for messages in _probe_messages():
+    for messages in talks:
         found.append((messages, _ids(messages, tokenizer, media), False))
-        ids = _ids([*messages, {"role": "assistant", "content": "x"}], tokenizer, [])  # a question: the answer is cut
-        found.append((messages, ids[: -len(answer)], True))
-    for text in _CONTENTS if media else ():
-        says = {"type": "text", "text": text}
-        for content in ([_IMAGE], [_IMAGE, says], [says, _IMAGE], [_IMAGE, _IMAGE, says, says], [says, _IMAGE, says]):
-            turn = {"role": "user", "content": content}
-            messages = [turn, {"role": "assistant", "content": "A cat."}, turn]
-            found.append((messages, _ids(messages, tokenizer, media), False))
+        found.append((messages, _ids([*messages, answered], tokenizer, media)[:-end], True))  # the answer is cut
     return found
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-import megacp
 from megacp.core.checkpoint.commit import LoadedCheckpoint
 from megacp.core.checkpoint.directory import (
     CONFIG_FILE,
@@ -35,7 +34,7 @@ from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.storage.files import sha256_of, write_new
-from megacp.core.training.state import RunState, first_token, last_token, stored_state
+from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
@@ -62,7 +61,7 @@ from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
-_NOT_COPIED = ("config.json", hf_files.INDEX, hf_files.SUMS)
+_NOT_COPIED = ("config.json", hf_files.INDEX)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")
 _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -85,8 +84,7 @@ class Request:
     max_positions: int | None = None
     """None: as the model's config says, else the run's --seq-length."""
     tokenizer: str | None = None
-    eod_token: str | None = None
-    """Both as given to `preprocess_data.py`; `none` for a folder without a tokenizer."""
+    """As given to `preprocess_data.py`; `none` for a folder without a tokenizer."""
     chat_template: str = "auto"
     ignored: Sequence[str] = ()
     """Fields of a config.json that are said to change nothing."""
@@ -110,7 +108,7 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         ids = token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None)
         fields = {field: ids[name] for field, name in TOKEN_FIELDS.items()}
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
-    special, notes = on_first(world, lambda: _files_beside(loaded, folder, request))
+    special = on_first(world, lambda: _files_beside(loaded, folder, request))
     hf_files.write_tensors(source, folder, int(request.max_shard_mib * hf_files.MIB), world)
 
     def complete() -> None:
@@ -119,102 +117,64 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
             hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
         written = dict(hf_files.SafetensorsFolder(folder).infos)
         require_all(written, links, True, folder)
-        if loaded.checkpoint is not None:
-            count = sum(math.prod(info.shape) for info in written.values())
-            card = _card(loaded, loaded.checkpoint, count, content["dtype"], notes)
-            (folder / hf_files.CARD).write_text(card, encoding="utf-8")
 
     on_first(world, complete)
-    hf_files.write_sums(folder, world)
     return dict(source.infos)
 
 
-def _files_beside(loaded: Loaded, folder: Path, request: Request) -> tuple[dict[str, Any], dict[str, str]]:
-    """Write or copy tokenizer, processor and generation settings; special ids for config.json, notes for the card."""
+def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, Any]:
+    """Write or copy tokenizer, processor and generation settings; special ids for config.json."""
     if loaded.checkpoint is None:
         for path in sorted(loaded.folder.iterdir()):
             if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
         copy_companions(loaded.folder, folder)
         kept = (*SPECIAL, "use_cache", "pretraining_tp")
-        return {key: loaded.content[key] for key in kept if key in loaded.content}, {}
+        return {key: loaded.content[key] for key in kept if key in loaded.content}
     if loaded.rules is not None:
         processor.write_processor(loaded.rules.to_dict(), folder)
     tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
     progress = stored_state(loaded.checkpoint)
     ids: dict[str, int | None] = dict.fromkeys(SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
-    notes = {"chat template": "none"}
+    ends: list[int] = []
     if tokenizer is not None:
         positions = loaded.config.model.max_position_embeddings or loaded.config.data.seq_length
         given = _given(loaded, tokenizer)
         ids = {f"{name}_token_id": i for name, i in write_tokenizer(given, folder, positions, PROBE).items()}
-        notes = {"chat template": write_chat_template(loaded, folder, tokenizer, request.chat_template)}
+        print(f"chat template: {write_chat_template(loaded, folder, tokenizer, request.chat_template)}")
         by_files = tokenizer.surroundings.first(tokenizer.bos_id)
         if tokenizer.kind == "huggingface" and tokenizer.begins_with != by_files:  # its post-processor is copied
             begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
-            notes["first token"] = f"documents of training began {begins[0]}, the library begins texts {begins[1]}"
+            print(f"first token: documents of training began {begins[0]}, the library begins texts {begins[1]}")
+        if progress.chat_template is not None:
+            ends += answer_ends(progress.chat_template["default"], tokenizer)
+            unknown = (
+                "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
+                f"{GENERATION}, or the model generates to its limit"
+            )
+            print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
-    ends, told = _ends(progress, tokenizer)
-    notes |= told
-    for name, words in notes.items():
-        print(f"{name}: {words}")
+    if (own := last_token(progress, None)) is not None:
+        ends.append(own)
     said = _generation_of(loaded, tokenizer)
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
-    chosen = {"eos_token_id": ids["eos_token_id"]} if request.eod_token is not None else {}
-    generation = {**said, **missing, **chosen}
+    generation = {**said, **missing}
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
+    before = generation.get("eos_token_id")
+    before = before if isinstance(before, list) else [] if before is None else [before]
+    if not set(ends) <= set(before):
+        found = list(dict.fromkeys([*ends, *before]))
+        generation["eos_token_id"] = found[0] if len(found) == 1 else found
     if ends:
-        generation["eos_token_id"] = special["eos_token_id"] = _with_ends(generation.get("eos_token_id"), ends)
+        special["eos_token_id"] = generation["eos_token_id"]
     hf_files.write_json(folder / GENERATION, generation)
-    return special, notes
-
-
-def _ends(progress: RunState, tokenizer: Tokenizer | None) -> tuple[list[int], dict[str, str]]:
-    """The tokens that ended answers and documents of training, as far as known, and a note. ValueError."""
-    own = last_token(progress, None)
-    documents = [] if own is None else [own]
-    if progress.chat_template is None or tokenizer is None:
-        return documents, {}
-    answers = answer_ends(progress.chat_template["default"], tokenizer)
-    shown = ", ".join(_shown(tokenizer, i) for i in answers)
-    unknown = (
-        "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
-        f"{GENERATION}, or the model generates to its limit"
-    )
-    return [*answers, *documents], {"end of answers": shown or unknown}
-
-
-def _with_ends(said: Any, ends: Sequence[int]) -> int | list[int]:
-    """`eos_token_id`, an id or a list of ids or None, as one that has all `ends`; it stays where it has them."""
-    before = said if isinstance(said, list) else [] if said is None else [said]
-    if set(ends) <= set(before):
-        return said
-    found = list(dict.fromkeys([*ends, *before]))
-    return found[0] if len(found) == 1 else found
-
-
-def _shown(tokenizer: Tokenizer, i: int | None) -> str:
-    return "none" if i is None else f"{tokenizer.decode([i])!r} (id {i})"
-
-
-def with_kept_tokenizer(request: Request, loaded: Loaded) -> Request:
-    """The request with the tokenizer beside the checkpoints, where it names none and that one is the run's."""
-    if request.tokenizer is not None or loaded.checkpoint is None:
-        return request
-    folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
-    names = tokenizer_files(folder)
-    path = ",".join(str(folder / name) for name in names)
-    if not (expected and names) or load_tokenizer(path, engine="reference").sha256 != expected:
-        return request
-    print(f"tokenizer: {path}, the run's own")
-    return dataclasses.replace(request, tokenizer=path)
+    return special
 
 
 def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Request) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, beginning and ending texts as training did.
+    """The tokenizer of a checkpoint, beginning and ending texts as training did. ValueError for another one or none.
 
-    ValueError for another one or none, or another end token. Where a chat template wrote the messages, the end token
-    stays that of the files: a template may write it.
+    Where a chat template wrote the messages, the end token stays that of the files: a template may write it.
     """
     given, expected = request.tokenizer, checkpoint.extra.get("tokenizer_sha256", "")
     if given is None and expected:
@@ -224,7 +184,7 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
         )
     if given is None or given == "none":
         return None
-    tokenizer = load_tokenizer(given, engine="reference", eod_token=request.eod_token)
+    tokenizer = load_tokenizer(given, engine="reference")
     if expected and tokenizer.sha256 != expected:
         raise ValueError(f"--tokenizer {given} is not the one that {checkpoint.path} was trained with")
     rows = loaded.config.model.embedding_rows
@@ -232,16 +192,8 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
         raise ValueError(f"--tokenizer {given} has {tokenizer.vocab_size} ids, the model has {rows} rows")
     progress = stored_state(checkpoint)
     tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
-    end = last_token(progress, tokenizer.eos_id)
-    if request.eod_token is not None and end != tokenizer.eos_id:
-        raise ValueError(
-            f"--eod-token {request.eod_token!r} (id {tokenizer.eos_id}) is not what ended the documents that "
-            f"{checkpoint.path} was trained on, which was {_shown(tokenizer, end)}: leave it out"
-        )
     if progress.chat_template is None:
-        tokenizer.eos_id = end
-    elif progress.document_end is not None:
-        tokenizer.eos_id = load_tokenizer(given, engine="reference").eos_id
+        tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
     return tokenizer
 
 
@@ -252,31 +204,10 @@ def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any
 
 
 def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
-    """A tokenizer with the image tokens of a model, and what the run says of its documents."""
+    """A tokenizer with the image tokens of a model, and what the run says of its messages."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
-    progress = stored_state(loaded.checkpoint) if loaded.checkpoint is not None else RunState()
-    named = progress.chat_template is not None, progress.document_end is not None
-    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, *named)
-
-
-def _card(loaded: Loaded, checkpoint: LoadedCheckpoint, count: int, dtype: str, notes: Mapping[str, str]) -> str:
-    """The README.md of a model: what it is, how it was trained, and the whole config."""
-    extra, name = checkpoint.extra, loaded.family.name
-    facts = {
-        "architecture": f"{name} (`{loaded.family.cls}`)",
-        "parameters": f"{count:,} in {dtype}",
-        "trained steps": checkpoint.manifest.step,
-        "samples seen": extra.get("consumed_samples", "unknown"),
-        "data fingerprint": f"`{extra.get('data_fingerprint', 'unknown') or 'none: random packs'}`",
-        "tokenizer sha256": f"`{extra.get('tokenizer_sha256') or 'none'}`",
-        "positions": loaded.values["max_position_embeddings"],
-        **notes,
-        "written by": f"megacp {megacp.__version__}, tools/convert_checkpoint.py",
-    }
-    head = f"---\nlibrary_name: transformers\ntags:\n- megacp\n- {name}\n---\n\n"
-    table = "".join(f"| {fact} | {value} |\n" for fact, value in facts.items())
-    config = f"## Config\n\n```yaml\n{checkpoint.config_yaml.rstrip()}\n```\n"
-    return f"{head}# {name} after {checkpoint.manifest.step} steps\n\n| | |\n|---|---|\n{table}\n{config}"
+    templated = loaded.checkpoint is not None and stored_state(loaded.checkpoint).chat_template is not None
+    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, templated)
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
@@ -353,12 +284,17 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
     if loaded.pairs is not None:
         print(f"folded into the weights: {loaded.pairs}")
     if request.target == "hf" and loaded.checkpoint is not None:
+        folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
         said = loaded.config.model.max_position_embeddings
         length = request.max_positions or said or loaded.config.data.seq_length
         if not request.max_positions and not said:
             print(f"max_position_embeddings is {length}, the run's --seq-length: --max-position-embeddings N sets it")
         loaded = dataclasses.replace(loaded, config=with_values(loaded.config, {"max_position_embeddings": length}))
-        request = with_kept_tokenizer(request, loaded)
+        path = ",".join(str(folder / name) for name in tokenizer_files(folder))
+        if request.tokenizer is None and expected and path:
+            if load_tokenizer(path, engine="reference").sha256 == expected:
+                print(f"tokenizer: {path}, the run's own")
+                request = dataclasses.replace(request, tokenizer=path)
     if request.chat_template == "messages" and request.tokenizer is None:
         raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
     return loaded, request
@@ -370,7 +306,7 @@ def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
     after = read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
     tokenizer = None
     if loaded.checkpoint is not None and request.tokenizer not in (None, "none"):
-        own = load_tokenizer(request.tokenizer, engine="reference", eod_token=request.eod_token)
+        own = load_tokenizer(request.tokenizer, engine="reference")
         tokenizer = _given(loaded, own)
     return verify(loaded, after, request.dtype, tokenizer)
 
@@ -392,8 +328,7 @@ def read_input(request: Request, world: Axis) -> Loaded:
         on_each(world, lambda: refuse_other_input(path, request.source))
         if request.source == "megacp":
             return read_checkpoint(path, world, request.architecture)
-        on_each(world, lambda: hf_files.check_sums(path, world))
-        return on_each(world, lambda: read_hf(path, request.architecture, request.ignored, check_sums=False))
+        return on_each(world, lambda: read_hf(path, request.architecture, request.ignored))
     except (ValueError, OSError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error

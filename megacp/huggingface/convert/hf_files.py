@@ -1,4 +1,4 @@
-"""A Hugging Face folder: safetensors read row by row and written tensor by tensor, with index and hashes.
+"""A Hugging Face folder: safetensors read row by row and written tensor by tensor.
 
 One tensor is in memory at a time: files are mapped when read, shards are dealt to the ranks that convert together.
 Pickled `.bin` files are refused: opening one runs its code.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +20,11 @@ import torch
 
 from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
-from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import files
 from megacp.huggingface.convert.tensors import Info, Source, num_bytes, whole
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SUMS = "SHA256SUMS"
-CARD = "README.md"
-_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 DTYPES = {name: dtype for name, dtype in storage.DTYPES.items() if dtype.is_floating_point}
 MIB = 1 << 20
 SECONDS = 10.0
@@ -191,56 +186,6 @@ def require_seen(paths: Sequence[Path]) -> None:
     """OSError when a file that some rank has written is not here, even after a while."""
     for path in paths:
         files.seen(path.stat, SECONDS)
-
-
-def write_sums(folder: Path, world: Axis) -> None:
-    """SHA256SUMS of every file but the card, which people edit; each rank hashes a share. Collective over `world`."""
-
-    def by_size() -> list[Path]:
-        below = [path for path in folder.rglob("*") if path.is_file() and path.name not in (SUMS, CARD)]
-        return sorted(below, key=lambda path: (-path.stat().st_size, path))
-
-    def hashed() -> dict[Path, str]:
-        require_seen(share)
-        return {path: files.sha256_of(path)[1] for path in share}
-
-    share = mine(on_first(world, by_size), world)
-    own = on_each(world, hashed)
-    digests = {path: digest for of_rank in gather_objects(own, world) for path, digest in of_rank.items()}
-    if world.rank == 0:
-        lines = [f"{digests[path]}  {path.relative_to(folder)}\n" for path in sorted(digests)]
-        (folder / SUMS).write_text("".join(lines), encoding="utf-8")
-
-
-def check_sums(folder: Path, world: Axis) -> None:
-    """Compare with SHA256SUMS where there is one, this rank a share of it. ValueError names what differs."""
-    listed = folder / SUMS
-    if not os.path.lexists(listed):
-        return
-    try:
-        lines = files.read_regular(listed).decode(errors="replace").split("\n")
-    except OSError as error:
-        raise ValueError(f"{listed} cannot be read: {error.strerror}") from error
-    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not numbered:
-        raise ValueError(f"{listed} lists no file: it was cut, or is not one of this program")
-    wrong = []
-    for number, line in mine(numbered, world):
-        found = _SUM.fullmatch(line.rstrip("\r"))
-        if found is None:
-            raise ValueError(f"{listed}, line {number}: {line[:80]!r} is not a sha256, two spaces and a name")
-        digest, name = found.groups()
-        if name.startswith("/") or ".." in Path(name).parts or "\0" in name:
-            raise ValueError(f"{listed}, line {number}: {name[:80]!r} leads out of the folder")
-        try:
-            if files.sha256_of(folder / name)[1] != digest:
-                wrong.append(f"{name} is not the file that was hashed")
-        except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
-        except ValueError as error:  # no regular file
-            wrong.append(str(error))
-    if wrong:
-        raise ValueError(f"{listed}: {'; '.join(wrong)}")
 
 
 @contextmanager

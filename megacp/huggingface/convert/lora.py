@@ -14,7 +14,6 @@ import torch
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import A, B, is_of_a_pair
 from megacp.huggingface.convert import hf_files
@@ -68,7 +67,6 @@ def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | Non
             tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     hf_files.write_json(folder / "adapter_config.json", _config(pairs.config.model, ranks, base))
-    hf_files.write_sums(folder, single_axis("world"))
     return sum(tensor.numel() for tensor in tensors.values())
 
 

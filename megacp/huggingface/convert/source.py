@@ -20,7 +20,7 @@ from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
-from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
 from megacp.core.storage.files import read_regular, write_atomically
 from megacp.core.training.state import stored_state
@@ -132,11 +132,9 @@ def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
-def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = (), *, check_sums: bool = True) -> Loaded:
+def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = ()) -> Loaded:
     """A Hugging Face folder; `ignored` as in `Family.values`. ValueError names the field, file or tensor at fault."""
     content = hf_files.read_json(path / CONFIG)
-    if check_sums:
-        hf_files.check_sums(path, single_axis("world"))
     family = of_config(content, wanted)
     values = family.values(content, ignored)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})

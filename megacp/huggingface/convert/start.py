@@ -107,15 +107,15 @@ class FolderStart:
                     (folder / str(path.relative_to(local))).upload(path)
 
 
-def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> tuple[RunConfig, FolderStart, str]:
+def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, FolderStart, str]:
     """The config with the model of --load-hf, as far as no flag in `given` says what it is; the start; a note.
 
-    Only headers are read, and all bytes for SHA256SUMS if `check_sums`. ValueError for a folder that cannot be taken.
+    Only headers are read. ValueError for a folder that cannot be taken.
     """
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
-    loaded = _read("--load-hf", folder, check_sums)
+    loaded = _read("--load-hf", folder)
     try:
         dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
         files = tokenizer_files(folder)
@@ -124,7 +124,7 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
     if vision is not None:
-        tower = _read("--vision-from-hf", Path(vision), check_sums) if vision != "none" else None
+        tower = _read("--vision-from-hf", Path(vision)) if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
         notes = [told_new]
     stored = with_values(stored, {"dtype": dtype})
@@ -135,10 +135,10 @@ def open_start(config: RunConfig, given: Collection[str], check_sums: bool) -> t
     return config, start, "\n".join([note, *notes])
 
 
-def _read(name: str, folder: Path, check_sums: bool) -> Loaded:
+def _read(name: str, folder: Path) -> Loaded:
     try:
         refuse_other_input(folder, "hf")
-        return read_hf(folder, check_sums=check_sums)
+        return read_hf(folder)
     except (ValueError, OSError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ValueError(f"{name} {folder}: {said}") from error

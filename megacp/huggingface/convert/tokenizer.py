@@ -47,8 +47,6 @@ class Given:
     """Further tokens that are found in a text, by text: those of images."""
     templated: bool = False
     """Whether a chat template wrote the run's messages: words that the settings name were special tokens to it."""
-    end_known: bool = False
-    """Whether the run says with which token its documents end, or that they have none: settings do not decide then."""
 
     @property
     def file(self) -> Path:
@@ -94,15 +92,6 @@ def _byte_level() -> Any:
     order = [*shown, *sorted(set(range(256)).difference(shown))]
     tokenizer = Tokenizer(models.BPE(vocab=dict(zip(characters, order, strict=True)), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _gpt2(vocabulary: Path, merges: Path) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -173,7 +162,7 @@ def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
         return json.loads(_byte_level().to_str()), {BYTE_EOS: 256}
     if kind == "huggingface":
         return read_json(given.file, LARGEST), {}
-    made = _gpt2(*given.tokenizer.files) if kind == "gpt2" else _from_sentencepiece(given.file)
+    made = given.tokenizer.model if kind == "gpt2" else _from_sentencepiece(given.file)
     return json.loads(made.to_str()), {}
 
 
@@ -227,7 +216,7 @@ def _settings(given: Given) -> dict[str, Any]:
     left = frozenset() if given.templated else given.words
     kept = {key: value for key, value in given.settings.items() if key in _KEPT}
     for key, value in given.settings.items():
-        if not key.endswith(_NAMING) or (key == "eos_token" and given.end_known and not given.templated):
+        if not key.endswith(_NAMING):
             continue
         if isinstance(value, list):
             kept[key] = [text_of(each) or each for each in value if text_of(each) not in left]
@@ -266,7 +255,8 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     if copied:
         config |= _settings(given)
         copy_companions(given.file.parent, folder, without=(OLDER_NAME,))
-    config |= {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items() if i is not None}
+    named = {f"{name}_token": _text_of(tokenizer, i, name) for name, i in names.items()}
+    config |= {name: text for name, text in named.items() if text is not None or name == "eos_token"}
     write_json(folder / "tokenizer_config.json", config)
     refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
     refuse_difference(given, library_encoder(folder), ())

@@ -80,9 +80,10 @@ class Tokenizer(abc.ABC):
     """What its files put around a text."""
     chat_template: Path | None = None
     """The file with the template that a server writes messages by."""
+    model: Any = None
     _fast: Any = None
     _apart: tuple[str, ...] = ()
-    """Texts that the fast engine is known to treat otherwise: what contains one goes to the reference."""
+    """Texts that the fast engine treats otherwise: what contains one goes to the reference."""
 
     @abc.abstractmethod
     def encode_reference(self, text: str) -> np.ndarray:
@@ -204,7 +205,7 @@ class PackageTokenizer(Tokenizer):
         self, kind: str, files: tuple[Path, ...], model: Any, special: Mapping[str, int], beside: Beside
     ) -> None:
         """`special`: the ids of tokens that no text makes by chance."""
-        self.kind, self.files, self._model = kind, files, model
+        self.kind, self.files, self.model = kind, files, model
         self.sha256 = _hash_files(*files)
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
         self.surroundings = surroundings_of(model)
@@ -217,16 +218,16 @@ class PackageTokenizer(Tokenizer):
 
     def token_id(self, token: str) -> int | None:
         """As Tokenizer.token_id."""
-        return self._model.token_to_id(token)
+        return self.model.token_to_id(token)
 
     def encode_reference(self, text: str) -> np.ndarray:
         """int32 [n]; special tokens written in a text are recognised, as the package does."""
-        (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=False)  # without offsets
+        (encoding,) = self.model.encode_batch_fast([text], add_special_tokens=False)  # without offsets
         return np.array(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Special tokens are shown."""
-        return self._model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+        return self.model.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
 
 def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:

@@ -154,9 +154,6 @@ def test_an_exported_vision_model_has_the_template_of_its_training(
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "a")
     tokens = load_tokenizer("byte", engine="reference")
     assert tokenizer.apply_chat_template(TURNS, return_dict=False) == build_ids(tokens, TURNS)
-    card = (tmp_path / "a" / "README.md").read_text()
-    assert "| chat template | that of records with `messages`" in card
-    assert chat.TEMPLATE_FILE in (tmp_path / "a" / "SHA256SUMS").read_text()
     flags = ("--tokenizer", "byte", "--chat-template", "none")
     assert convert("megacp", "hf", tmp_path / "run", tmp_path / "b", *flags) == 0
     assert not (tmp_path / "b" / chat.TEMPLATE_FILE).exists()

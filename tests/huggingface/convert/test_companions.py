@@ -75,7 +75,6 @@ def test_templates_and_named_tokens_survive_the_way_there_and_back(model: Path, 
     for name in ("copy", "run", "back"):
         assert templates_of(tmp_path / name) == TEMPLATES, name
         assert not (tmp_path / name / "additional_chat_templates" / "rag.jinja").is_symlink()
-    assert "additional_chat_templates/rag.jinja" in (tmp_path / "back" / "SHA256SUMS").read_text()
     for name in ("copy", "back"):
         after = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
         assert after.special_tokens_map == before.special_tokens_map and after.chat_template == TEMPLATES

@@ -93,12 +93,6 @@ def test_prompts_stops_and_exports_have_the_end_token_of_training(
         assert read(tmp_path / "hf" / name)["eos_token_id"] == expected
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.eos_token == text
-    given = [] if text is None else ["--eod-token", text]
-    assert export(tmp_path, "same", *given) == 0
-    if end == "another":
-        capsys.readouterr()
-        assert export(tmp_path, "other", "--eod-token", "</s>") == 2
-        assert "--eod-token '</s>'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,9 +122,6 @@ def test_what_ends_the_answers_of_a_chat_template_stops_the_model(
         assert read(tmp_path / "hf" / name)["eos_token_id"] == (ids if len(ids) > 1 else ids[0])
     # what a template writes for `eos_token` stays that of the files
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").eos_token == "</s>"
-    given = [word for word in flags if word != "--no-append-eod"]
-    assert export(tmp_path, "same", *given) == 0
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "same").eos_token == "</s>"
 
 
 def test_answers_that_end_with_no_special_token_are_told(

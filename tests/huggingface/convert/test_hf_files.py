@@ -75,31 +75,6 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(tmp_path: Path) -> None:
         hf_files.SafetensorsFolder(tmp_path)
 
 
-def test_hashes_tell_which_file_was_changed(tmp_path: Path) -> None:
-    for name in ("a b", "c", "README.md"):
-        (tmp_path / name).write_text(name)
-    hf_files.check_sums(tmp_path, ONE)
-    hf_files.write_sums(tmp_path, ONE)
-    (tmp_path / "README.md").write_text("a better card")
-    hf_files.check_sums(tmp_path, ONE)
-    subprocess.run(["sha256sum", "--check", "--quiet", hf_files.SUMS], cwd=tmp_path, check=True)
-    (tmp_path / "a b").write_text("won")
-    (tmp_path / "c").unlink()
-    with pytest.raises(ValueError, match="a b is not the file that was hashed; c cannot be read: No such file"):
-        hf_files.check_sums(tmp_path, ONE)
-    (tmp_path / "zero").symlink_to("/dev/zero")
-    for line, message in (
-        ("", "lists no file"),
-        ("what is this", "line 1: 'what is this' is not a sha256"),
-        (f"{'0' * 64}  /dev/zero", "line 1: '/dev/zero' leads out of the folder"),
-        (f"{'0' * 64}  folder/../../a", "leads out of the folder"),
-        (f"{'0' * 64}  zero", "zero is a device, no regular file"),
-    ):
-        (tmp_path / hf_files.SUMS).write_text(f"{line}\n")
-        with pytest.raises(ValueError, match=message):
-            hf_files.check_sums(tmp_path, ONE)
-
-
 def test_a_new_folder_appears_when_it_is_whole_and_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
     with hf_files.new_folder(tmp_path / "deep" / "a", ONE) as folder:
         (folder / "file").write_text("x")

@@ -164,7 +164,7 @@ def test_prompts_begin_as_the_documents_of_training_did(
     arguments = argparse.Namespace(tokenizer=str(tmp_path / "tokenizer.json"), checkpoint=str(tmp_path / "out"))
     assert generate.load(arguments)[1].begins_with == (first if begins else None)
     flags = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "hf")]
-    assert convert.main([*flags, "--tokenizer", arguments.tokenizer, "--eod-token", "</s>"]) == 0
+    assert convert.main([*flags, "--tokenizer", arguments.tokenizer]) == 0
     assert ("first token: documents of training began with none" in capsys.readouterr().out) == (not begins)
 
 
