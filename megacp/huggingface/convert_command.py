@@ -32,7 +32,6 @@ from megacp.core.distributed.launch import World, join, meet, stop, world_from_e
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import LAYOUTS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
-from megacp.huggingface.convert.families import FAMILIES
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 DIFFERENT, REFUSED = 1, 2
@@ -70,25 +69,9 @@ def arguments_parser() -> argparse.ArgumentParser:
         help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
         "that was trained here (default)",
     )
-    parser.add_argument("--architecture", choices=("auto", *FAMILIES), default="auto", help="default: found out")
     parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
     parser.add_argument(
         "--max-shard-size", type=int, default=5000, dest="max_shard_mib", metavar="MIB", help="of a weight file (5000)"
-    )
-    parser.add_argument(
-        "--max-position-embeddings",
-        type=int,
-        dest="max_positions",
-        metavar="N",
-        help="positions that the model is for (default: as its config says, else the run's --seq-length)",
-    )
-    parser.add_argument(
-        "--ignore-field",
-        action="append",
-        default=[],
-        dest="ignored",
-        metavar="NAME",
-        help="a field of config.json that is not known here and does not change the model; may be given again",
     )
     parser.add_argument(
         "--base-model", metavar="NAME", help="model that an adapter is for (--to peft; default: the run's --load-hf)"
@@ -107,9 +90,6 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
         "--layout is for --to hf": a.target == "megacp" and a.layout is not None,
         "--chat-template messages goes with a tokenizer": a.chat_template == "messages" and a.tokenizer == "none",
         "--tokenizer is for --from megacp --to hf": a.tokenizer is not None and way != ("megacp", "hf"),
-        "--max-position-embeddings is for --from megacp --to hf, at least 1": a.max_positions is not None
-        and (a.max_positions < 1 or way != ("megacp", "hf")),
-        "--ignore-field is for --from hf": bool(a.ignored) and a.source != "hf",
         "--to peft is for --from megacp": way == ("hf", "peft"),
         "--verify compares whole models: give it with --to hf": a.target == "peft" and a.verify,
         "--base-model is for --to peft": a.target != "peft" and a.base_model is not None,

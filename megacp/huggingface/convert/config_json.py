@@ -186,24 +186,14 @@ class ConfigJson:
         self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
         return values
 
-    def refuse_unknown(self, harmless: Collection[str], ignored: Collection[str]) -> None:
-        """Faults for fields that nobody read and that may change the model, and for `ignored` names that are none."""
-        unknown = [
-            path
-            for path, value in self._paths()
-            for key in (self._last(path),)
-            if path not in self._seen and path not in self._sections and key not in harmless and key not in GENERAL
-            if not (value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key])))
-        ]
-        for path in unknown:
-            if not {path, self._last(path)} & set(ignored):
-                self.faults.append(
-                    f"{path} is not known, so it may change the model (--ignore-field {path} when it does not)"
-                )
-        names = {name for path in unknown for name in (path, self._last(path))}
-        self.faults += [
-            f"--ignore-field {name}: there is no unknown field of this name" for name in set(ignored) - names
-        ]
+    def refuse_unknown(self, harmless: Collection[str]) -> None:
+        """Faults for fields that nobody read and that may change the model."""
+        for path, value in self._paths():
+            key = self._last(path)
+            seen = path in self._seen or path in self._sections or key in harmless or key in GENERAL
+            silent = value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key]))
+            if not seen and not silent:
+                self.faults.append(f"{path} is not known, so it may change the model (if it does not, take it out)")
 
 
 def rope_fields(values: Values) -> Values:

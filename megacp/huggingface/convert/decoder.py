@@ -344,7 +344,7 @@ class Family:
     """An architecture of the library."""
 
     name: str
-    """`model_type` of the library, and what --architecture takes."""
+    """`model_type` of the library."""
     cls: str
     """The library's class with a head."""
     defaults: Values
@@ -357,11 +357,11 @@ class Family:
     sections: tuple[str, ...] = ()
     """Objects of the config whose fields are read."""
 
-    def values(self, content: Mapping[str, Any], ignored: Collection[str] = ()) -> Values:
-        """Our flags from a config.json. ValueError lists fields at fault and those not known and not `ignored`."""
+    def values(self, content: Mapping[str, Any]) -> Values:
+        """Our flags from a config.json. ValueError lists fields at fault and those not known."""
         config = ConfigJson(self.native(content), self.sections)
         values = self.from_hf(config)
-        config.refuse_unknown(self.harmless, ignored)
+        config.refuse_unknown(self.harmless)
         if config.faults:
             raise ValueError("config.json: " + "; ".join(config.faults))
         return values

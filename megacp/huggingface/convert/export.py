@@ -10,7 +10,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,18 +76,13 @@ class Request:
     input: Path
     output: Path
     verify: bool = False
-    architecture: str = "auto"
     dtype: torch.dtype | None = None
     """None: as the weights are."""
     layout: str = NATIVE
     max_shard_mib: float = 5000
-    max_positions: int | None = None
-    """None: as the model's config says, else the run's --seq-length."""
     tokenizer: str | None = None
     """As given to `preprocess_data.py`; `none` for a folder without a tokenizer."""
     chat_template: str = "auto"
-    ignored: Sequence[str] = ()
-    """Fields of a config.json that are said to change nothing."""
     base_model: str | None = None
     """Of an adapter; None: the run's --load-hf."""
 
@@ -286,9 +281,9 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
     if request.target == "hf" and loaded.checkpoint is not None:
         folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
         said = loaded.config.model.max_position_embeddings
-        length = request.max_positions or said or loaded.config.data.seq_length
-        if not request.max_positions and not said:
-            print(f"max_position_embeddings is {length}, the run's --seq-length: --max-position-embeddings N sets it")
+        length = said or loaded.config.data.seq_length
+        if not said:
+            print(f"max_position_embeddings is {length}, the run's --seq-length")
         loaded = dataclasses.replace(loaded, config=with_values(loaded.config, {"max_position_embeddings": length}))
         path = ",".join(str(folder / name) for name in tokenizer_files(folder))
         if request.tokenizer is None and expected and path:
@@ -327,8 +322,8 @@ def read_input(request: Request, world: Axis) -> Loaded:
     try:
         on_each(world, lambda: refuse_other_input(path, request.source))
         if request.source == "megacp":
-            return read_checkpoint(path, world, request.architecture)
-        return on_each(world, lambda: read_hf(path, request.architecture, request.ignored))
+            return read_checkpoint(path, world)
+        return on_each(world, lambda: read_hf(path))
     except (ValueError, OSError) as error:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error

@@ -14,20 +14,16 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names in old files that are not read: they follow from the config."""
 
 
-def of_config(content: Mapping[str, Any], wanted: str = "auto") -> Family:
-    """The family of a config.json. ValueError when it is not known, or not the one that is `wanted`."""
+def of_config(content: Mapping[str, Any]) -> Family:
+    """The family of a config.json. ValueError when it is not known."""
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(FAMILIES)}")
-    if wanted not in ("auto", name):
-        raise ValueError(f"--architecture is {wanted}, but config.json has model_type {name}")
     return FAMILIES[name]
 
 
-def of_values(values: Values, wanted: str = "auto") -> Family:
-    """The family that is `wanted`, or that our flags name, or the first that can say them. ValueError."""
-    if wanted != "auto":
-        return FAMILIES[wanted]
+def of_values(values: Values) -> Family:
+    """The family that our flags name, or the first that can say them. ValueError."""
     named = values["hf_model_type"]
     if named is not None:
         if named not in FAMILIES:

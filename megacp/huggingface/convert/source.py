@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,17 +114,17 @@ class Loaded:
         return ImageRules(*sizes, max_crops=2, overlap_margins=(0, 0), token_ids=ids)
 
 
-def read_checkpoint(path: Path, world: Axis, wanted: str = "auto") -> Loaded:
+def read_checkpoint(path: Path, world: Axis) -> Loaded:
     """The newest whole checkpoint below `path`, or that step. Collective over `world`, which shares the hashing."""
     loaded = load_checkpoint(path, world)
-    return on_each(world, lambda: _described(loaded, wanted))
+    return on_each(world, lambda: _described(loaded))
 
 
-def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
+def _described(loaded: LoadedCheckpoint) -> Loaded:
     stored, folder = stored_config(loaded), Path(str(loaded.path))  # one of this machine, as `path` is
     source, config, pairs = folded(CheckpointSource(loaded), stored)
     values = flatten(config)
-    family = of_values(values, wanted)
+    family = of_values(values)
     family.config(values)  # refuses what it cannot say
     require_all(source.infos, family.links(values), False, folder)
     given = stored_state(loaded).image_rules
@@ -132,11 +132,11 @@ def _described(loaded: LoadedCheckpoint, wanted: str) -> Loaded:
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
-def read_hf(path: Path, wanted: str = "auto", ignored: Collection[str] = ()) -> Loaded:
-    """A Hugging Face folder; `ignored` as in `Family.values`. ValueError names the field, file or tensor at fault."""
+def read_hf(path: Path) -> Loaded:
+    """A Hugging Face folder. ValueError names the field, file or tensor at fault."""
     content = hf_files.read_json(path / CONFIG)
-    family = of_config(content, wanted)
-    values = family.values(content, ignored)
+    family = of_config(content)
+    values = family.values(content)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")

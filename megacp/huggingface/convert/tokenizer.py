@@ -21,7 +21,7 @@ from megacp.core.storage.files import read_regular
 from megacp.huggingface.convert.hf_files import read_json, write_json
 from megacp.huggingface.convert.source import copy_companions
 from megacp.prepare.tokenize.beside import OLDER_NAME, settings_of, text_of
-from megacp.prepare.tokenize.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Tokenizer
+from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"
@@ -31,8 +31,6 @@ _KEPT = {"chat_template", "padding_side", "truncation_side", "model_input_names"
 """Settings of a tokenizer_config.json that mean the same beside CLASS."""
 _NAMING = ("_token", "_special_tokens")
 """How further ones end, which name special tokens or say where one is added."""
-_NAMES = ("<unk>", "[UNK]", "<mask>", "[MASK]", "[CLS]", "[SEP]", *EOS_NAMES, *BOS_NAMES, *PAD_NAMES)
-"""Texts that are special tokens to one tokenizer and words to another."""
 _SPACE = "\u2581"
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 """Kinds of pieces in a SentencePiece model."""
@@ -304,20 +302,11 @@ def are_tied(model: Any, first: list[int], second: list[int]) -> bool:
 
 
 def _symbol_texts(given: Given, model: Any) -> list[str]:
-    """Texts around symbols, and around names that look like one but are plain to the run."""
-    run = given.tokenizer
+    """Texts around symbols, and around pieces that look like one but are plain."""
+    symbols, plain = sorted(given.added), list[str]()
     if model is not None:
-        apart = {piece.piece for piece in model.pieces if piece.type == _CONTROL}
+        controls = {piece.piece for piece in model.pieces if piece.type == _CONTROL}
         symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED][:200]
         plain = ["<unk>", "<0x41>", "a <0x0A> b", _SPACE, f" {_SPACE}{_SPACE} a{_SPACE}", f"a {_SPACE}"]
-        plain = [text for text in plain if text not in apart]
-    else:
-        symbols, plain = sorted(given.added), list[str]()
-        named = {text for key in ("eos_token", "bos_token", "pad_token") for text in _texts(given.settings.get(key))}
-        apart = set(given.words if given.templated else given.words & named)
-        ends = (name for name in _NAMES if name not in given.added)
-        apart |= {name for name in ends if run.eos_id is not None and run.token_id(name) == run.eos_id}
-        apart |= set() if run.files else {BYTE_EOS}
-    around = (f"a{name}b {name}{name} <b>{name}1</b>" for name in _NAMES)
-    names = [text for text in around if not any(word in text for word in apart)]
-    return [*names, *plain, *(text for x in symbols for text in (x, f"a{x}b", f" {x} {x}{x}  word {x}"))]
+        plain = [text for text in plain if text not in controls]
+    return [*plain, *(text for x in symbols for text in (x, f"a{x}b", f" {x} {x}{x}  word {x}"))]

@@ -8,7 +8,6 @@ several images, images beside a video (on one image alone no plan sorts, and a w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,29 +78,6 @@ def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequenc
     zeros, weights = np.zeros(len(row), np.int32), np.ones(len(row), np.float32)
     spans = np.concatenate(span)
     return PackedBatch(row, np.zeros_like(row), weights, np.arange(len(row)), zeros, zeros, spans, (0,), vision)
-
-
-@dataclass(frozen=True)
-class LogitDifference:
-    """How far logits `[T, vocab]` of two models are apart."""
-
-    largest: float
-    """Logit of the first."""
-    difference: float
-    agreement: float
-    """Share of tokens with the same likeliest next one."""
-
-    @property
-    def is_small(self) -> bool:
-        """Whether both are one model."""
-        return self.difference <= TOLERANCE * self.largest
-
-    def __str__(self) -> str:
-        return (
-            f"largest logit {self.largest:.4g}, max difference {self.difference:.3g} "
-            f"({self.difference / max(self.largest, 1e-30):.2g} of it), "
-            f"same likeliest token at {100 * self.agreement:.2f} %"
-        )
 
 
 def tensor_differences(before: Source, after: Source) -> list[str]:
@@ -187,12 +163,14 @@ def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
     return library_logits(loaded.folder, loaded.family.cls, dtype)
 
 
-def compare(first: Logits, second: Logits, row: PackedBatch) -> LogitDifference:
-    """The difference of two models on a row."""
+def compare(first: Logits, second: Logits, row: PackedBatch) -> tuple[bool, str]:
+    """Whether two models agree on a row, and how far their logits are apart."""
     expected, other = first(row).double(), second(row).double()
+    largest = float(expected.abs().max())
     agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
     gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
-    return LogitDifference(float(expected.abs().max()), gap, agreement)
+    words = f"largest logit {largest:.4g}, max difference {gap:.3g} ({gap / max(largest, 1e-30):.2g} of it)"
+    return gap <= TOLERANCE * largest, f"{words}, same likeliest token at {100 * agreement:.2f} %"
 
 
 def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None) -> bool:
@@ -209,12 +187,12 @@ def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: 
     rows = rows_for(before.config, before.probe_rules if before.config.vision.vision_num_layers else None)
     models = logits_of(before, dtype), logits_of(after)
     found = {name: compare(*models, row) for name, row in rows.items()}
-    for name, difference in found.items():
-        print(f"verify: {name}: {difference}")
+    for name, (_, words) in found.items():
+        print(f"verify: {name}: {words}")
     if tokenizer is not None:
         from transformers import AutoTokenizer
 
         library = AutoTokenizer.from_pretrained(after.folder, local_files_only=True, model_max_length=1 << 30)
         refuse_difference(tokenizer, lambda text: library.encode(text, add_special_tokens=False), PROBE)
         print(f"verify: {len(PROBE)} texts get the ids of --tokenizer from the library's AutoTokenizer")
-    return all(difference.is_small for difference in found.values())
+    return all(agrees for agrees, _ in found.values())
