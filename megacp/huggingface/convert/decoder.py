@@ -8,7 +8,7 @@ A family is a table of tensor names and two functions: `from_hf` reads a config 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megacp.core.config.model import no_rope_pattern
@@ -21,26 +21,16 @@ LAYOUTS = (NATIVE, RELEASED)
 Table = Mapping[str, str | tuple[str, ...]]
 """Their tensor -> ours, or ours stacked; `{i}` counts decoder layers, `{v}` those of a tower."""
 
+_LINEARS = {f"self_attn.{x}_proj": f"attention.{x}" for x in "qkv"} | {"self_attn.o_proj": "attention.output"}
+_LINEARS |= {f"mlp.{x}_proj": f"mlp.{x}" for x in ("gate", "up", "down")}
 DECODER: dict[str, str | tuple[str, ...]] = {
     "model.embed_tokens.weight": "embedding.weight",
     "model.layers.{i}.input_layernorm.weight": "layers.{i}.attention_norm.weight",
-    "model.layers.{i}.self_attn.q_proj.weight": "layers.{i}.attention.q.weight",
-    "model.layers.{i}.self_attn.q_proj.bias": "layers.{i}.attention.q.bias",
-    "model.layers.{i}.self_attn.k_proj.weight": "layers.{i}.attention.k.weight",
-    "model.layers.{i}.self_attn.k_proj.bias": "layers.{i}.attention.k.bias",
-    "model.layers.{i}.self_attn.v_proj.weight": "layers.{i}.attention.v.weight",
-    "model.layers.{i}.self_attn.v_proj.bias": "layers.{i}.attention.v.bias",
-    "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.attention.output.weight",
-    "model.layers.{i}.self_attn.o_proj.bias": "layers.{i}.attention.output.bias",
     "model.layers.{i}.self_attn.q_norm.weight": "layers.{i}.attention.q_norm.weight",
     "model.layers.{i}.self_attn.k_norm.weight": "layers.{i}.attention.k_norm.weight",
     "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.mlp_norm.weight",
-    "model.layers.{i}.mlp.gate_proj.weight": "layers.{i}.mlp.gate.weight",
-    "model.layers.{i}.mlp.gate_proj.bias": "layers.{i}.mlp.gate.bias",
-    "model.layers.{i}.mlp.up_proj.weight": "layers.{i}.mlp.up.weight",
-    "model.layers.{i}.mlp.up_proj.bias": "layers.{i}.mlp.up.bias",
-    "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down.weight",
-    "model.layers.{i}.mlp.down_proj.bias": "layers.{i}.mlp.down.bias",
+    **{f"model.layers.{{i}}.{theirs}.weight": f"layers.{{i}}.{ours}.weight" for theirs, ours in _LINEARS.items()},
+    **{f"model.layers.{{i}}.{theirs}.bias": f"layers.{{i}}.{ours}.bias" for theirs, ours in _LINEARS.items()},
     "model.norm.weight": "final_norm.weight",
     "lm_head.weight": "head.weight",
 }
@@ -179,90 +169,78 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
     return content
 
 
-def _text_from_hf(
-    c: ConfigJson, defaults: Values, theta: float = 1e4, kinds: Collection[str] = (), tied: bool = False
-) -> Values:
-    """What all text models say; `tied` as the library's class has it where the config is silent."""
-    v = _PLAIN | sizes_from_hf(c, defaults, "", theta, kinds)
-    c.full_attention(v["num_layers"])
-    return v | {"untie_embeddings_and_output_weights": not c.switch("tie_word_embeddings", tied)}
+@dataclass(frozen=True)
+class Words:
+    """What the config of a text family says beside its sizes, and what its class has where the config is silent."""
 
+    sizes: Values = field(default_factory=lambda: SIZES)
+    theta: float = 1e4
+    rope_kinds: Collection[str] = ()
+    """Empty = all."""
+    tied: bool = False
+    head_dim: bool = False
+    """Whether the class has a field of the name; it reads one all the same."""
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    window: str = ""
+    """`sliding_window`, taken where it is no shorter than the longest text, or `use_sliding_window`, which is false."""
+    fixed: Values = field(default_factory=dict)
+    """Flags that are so in the class."""
 
-def _text_to_hf(v: Values, has_head_dim: bool = False) -> Values:
-    return sizes_to_hf(v, has_head_dim) | {"tie_word_embeddings": not v["untie_embeddings_and_output_weights"]}
+    def from_hf(self, c: ConfigJson) -> Values:
+        """Our flags from a config."""
+        v = _PLAIN | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds) | self.fixed
+        c.full_attention(v["num_layers"])
+        v["untie_embeddings_and_output_weights"] = not c.switch("tie_word_embeddings", self.tied)
+        if self.attention_bias:
+            v |= dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias"))
+        if self.mlp_bias:
+            v["add_mlp_bias"] = c.switch("mlp_bias")
+        if self.window == "use_sliding_window":
+            c.only(use_sliding_window=False)
+        elif self.window:
+            positions, found = v["max_position_embeddings"], c.get("sliding_window", self.sizes.get("sliding_window"))
+            if found is not None and not (type(found) is int and found >= positions):
+                c.faults.append(f"sliding_window is {shown(found)}, megacp has no mask for one below {positions}")
+        return v
 
-
-def _biases(c: ConfigJson) -> Values:
-    return dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias"))
-
-
-def _full_attention_to_hf(v: Values) -> Values:
-    return {"use_sliding_window": False, "layer_types": ["full_attention"] * v["num_layers"]}
-
-
-def _refuse_window(c: ConfigJson, default: int | None, positions: int) -> None:
-    """A sliding window is taken where it is no shorter than the longest text."""
-    found = c.get("sliding_window", default)
-    if found is not None and not (type(found) is int and found >= positions):
-        c.faults.append(f"sliding_window is {shown(found)}, megacp has no mask for one below {positions} positions")
-
-
-LLAMA = SIZES
-
-
-def llama_from_hf(c: ConfigJson) -> Values:
-    v = _text_from_hf(c, LLAMA) | _biases(c) | {"add_mlp_bias": c.switch("mlp_bias")}
-    if v["hidden_size"] % v["num_attention_heads"]:
-        c.faults.append(f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads, as the library asks")
-    return v
-
-
-def llama_to_hf(v: Values) -> Values:
-    return _text_to_hf(v, True) | {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
+    def to_hf(self, v: Values) -> Values:
+        """A config from our flags."""
+        content = sizes_to_hf(v, self.head_dim)
+        content["tie_word_embeddings"] = not v["untie_embeddings_and_output_weights"]
+        if self.attention_bias:
+            content["attention_bias"] = v["add_qkv_bias"]
+        if self.mlp_bias:
+            content["mlp_bias"] = v["add_mlp_bias"]
+        if self.window == "use_sliding_window":
+            content |= {"use_sliding_window": False, "layer_types": ["full_attention"] * v["num_layers"]}
+        elif self.window:
+            content["sliding_window"] = None
+        return content
 
 
 MISTRAL = {**SIZES, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-
-
-def mistral_from_hf(c: ConfigJson) -> Values:
-    v = _text_from_hf(c, MISTRAL)
-    _refuse_window(c, 4096, v["max_position_embeddings"])
-    return v
-
-
-def mistral_to_hf(v: Values) -> Values:
-    return _text_to_hf(v, True) | {"sliding_window": None}
-
-
+MISTRAL |= {"sliding_window": 4096}
 _NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 PHI3_SIZES = {**_NO_HEAD_DIM, "hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064}
 PHI3_SIZES |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-
-
-def phi3_from_hf(c: ConfigJson) -> Values:
-    v = _text_from_hf(c, PHI3_SIZES, kinds=("default",))
-    _refuse_window(c, None, v["max_position_embeddings"])
-    c.only(resid_pdrop=0.0, embd_pdrop=0.0)
-    return v
-
-
-def phi3_to_hf(v: Values) -> Values:
-    return _text_to_hf(v) | {"sliding_window": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-
-
 OLMO2_SIZES = {**_NO_HEAD_DIM, "vocab_size": 50304, "rms_norm_eps": 1e-5}
-
-
-def olmo2_from_hf(c: ConfigJson) -> Values:
-    return _text_from_hf(c, OLMO2_SIZES) | _biases(c) | {"norm_position": "after", "qk_layernorm": "all_heads"}
-
-
-def olmo2_to_hf(v: Values) -> Values:
-    return _text_to_hf(v) | {"attention_bias": v["add_qkv_bias"]}
-
-
 SMOLLM3 = {**_NO_HEAD_DIM, "num_hidden_layers": 36, "hidden_size": 2048, "num_attention_heads": 16}
 SMOLLM3 |= {"num_key_value_heads": 4, "vocab_size": 128256, "max_position_embeddings": 32768}
+QWEN3 = {**SIZES, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
+QWEN3 |= {"max_position_embeddings": 32768}
+QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
+
+
+@dataclass(frozen=True)
+class LlamaWords(Words):
+    """Of a class that asks for whole heads."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        if v["hidden_size"] % v["num_attention_heads"]:
+            c.faults.append(f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads")
+        return v
 
 
 def no_rope_freq(without: list[bool]) -> str | None:
@@ -275,51 +253,28 @@ def no_rope_freq(without: list[bool]) -> str | None:
     return f"[{','.join(str(int(one)) for one in without)}]"
 
 
-def smollm3_from_hf(c: ConfigJson) -> Values:
-    v = _text_from_hf(c, SMOLLM3, theta=2e6, tied=True) | _biases(c) | {"add_mlp_bias": c.switch("mlp_bias")}
-    c.only(use_sliding_window=False)
-    every, count = c.number("no_rope_layer_interval", 4), v["num_layers"]
-    rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
-    if rotates is None:
-        rotates = [int((layer + 1) % every != 0) for layer in range(count)]
-    if isinstance(rotates, list) and len(rotates) >= count and all(x in (0, 1) for x in rotates):
-        v["no_rope_freq"] = no_rope_freq([x == 0 for x in rotates[:count]])
-    else:
-        c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
-    return v
+@dataclass(frozen=True)
+class SmolLM3Words(Words):
+    """Of a class with layers that have no rotary embedding."""
 
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        every, count = c.number("no_rope_layer_interval", 4), v["num_layers"]
+        rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
+        if rotates is None:
+            rotates = [int((layer + 1) % every != 0) for layer in range(count)]
+        if isinstance(rotates, list) and len(rotates) >= count and all(x in (0, 1) for x in rotates):
+            v["no_rope_freq"] = no_rope_freq([x == 0 for x in rotates[:count]])
+        else:
+            c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
+        return v
 
-def smollm3_to_hf(v: Values) -> Values:
-    pattern = no_rope_pattern(v["no_rope_freq"])
-    without = [pattern[layer % len(pattern)] for layer in range(v["num_layers"])]
-    every = no_rope_freq(without)
-    content: Values = {"no_rope_layers": [int(not one) for one in without]}
-    content |= {"no_rope_layer_interval": int(every)} if every is not None and every.isdigit() else {}
-    content |= {"attention_bias": v["add_qkv_bias"], "mlp_bias": v["add_mlp_bias"]}
-    return _text_to_hf(v) | _full_attention_to_hf(v) | content
-
-
-QWEN3 = {**SIZES, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
-QWEN3 |= {"max_position_embeddings": 32768}
-QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
-
-
-def qwen2_from_hf(c: ConfigJson) -> Values:
-    c.only(use_sliding_window=False)
-    return _text_from_hf(c, QWEN2) | {"add_qkv_bias": True}
-
-
-def qwen2_to_hf(v: Values) -> Values:
-    return _text_to_hf(v) | _full_attention_to_hf(v)
-
-
-def qwen3_from_hf(c: ConfigJson) -> Values:
-    c.only(use_sliding_window=False)
-    return _text_from_hf(c, QWEN3) | _biases(c) | {"qk_layernorm": "head"}
-
-
-def qwen3_to_hf(v: Values) -> Values:
-    return _text_to_hf(v, True) | {"attention_bias": v["add_qkv_bias"]} | _full_attention_to_hf(v)
+    def to_hf(self, v: Values) -> Values:
+        pattern = no_rope_pattern(v["no_rope_freq"])
+        without = [pattern[layer % len(pattern)] for layer in range(v["num_layers"])]
+        every = no_rope_freq(without)
+        content = super().to_hf(v) | {"no_rope_layers": [int(not one) for one in without]}
+        return content | ({"no_rope_layer_interval": int(every)} if every is not None and every.isdigit() else {})
 
 
 def resolved(values: Values) -> Values:
@@ -401,15 +356,26 @@ class Family:
 
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 """Without a meaning while `use_sliding_window` is false."""
+_OFF = "use_sliding_window"
+
+
+def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
+    harmless = _NO_WINDOW if words.window == _OFF else frozenset[str]()
+    if words.rope_kinds:  # of scaled rotary embeddings alone, which are refused
+        harmless = frozenset({"original_max_position_embeddings"})
+    return Family(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, harmless)
+
+
+_LLAMA = LlamaWords(head_dim=True, attention_bias=True, mlp_bias=True)
+_OLMO2 = Words(OLMO2_SIZES, attention_bias=True, fixed={"norm_position": "after", "qk_layernorm": "all_heads"})
+_SMOLLM3 = SmolLM3Words(SMOLLM3, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=_OFF)
+_QWEN3 = Words(QWEN3, head_dim=True, attention_bias=True, window=_OFF, fixed={"qk_layernorm": "head"})
 TEXT_FAMILIES = (
-    Family("llama", "LlamaForCausalLM", LLAMA, llama_from_hf, llama_to_hf, DECODER),
-    Family("mistral", "MistralForCausalLM", MISTRAL, mistral_from_hf, mistral_to_hf, DECODER),
-    Family(
-        *("phi3", "Phi3ForCausalLM", PHI3_SIZES, phi3_from_hf, phi3_to_hf, PHI3),
-        frozenset({"original_max_position_embeddings"}),  # of scaled rotary embeddings alone, which are refused
-    ),
-    Family("olmo2", "Olmo2ForCausalLM", OLMO2_SIZES, olmo2_from_hf, olmo2_to_hf, OLMO2),
-    Family("smollm3", "SmolLM3ForCausalLM", SMOLLM3, smollm3_from_hf, smollm3_to_hf, DECODER, _NO_WINDOW),
-    Family("qwen2", "Qwen2ForCausalLM", QWEN2, qwen2_from_hf, qwen2_to_hf, DECODER, _NO_WINDOW),
-    Family("qwen3", "Qwen3ForCausalLM", QWEN3, qwen3_from_hf, qwen3_to_hf, DECODER, _NO_WINDOW),
+    _text("llama", "Llama", _LLAMA),
+    _text("mistral", "Mistral", Words(MISTRAL, head_dim=True, window="sliding_window")),
+    _text("phi3", "Phi3", Words(PHI3_SIZES, rope_kinds=("default",), window="sliding_window"), PHI3),
+    _text("olmo2", "Olmo2", _OLMO2, OLMO2),
+    _text("smollm3", "SmolLM3", _SMOLLM3),
+    _text("qwen2", "Qwen2", Words(QWEN2, window=_OFF, fixed={"add_qkv_bias": True})),
+    _text("qwen3", "Qwen3", _QWEN3),
 )

@@ -194,13 +194,3 @@ def test_an_export_makes_no_special_token_of_a_word(settings: dict[str, Any], tm
     text = "<b><s>1</s></b>"
     assert library.encode(text) == original.encode(text)
     assert library.decode(library.encode(text), skip_special_tokens=True) == text
-
-
-def test_a_special_token_that_training_read_as_a_word_is_refused_by_the_library_s_ids(tmp_path: Path) -> None:
-    """The tokenizers package alone gives the same ids: tokenizer.json does not hold what the settings add."""
-    pytest.importorskip("transformers")
-    original = given(spelling(tmp_path, {"bos_token": None}))
-    original.tokenizer.bos_id = original.tokenizer.token_id("<s>")
-    (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="does not encode as the original: 'a<s>b "):
-        write_tokenizer(original, tmp_path / "out", 512, PROBE)
