@@ -60,10 +60,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         reasons.append("--input and --output go together")
     if arguments.input is not None and arguments.media:
         reasons.append("--image and --video go with --prompt; records of --input name their own")
-    if arguments.input is None and arguments.image_root is not None:
-        reasons.append("--image-root goes with --input")
-    elif arguments.image_root is not None and not Path(arguments.image_root).is_dir():
-        reasons.append(f"--image-root {arguments.image_root}: no such directory")
     if not 0 <= arguments.temperature < math.inf:
         reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
     given = [path for path in (arguments.input, arguments.output) if path is not None and path.exists()]

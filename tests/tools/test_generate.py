@@ -95,8 +95,6 @@ def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixt
     for more, named in [
         ("", "--prompt or --input"),
         ("--input b --image c", "--input and --output go together; --image"),
-        ("--input b --output c --image-root none", "--image-root none"),
-        ("--prompt a --image-root .", "--image-root"),
         ("--prompt a --temperature nan", "--temperature nan"),
         (f"--input {__file__} --output {__file__}", f"--output {__file__}"),
         ("--prompt a --max-new-tokens 0", "--max-new-tokens 0"),

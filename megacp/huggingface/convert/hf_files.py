@@ -212,9 +212,6 @@ def new_folder(output: Path, world: Axis) -> Iterator[Path]:
 def _made_beside(output: Path) -> Path:
     if output.exists() or output.is_symlink():
         raise ValueError(f"--output {output} exists; nothing is ever written over")
-    above = next(folder for folder in output.absolute().parents if os.path.lexists(folder))
-    if not above.is_dir():
-        raise ValueError(f"--output {output} cannot be written: {above} is no directory")
     beside, begin = output.absolute().parent, f"{output.name}.tmp-{socket.gethostname()}-"
     try:
         beside.mkdir(parents=True, exist_ok=True)

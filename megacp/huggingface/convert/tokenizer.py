@@ -62,24 +62,6 @@ class Given:
             return frozenset()
         return frozenset(token["content"] for token in read_json(self.file, LARGEST).get("added_tokens", []))
 
-    @functools.cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings beside the original, the older list of special tokens among them."""
-        return settings_of(self.file.parent) if self.tokenizer.files else {}
-
-    @functools.cached_property
-    def words(self) -> frozenset[str]:
-        """Texts that settings name as special tokens and that are no added tokens: plain text without a template."""
-        named = [value for key, value in self.settings.items() if key.endswith(_NAMING)]
-        return frozenset(text for value in named for text in _texts(value)) - self.added
-
-
-def _texts(value: Any) -> list[str]:
-    """Texts of the tokens that a setting names: one, a list, or an object of names."""
-    one = not isinstance(value, list | dict) or "content" in value
-    found = [value] if one else value.values() if isinstance(value, dict) else value
-    return [text for text in map(text_of, found) if text is not None]
-
 
 def _byte_level() -> Any:
     """Bytes as ids 0..255: those that show are their own character, the others the characters from 256 on."""
@@ -211,16 +193,19 @@ def _beginning(text: str | None, i: int) -> dict[str, Any]:
 
 def _settings(given: Given) -> dict[str, Any]:
     """Settings beside a tokenizer.json. A named word that is no added token stays where a template wrote it so."""
-    left = frozenset() if given.templated else given.words
-    kept = {key: value for key, value in given.settings.items() if key in _KEPT}
-    for key, value in given.settings.items():
-        if not key.endswith(_NAMING):
-            continue
-        if isinstance(value, list):
-            kept[key] = [text_of(each) or each for each in value if text_of(each) not in left]
-        elif isinstance(value, dict) and "content" not in value:
-            kept[key] = {name: text_of(each) or each for name, each in value.items() if text_of(each) not in left}
-        elif text_of(value) not in left:
+
+    def stays(token: Any) -> bool:
+        return given.templated or text_of(token) is None or text_of(token) in given.added
+
+    kept: dict[str, Any] = {}
+    for key, value in settings_of(given.file.parent).items():
+        if key in _KEPT:
+            kept[key] = value
+        elif key.endswith(_NAMING) and isinstance(value, list):
+            kept[key] = [text_of(each) or each for each in value if stays(each)]
+        elif key.endswith(_NAMING) and isinstance(value, dict) and "content" not in value:
+            kept[key] = {name: text_of(each) or each for name, each in value.items() if stays(each)}
+        elif key.endswith(_NAMING) and stays(value):
             kept[key] = text_of(value) or value
     return kept
 
