@@ -12,12 +12,12 @@ from typing import Any
 
 from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.training.state import stored_state
-from megacp.huggingface.convert.hf_files import read_json, write_json
+from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import Loaded
 from megacp.prepare.records.chat_template import templates_of
 from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
-from megacp.prepare.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES
+from megacp.prepare.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 CHOICES = ("auto", "messages", "none")
@@ -127,7 +127,7 @@ def probe(tokenizer: Tokenizer, image_ids: Mapping[str, int]) -> list[Conversati
 
 def _drop_own(folder: Path) -> None:
     """Take out what a library may choose unasked beside TEMPLATE_FILE; templates that are asked for by name stay."""
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = read_object(folder / "tokenizer_config.json")
     if settings.pop("chat_template", None) is not None:
         write_json(folder / "tokenizer_config.json", settings)
     (folder / _OLDER_FILE).unlink(missing_ok=True)

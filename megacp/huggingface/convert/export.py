@@ -59,6 +59,7 @@ from megacp.huggingface.convert.source import (
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.conversation import answer_ends
+from megacp.prepare.tokenize.beside import read_object
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 _NOT_COPIED = ("config.json", hf_files.INDEX)
@@ -151,7 +152,9 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     if (own := last_token(progress, None)) is not None:
         ends.append(own)
-    said = _generation_of(loaded, tokenizer)
+    beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
+    places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
+    said = next((read_object(place) for place in places if place.is_file()), dict[str, Any]())
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
     generation = {**said, **missing}
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}
@@ -190,12 +193,6 @@ def given_tokenizer(loaded: Loaded, checkpoint: LoadedCheckpoint, request: Reque
     if progress.chat_template is None:
         tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
     return tokenizer
-
-
-def _generation_of(loaded: Loaded, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
-    places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
-    return next((hf_files.read_json(place) for place in places if place.is_file()), {})
 
 
 def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
@@ -319,11 +316,10 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
 def read_input(request: Request, world: Axis) -> Loaded:
     """The model in --input. ValueError names the flag, the path and what is wrong. Collective over `world`."""
     path = request.input
-    try:
-        on_each(world, lambda: refuse_other_input(path, request.source))
-        if request.source == "megacp":
-            return read_checkpoint(path, world)
+    if request.source == "hf":
         return on_each(world, lambda: read_hf(path))
+    try:
+        on_each(world, lambda: refuse_other_input(path, "megacp"))
+        return read_checkpoint(path, world)
     except (ValueError, OSError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ValueError(f"--input {path}: {said.removeprefix(f'--load {path}: ')}") from error
+        raise ValueError(f"--input {path}: {str(error).removeprefix(f'--load {path}: ')}") from error

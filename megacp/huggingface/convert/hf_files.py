@@ -23,6 +23,7 @@ from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import files
 from megacp.huggingface.convert.tensors import Info, Source, num_bytes, whole
+from megacp.prepare.tokenize.beside import read_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {name: dtype for name, dtype in storage.DTYPES.items() if dtype.is_floating_point}
@@ -64,17 +65,6 @@ def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def read_json(path: Path, limit: int = files.TEXT_LIMIT) -> dict[str, Any]:
-    """The JSON object of a regular file of at most `limit` bytes. ValueError names the file."""
-    try:
-        content = files.read_json(path, limit)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
-    return content
-
-
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Indented, as the library writes it."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -104,7 +94,7 @@ class SafetensorsFolder:
             raise ValueError(f"{self.folder} has {what} {SINGLE} and {INDEX}; pickled files are not read")
         if single:
             return {}
-        listed = read_json(self.folder / INDEX).get("weight_map")
+        listed = read_object(self.folder / INDEX).get("weight_map")
         if not isinstance(listed, dict) or not listed or not all(isinstance(v, str) for v in listed.values()):
             raise ValueError(f"{self.folder / INDEX} has no weight_map of tensors and files")
         for name in set(listed.values()):
@@ -126,8 +116,6 @@ class SafetensorsFolder:
             kind = described.get_dtype()
             if kind not in DTYPES:
                 raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(DTYPES)}")
-            if tensor in self._places:
-                raise ValueError(f"{tensor} is in {self._places[tensor]} and in {name}")
             self._places[tensor] = name
             self._infos[tensor] = Info(tuple(described.get_shape()), DTYPES[kind])
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megacp.huggingface.convert.hf_files import read_json, write_json
+from megacp.huggingface.convert.hf_files import write_json
+from megacp.prepare.tokenize.beside import read_object
 
 IMAGES, VIDEOS, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 Rules = dict[str, Any]
@@ -73,12 +74,12 @@ def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[s
     inside = whole.get(key)
     if isinstance(inside, dict):
         return inside
-    return read_json(folder / name) if (folder / name).is_file() else None
+    return read_object(folder / name) if (folder / name).is_file() else None
 
 
 def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
     """The rules of a folder, None where there are none. ValueError names a setting that megacp cannot express."""
-    whole = read_json(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
+    whole = read_object(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
     if image is None:
         return None

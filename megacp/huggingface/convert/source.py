@@ -27,12 +27,12 @@ from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.decoder import Family
-from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values, token_ids
+from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems, whole
-from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES
+from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
 _TOLD = 20
@@ -100,19 +100,6 @@ class Loaded:
         """All flags of `config` by name."""
         return flatten(self.config)
 
-    @property
-    def probe_rules(self) -> ImageRules:
-        """Its image rules, or else some that fit its tower and embedding, to compare models on images."""
-        if self.rules is not None:
-            return self.rules
-        said = {name: self.content[key] for key, name in TOKEN_FIELDS.items() if key in self.content}
-        ids = token_ids(self.values, None) | said
-        rows = self.config.model.embedding_rows
-        ids = {name: i if i < rows else 0 for name, i in ids.items()}  # a marker without a row: any text
-        vision = self.config.vision
-        sizes = (vision.vision_image_size, vision.vision_patch_size)
-        return ImageRules(*sizes, max_crops=2, overlap_margins=(0, 0), token_ids=ids)
-
 
 def read_checkpoint(path: Path, world: Axis) -> Loaded:
     """The newest whole checkpoint below `path`, or that step. Collective over `world`, which shares the hashing."""
@@ -132,9 +119,17 @@ def _described(loaded: LoadedCheckpoint) -> Loaded:
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
-def read_hf(path: Path) -> Loaded:
-    """A Hugging Face folder. ValueError names the field, file or tensor at fault."""
-    content = hf_files.read_json(path / CONFIG)
+def read_hf(path: Path, flag: str = "--input") -> Loaded:
+    """A Hugging Face folder. ValueError names the flag, and the field, file or tensor at fault."""
+    try:
+        refuse_other_input(path, "hf")
+        return _of_folder(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{flag} {path}: {error}") from error
+
+
+def _of_folder(path: Path) -> Loaded:
+    content = read_object(path / CONFIG)
     family = of_config(content)
     values = family.values(content)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
@@ -212,7 +207,7 @@ def keep_generation(loaded: Loaded, folder: Path) -> None:
     """Copy a folder's generation settings; where it has none, write the special ids of its config."""
     given = loaded.folder / GENERATION
     if given.is_file():
-        hf_files.read_json(given)  # refused now rather than when it is exported
+        read_object(given)  # refused now rather than when it is exported
         shutil.copyfile(given, folder / GENERATION)
         return
     text = loaded.content.get("text_config")

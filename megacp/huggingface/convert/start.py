@@ -31,7 +31,6 @@ from megacp.huggingface.convert.source import (
     keep_generation,
     model_dtype,
     read_hf,
-    refuse_other_input,
     tokenizer_files,
 )
 from megacp.huggingface.convert.tensors import Source, in_dtype
@@ -115,7 +114,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
-    loaded = _read("--load-hf", folder)
+    loaded = read_hf(folder, "--load-hf")
     try:
         dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
         files = tokenizer_files(folder)
@@ -124,7 +123,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
     if vision is not None:
-        tower = _read("--vision-from-hf", Path(vision)) if vision != "none" else None
+        tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
         notes = [told_new]
     stored = with_values(stored, {"dtype": dtype})
@@ -133,12 +132,3 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()
     start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
     return config, start, "\n".join([note, *notes])
-
-
-def _read(name: str, folder: Path) -> Loaded:
-    try:
-        refuse_other_input(folder, "hf")
-        return read_hf(folder)
-    except (ValueError, OSError) as error:
-        said = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ValueError(f"{name} {folder}: {said}") from error

@@ -43,10 +43,6 @@ class Link:
         assert len(tails) == 1 and len(rows) == 1, f"{self} does not join"
 
 
-def same(theirs: str, ours: str, *shape: int) -> Link:
-    return Link((Named(theirs, shape),), (Named(ours, shape),))
-
-
 class Source(Protocol):
     """Tensors by name that are read when asked for, in whole or in part."""
 

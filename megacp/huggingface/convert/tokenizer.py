@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.storage.files import read_regular
-from megacp.huggingface.convert.hf_files import read_json, write_json
+from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import copy_companions
-from megacp.prepare.tokenize.beside import OLDER_NAME, settings_of, text_of
+from megacp.prepare.tokenize.beside import OLDER_NAME, read_object, settings_of, text_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 CLASS = "PreTrainedTokenizerFast"
@@ -60,7 +60,7 @@ class Given:
         """Texts of the added tokens of a tokenizer.json; none for other kinds."""
         if self.tokenizer.kind != "huggingface":
             return frozenset()
-        return frozenset(token["content"] for token in read_json(self.file, LARGEST).get("added_tokens", []))
+        return frozenset(token["content"] for token in read_object(self.file, LARGEST).get("added_tokens", []))
 
 
 def _byte_level() -> Any:
@@ -141,7 +141,7 @@ def _content(given: Given) -> tuple[dict[str, Any], dict[str, int]]:
     if kind == "byte":
         return json.loads(_byte_level().to_str()), {BYTE_EOS: 256}
     if kind == "huggingface":
-        return read_json(given.file, LARGEST), {}
+        return read_object(given.file, LARGEST), {}
     made = given.tokenizer.model if kind == "gpt2" else _from_sentencepiece(given.file)
     return json.loads(made.to_str()), {}
 

@@ -43,10 +43,10 @@ _MEDIA = {
 
 
 def rows_for(config: RunConfig, rules: ImageRules | None) -> dict[str, PackedBatch]:
-    """Random rows that use all of a model: text, and those of _MEDIA for one with a tower (which needs `rules`)."""
+    """Random rows that use all of a model: text, and those of _MEDIA for one with a tower whose `rules` are known."""
     count = min(64, config.model.max_position_embeddings or config.data.seq_length)
     rows = {"random text": _row(config, rules, count, ())}
-    if config.vision.vision_num_layers:
+    if config.vision.vision_num_layers and rules is not None:
         rows |= {name: _row(config, rules, 5, media) for name, media in _MEDIA.items()}
     return rows
 
@@ -184,7 +184,7 @@ def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: 
     print(f"verify: {listed(fields)}" if fields else "verify: all fields of the model are those of what was read")
     if wrong or fields:
         return False
-    rows = rows_for(before.config, before.probe_rules if before.config.vision.vision_num_layers else None)
+    rows = rows_for(before.config, before.rules)
     models = logits_of(before, dtype), logits_of(after)
     found = {name: compare(*models, row) for name, row in rows.items()}
     for name, (_, words) in found.items():

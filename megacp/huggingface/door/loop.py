@@ -7,7 +7,6 @@ then added over the ranks and nothing is scaled: a mean of means is wrong where 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 
 import torch
@@ -51,11 +50,12 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], axis: Axis) -> None:
     anywhere = all_reduce(present, axis, "max").tolist()
     for p in (p for p, some in zip(wanted, anywhere, strict=True) if some and p.grad is None):
         p.grad = torch.zeros_like(p)
-    gradients = [shard_of(p.grad.detach()) for p in wanted if p.grad is not None]
-    ends = itertools.accumulate(x.numel() for x in gradients)
-    kinds = [(str(x.dtype), str(x.device), end // _AT_ONCE) for x, end in zip(gradients, ends, strict=True)]
-    for kind in sorted(set(kinds)):  # the same order on every rank
-        message = [x for x, other in zip(gradients, kinds, strict=True) if other == kind]
+    messages: dict[tuple[str, str, int], list[torch.Tensor]] = {}  # in the order of the parameters, as on every rank
+    elements = 0
+    for x in (shard_of(p.grad.detach()) for p in wanted if p.grad is not None):
+        elements += x.numel()
+        messages.setdefault((str(x.dtype), str(x.device), elements // _AT_ONCE), []).append(x)
+    for message in messages.values():
         total = all_reduce(torch.cat([x.reshape(-1) for x in message]), axis)
         for x, part in zip(message, total.split([x.numel() for x in message]), strict=True):
             x.copy_(part.view(x.shape))

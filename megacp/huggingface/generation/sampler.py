@@ -88,15 +88,6 @@ class Generator:
         logits = self.model.row_logits(local, features)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    @torch.no_grad()
-    def features(self, prompts: Sequence[Prompt]) -> torch.Tensor | None:
-        """The encoded images `[n, h]` of a row of these prompts; None when they have none."""
-        if self.model.vision is None or not any(prompt.encoded for prompt in prompts):
-            return None
-        assert self.rules is not None, "no prompt has images without rules"
-        patches, pooling = prompt_pixels(prompts, self.rules)
-        return self.model.vision(torch.from_numpy(patches), torch.from_numpy(pooling))
-
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling, names: Sequence[str] = ()) -> Iterator[np.ndarray]:
         """For each prompt in order the new tokens of its answer, int64.
 
@@ -112,8 +103,11 @@ class Generator:
             yield from self._answer_row(group, sampling, sampling.seed + first)
             first += len(group)
 
+    @torch.no_grad()
     def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[np.ndarray]:
-        config, features = self.config, self.features(prompts)
+        config, features = self.config, None
+        if self.model.vision is not None and self.rules is not None and any(prompt.encoded for prompt in prompts):
+            features = self.model.vision(*map(torch.from_numpy, prompt_pixels(prompts, self.rules)))  # [n, h]
         answers: list[list[int]] = [[] for _ in prompts]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         going = set(range(len(prompts)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import read_json, read_regular
+from megacp.core.storage.files import TEXT_LIMIT, read_json, read_regular
 
 CONFIG_NAME = "tokenizer_config.json"
 OLDER_NAME = "special_tokens_map.json"
@@ -31,9 +31,9 @@ class Beside:
     """The file with a chat template; None when there is none."""
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The object of a JSON file. ValueError names a file that holds none."""
-    value = read_json(path)
+def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
+    """The object of a JSON file of at most `limit` bytes. ValueError names a file that holds none."""
+    value = read_json(path, limit)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found a {type(value).__name__}")
     return value
