@@ -324,14 +324,14 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 28_650,
+    "megacp": 28_210,
     "megacp/core": 16_800,
     "megacp/prepare": 4_725,
-    "megacp/huggingface": 5_170,
+    "megacp/huggingface": 4_725,
     "megacp/verify": 941,
     "megacp/plan": 800,
     "bench tools": 2_705,
-    "tests": 29_040,
+    "tests": 28_945,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (130, 17_850)}

@@ -8,9 +8,7 @@
     torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp --input Llama-3-70B --output start
 
 Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which
-is renamed when all is well. The conversion ends at a tensor that is missing, unexpected or of another shape. So it does
-at a field that the other side cannot express, or a tokenizer that gives other ids. Exit status: 0 done, 1 --verify
-found a difference, 2 refused with one message.
+is renamed when all is well. Exit status: 0 done, 1 --verify found a difference, 2 refused with one message.
 """
 
 from __future__ import annotations
@@ -34,16 +32,13 @@ from megacp.huggingface.convert.decoder import LAYOUTS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-DIFFERENT, REFUSED = 1, 2
 _MINUTES = 24 * 60.0
 """For which ranks wait for one that compares or copies alone."""
 
 
 def arguments_parser() -> argparse.ArgumentParser:
     """The flags."""
-    parser = OneLineParser(
-        description="Convert checkpoints between megacp and Hugging Face folders.", allow_abbrev=False
-    )
+    parser = OneLineParser(description="Convert checkpoints between megacp and Hugging Face folders.")
     parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
     parser.add_argument(
         "--to",
@@ -133,9 +128,9 @@ def _converted(request: Request, place: World) -> tuple[int, str]:
     except (ValueError, OSError) as error:
         # a full disk names no file; what is read has been named before
         begin = f"--output {request.output} cannot be written: " if isinstance(error, OSError) else ""
-        return REFUSED, " ".join(f"{begin}{error}".split())
+        return 2, " ".join(f"{begin}{error}".split())
     except OtherModelError:
-        return DIFFERENT, f"{request.output} was not written: it would be another model"
+        return 1, f"{request.output} was not written: it would be another model"
     finally:
         stop()
     return 0, ""

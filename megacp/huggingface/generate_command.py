@@ -42,10 +42,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--tokenizer", required=True, metavar="KIND_OR_PATH", help="as given to preprocess_data.py build")
     add("--prompt", action="append", default=[], help="text to continue; may be repeated")
     for kind in ("image", "video"):  # one list, for their order
-        read, told = (
-            functools.partial(Media, kind, "path", key=f"--{kind}"),
-            f"{kind} that is seen before each prompt; repeatable",
-        )
+        read = functools.partial(Media, kind, "path", key=f"--{kind}")
+        told = f"{kind} that is seen before each prompt; repeatable"
         add(f"--{kind}", type=read, action="append", dest="media", default=[], metavar="FILE", help=told)
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     add("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")

@@ -67,15 +67,6 @@ def same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def as_number(value: Any, kind: type, low: float, high: float) -> Any:
-    """The value as `kind` (int or float) in [low, high]; None when it is none: text, true, null, not finite."""
-    if type(value) is int and kind is float and abs(value) <= _MOST:
-        value = float(value)
-    if not isinstance(value, int | float) or not isinstance(value, kind) or isinstance(value, bool):
-        return None
-    return value if math.isfinite(value) and low <= value <= high else None
-
-
 class ConfigJson:
     """The fields of a config; `faults` gathers what is wrong with those that were read."""
 
@@ -114,13 +105,15 @@ class ConfigJson:
         found = self.get(path, default)
         return self.checked(path, null if found is None else found, default, kind, low, high)
 
-    def checked(self, path: str, value: Any, default: Any, kind: type, low: float, high: float) -> Any:
+    def checked(self, path: str, value: Any, default: Any, kind: Any, low: float, high: float) -> Any:
         """`value` of the field at `path` as a number, or `default` and a fault."""
-        number = as_number(value, kind, low, high)
-        if number is None:
+        number: Any = float(value) if type(value) is int and kind is float and abs(value) <= _MOST else value
+        # text, true, null, NaN, out of its range
+        if isinstance(number, bool) or not isinstance(number, kind) or not low <= number <= high:
             what = "a whole number" if kind is int else "a number"
             self.faults.append(f"{path} is {shown(value)}, expected {what} of at least {low:g} and at most {high:.10g}")
-        return default if number is None else number
+            return default
+        return number
 
     def switch(self, path: str, default: bool = False) -> bool:
         """A true or false."""

@@ -176,7 +176,6 @@ class Words:
     sizes: Values = field(default_factory=lambda: SIZES)
     theta: float = 1e4
     rope_kinds: Collection[str] = ()
-    """Empty = all."""
     tied: bool = False
     head_dim: bool = False
     """Whether the class has a field of the name; it reads one all the same."""
@@ -185,7 +184,6 @@ class Words:
     window: str = ""
     """`sliding_window`, taken where it is no shorter than the longest text, or `use_sliding_window`, which is false."""
     fixed: Values = field(default_factory=dict)
-    """Flags that are so in the class."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         """Our flags from a config."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,23 +67,19 @@ _NOT_COPIED_SUFFIXES = (*_WEIGHTS, ".py", ".gguf", ".h5", ".msgpack", ".onnx")
 
 @dataclass(frozen=True)
 class Request:
-    """A conversion: the input, the output, and how it is written."""
+    """A conversion; the names are those of the flags, whose help says what they do."""
 
     source: str
     target: str
-    """Kinds of `input` and `output`: `hf`, `megacp` or, of an output, `peft`."""
     input: Path
     output: Path
     verify: bool = False
     dtype: torch.dtype | None = None
-    """None: as the weights are."""
     layout: str = NATIVE
     max_shard_mib: float = 5000
     tokenizer: str | None = None
-    """As given to `preprocess_data.py`; `none` for a folder without a tokenizer."""
     chat_template: str = "auto"
     base_model: str | None = None
-    """Of an adapter; None: the run's --load-hf."""
 
 
 def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:
@@ -215,13 +209,18 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
         return copy_tokenizer(loaded, folder)
 
     extra = {"tokenizer_sha256": on_first(world, begin), "image_rules": rules}
-    index = index_of(source.infos, int(request.max_shard_mib * hf_files.MIB))
+    # whole tensors in files of at most this size, or of a single larger one
+    filled = {f"{MODEL}.{name}": info for name, info in source.infos.items() if num_bytes(info)}
+    boxes = {name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()}
+    of_files = enumerate(files_of(filled, int(request.max_shard_mib * hf_files.MIB)))
+    tensors = {name: GlobalTensor(info.shape, info.dtype) for name, info in filled.items()}
+    index = Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in of_files})
     names = mine(list(index.files), world)
 
     def write() -> dict[str, FileRecord]:
         for name in names:
-            tensors = [box.name.removeprefix(f"{MODEL}.") for box in index.files[name]]
-            hf_files.write_file(source, tensors, step / name, index.header(name))
+            own = [box.name.removeprefix(f"{MODEL}.") for box in index.files[name]]
+            hf_files.write_file(source, own, step / name, index.header(name))
         return {name: FileRecord(*sha256_of(step / name)) for name in names}
 
     of_ranks = gather_objects(on_each(world, write), world)
@@ -240,22 +239,12 @@ def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis
     return dict(source.infos)
 
 
-def index_of(infos: Mapping[str, Info], max_bytes: int) -> Index:
-    """The index of a checkpoint whose files hold whole tensors, of at most `max_bytes` or a single larger one."""
-    filled = {f"{MODEL}.{name}": info for name, info in infos.items() if num_bytes(info)}
-    tensors = {name: GlobalTensor(info.shape, info.dtype) for name, info in filled.items()}
-    boxes = {name: StoredBox(name, (0,) * len(info.shape), info.shape) for name, info in filled.items()}
-    files = files_of(filled, max_bytes)
-    return Index(tensors, {rank_file(i): [boxes[name] for name in names] for i, names in enumerate(files)})
-
-
 class OtherModelError(Exception):
-    """--verify has found another model; the folder is not kept."""
+    """--verify has found another model."""
 
 
 def convert(request: Request, world: Axis) -> None:
     """Do what the request says, with the bytes of one process. ValueError on all ranks of `world`."""
-    begun = time.monotonic()
     loaded = read_input(request, world)
     if request.target == "peft":
         on_first(world, lambda: _export_pairs(loaded, request))
@@ -268,8 +257,6 @@ def convert(request: Request, world: Axis) -> None:
             raise OtherModelError
     size = sum(math.prod(info.shape) for info in written.values())
     print(f"{request.output}: {loaded.family.name}, {len(written)} tensors, {size:,} parameters")
-    ranks = "one process" if world.size == 1 else f"{world.size} ranks"
-    print(f"{time.monotonic() - begun:.1f} s on {ranks}")
 
 
 def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacp.huggingface.convert.config_json import ConfigJson, Values, as_number, shown
+from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import (
     DECODER,
     NATIVE,
@@ -152,7 +152,7 @@ def from_hf(c: ConfigJson) -> Values:
         c.faults.append(f"text_config.rope_scaling_layers is {shown(scaled)}, megacp can only scale all layers")
     size = c.get("vision_config.image_size") or [378, 378]
     square = isinstance(size, list) and len(size) == 2 and size[0] == size[1]
-    if square and as_number(size[0], int, 1, 2**31) is not None:
+    if square and type(size[0]) is int and 1 <= size[0] < 2**31:
         v["vision_image_size"] = size[0]
         patches, count = (size[0] // v["vision_patch_size"]) ** 2, c.get("vision_config.num_position_embeddings")
         if count not in (None, patches):
@@ -164,10 +164,8 @@ def from_hf(c: ConfigJson) -> Values:
             c.faults.append(f"{path} is {shown(found)}, megacp can only express {one} as in what it joins")
     path, count = "adapter_config.vision_feature_layer", v["vision_num_layers"]
     chosen = c.get(path) or [24, 18]
-    whole = (
-        isinstance(chosen, list) and len(chosen) == 2 and all(type(i) is int and -count <= i < count for i in chosen)
-    )
-    if not whole:
+    two = isinstance(chosen, list) and len(chosen) == 2
+    if not two or not all(type(i) is int and -count <= i < count for i in chosen):
         c.faults.append(f"{path} is {shown(chosen)}, megacp can only express two of the {count} layers")
     elif max(layer % count for layer in chosen) != count - 1:
         c.faults.append(f"{path} is {chosen}, which leaves layers of vision_config.num_hidden_layers {count} unread")
@@ -197,11 +195,8 @@ def to_hf(v: Values) -> Values:
     for section in ("vision_config", "adapter_config"):
         inside = {path.split(".")[1]: size for path, size in sizes.items() if path.startswith(section)}
         content[section] = {"model_type": f"molmo2_{section.removesuffix('_config')}", **inside}
-        content[section] |= {
-            "attention_bias": True,
-            "attention_dropout": 0.0,
-            "initializer_range": v["init_method_std"],
-        }
+        content[section] |= {"attention_bias": True, "attention_dropout": 0.0}
+        content[section] |= {"initializer_range": v["init_method_std"]}
     size = v["vision_image_size"]
     content["vision_config"] |= {
         "image_size": [size, size],
@@ -259,10 +254,8 @@ class Molmo2(Family):
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """A released embedding is split in two, where the file that is read has it, else behind the vocabulary."""
-        shapes, layers = (
-            decoder_shapes(values) | tower_shapes(values),
-            (values["num_layers"], values["vision_num_layers"]),
-        )
+        shapes = decoder_shapes(values) | tower_shapes(values)
+        layers = values["num_layers"], values["vision_num_layers"]
         if layout == NATIVE:
             return links_of(NATIVE_TABLE, shapes, *layers)
         total, hidden = shapes["embedding.weight"]

@@ -1,8 +1,7 @@
 """A run that starts from a Hugging Face folder: its model by our flags, its weights by our names, its tokenizer.
 
 Tokenizer and generation settings are kept beside the run's checkpoints, so an export finds them there. A text model
-may get a vision tower, that of a Molmo2 folder or a new one. Of the folder's connector the tensors whose widths agree
-are taken; the rest and the embedding's rows for image tokens are new. A tied head becomes a copy of the embedding.
+may get a vision tower, that of a Molmo2 folder or a new one; a tied head becomes a copy of the embedding then.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokenizer files of a Hugging Face folder, from each kind of tokenizer that a run can have been trained with.
 
 A `tokenizer.json` is copied where no image token has to be added; the other kinds become one. Files that give other
-ids on a text of a probe are refused. They name `PreTrainedTokenizerFast`, which runs `tokenizer.json` as it is: the
-library rebuilds other classes from parts, and a Unigram model named a Llama tokenizer silently gets other ids.
+ids on a text of a probe are refused. They name `PreTrainedTokenizerFast`, as the library rebuilds other classes.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def spm_model(path: Path) -> Any:
 
 
 def _from_sentencepiece(path: Path) -> Any:
-    """The fast tokenizer of a SentencePiece model; whether its ids are the same is left to the probe."""
+    """The fast tokenizer of a SentencePiece model; the probe says whether its ids are the same."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers.convert_slow_tokenizer import generate_merges
 

@@ -1,9 +1,8 @@
 """Accelerate, and the Trainers of transformers and TRL on it, over a sharded sequence with the mask of packed rows.
 
-Only objects of the caller are changed: the state and two methods of this accelerator, two methods of this trainer,
-where Accelerate plugs in its own context parallelism. Loading, FSDP2 or DDP, clipping, logging and checkpoints are
-theirs. FSDP2 and DDP take the mean of gradients over all processes: a loop of one's own multiplies its loss by
-`accelerator.num_processes`, as the Trainers do, after dividing by the labels of all batches of a step.
+Only objects of the caller are changed, where Accelerate plugs in its own context parallelism. FSDP2 and DDP take the
+mean of gradients over all processes: a loop of one's own multiplies its loss by `accelerator.num_processes`, as the
+Trainers do, after dividing by the labels of all batches of a step.
 """
 
 from __future__ import annotations
@@ -104,8 +103,7 @@ def shard_sequences(
 def _set_size(accelerator: Any, cp_size: int | None) -> None:
     """Give the accelerator a mesh with an axis `cp`, unless it has one.
 
-    All Accelerators of a process share the attributes of one state; this one gets a copy. What else of Accelerate asks
-    the shared state (optimizers, schedulers, autocast) wants devices, dtypes and processes, which are the same in both.
+    All Accelerators of a process share the attributes of one state; this one gets a copy.
     """
     from accelerate import ParallelismConfig
 

@@ -1,9 +1,8 @@
 """Models of text and images over a sharded sequence: towers see whole images, the language model this rank's tokens.
 
-The model itself puts features of images into the embeddings of the whole sequence, computes positions and makes its
-mask; what it then hands to its language model is cut there. Each rank runs the towers on whole images of its own,
-evenly by patches. One exchange then gives every rank the features of all images, and its backward brings the partial
-gradients of the features home. The sum of the towers' gradients over ranks is the whole.
+The model itself puts features of images into the embeddings of the whole sequence; what it then hands to its language
+model is cut there. Each rank runs the towers on whole images of its own, evenly by patches. One exchange gives every
+rank the features of all images, and its backward brings the partial gradients home: their sum over ranks is the whole.
 """
 
 from __future__ import annotations

@@ -98,10 +98,10 @@ class Generator:
             if len(prompt.tokens) >= limit:
                 name = names[number] if names else f"prompt {number}"
                 raise ValueError(f"{name}: {len(prompt.tokens)} tokens, --seq-length of the run is {limit}")
-        first = 0
+        seed = sampling.seed
         for group in _groups(prompts, limit, sampling.count):
-            yield from self._answer_row(group, sampling, sampling.seed + first)
-            first += len(group)
+            yield from self._answer_row(group, sampling, seed)
+            seed += len(group)
 
     @torch.no_grad()
     def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[np.ndarray]:

@@ -63,10 +63,9 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The special tokens that a tokenizer's files put around every text."""
+    """The special tokens that a tokenizer's files put around every text, by the post-processor of tokenizer.json."""
 
     before: tuple[int, ...] = ()
-    """By the post-processor of tokenizer.json."""
     after: tuple[int, ...] = ()
     stated: bool | None = None
     """`add_bos_token` of tokenizer_config.json; None when it does not say."""

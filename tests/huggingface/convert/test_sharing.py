@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,9 @@ def test_ranks_leave_the_bytes_of_one_process(ranks: int, tmp_path: Path) -> Non
     weights = [name for name in want["start"] if "rank_" in name], [name for name in want["again"] if "model-" in name]
     assert [len(names) for names in weights] == [4, 4]
     requests = both_ways(tmp_path / "given", tmp_path / "start 2", tmp_path / "again 2")
-    said = run_ranks(converted, ranks, requests)[0]
+    run_ranks(converted, ranks, requests)
     assert hashes(tmp_path / "start 2") == want["start"]
     assert hashes(tmp_path / "again 2") == want["again"]
-    assert len(re.findall(rf"\d\.\d s on {ranks} ranks", said)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "again 2", "given", "start", "start 2"]
 
 
