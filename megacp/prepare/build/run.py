@@ -41,7 +41,6 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer
 RECORD_RULES = 4
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
-_TOLD = 20
 
 
 def build(
@@ -107,7 +106,7 @@ def _build(
     resumed, total = len(units) - len(missing), sum(sizes.values())
     progress = BuildProgress(stream, total, total - sum(sizes[unit.index] for unit in missing))
     if missing and not builds_missing:
-        numbers = listed([unit.index for unit in missing], _TOLD)
+        numbers = listed([unit.index for unit in missing], 20)
         raise ValueError(
             f"{directory} lacks {len(missing)} of {len(units)} units, {numbers} (part I/N builds "
             "those that leave the remainder I): run their parts again, or build without --units"

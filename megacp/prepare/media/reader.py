@@ -1,7 +1,6 @@
 """From an image or a video that a record names to the bytes that are stored and the tokens that stand for them.
 
-Nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is decoded once, so a
-bad one is found by the build, with its place in the record.
+Nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is decoded once.
 """
 
 from __future__ import annotations

@@ -101,6 +101,8 @@ class ChatTemplate:
         generated, length = [], 0
         for piece in re.split(f"({_BEGIN}.*?{_END})", text, flags=re.DOTALL):  # a block, or what stands between two
             block = piece.strip(_BEGIN + _END)
+            if not {_BEGIN, _END}.isdisjoint(block):
+                raise RecordError("the chat template has a generation block within another")
             if piece != block and block:
                 generated.append((length, length + len(block)))
             length += len(block)

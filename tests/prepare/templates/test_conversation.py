@@ -138,6 +138,8 @@ TWO_BLOCKS = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
     "{% endgeneration %}{% generation %}</s>{% endgeneration %}{% endif %}{% endfor %}"
 )
+_BLOCK = "{% generation %}a{% generation %}{{ m.content }}{% endgeneration %}{% endgeneration %}"
+NESTED = f"{{% for m in messages %}}{_BLOCK}{{% endfor %}}"
 NO_BLOCK = "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
 CUT = "{% for m in messages %}{{ m.role ~ m.content[-9:] }}{% endfor %}"
@@ -184,6 +186,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "a branch of messages": ("chatml", {"text": "a", "branches": [{"messages": [ASK, TELL]}]}, "a branch has messages"),
     "tools of a branch": ("qwen_25", talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}]), "`branches[0]`"),
     "blocks that belong to no answer": (TWO_BLOCKS, talk(ASK, {**TELL, "weight": 0}, ASK, TELL), "generation blocks"),
+    "blocks within each other": (NESTED, talk(ASK, TELL), "a generation block within another"),
     "an answer outside of blocks": (NO_BLOCK, talk(ASK, TELL), "`messages[1].content`"),
 }
 
