@@ -70,12 +70,11 @@ def test_errors_are_one_line_and_nothing_is_overwritten(corpus: list[Path], tmp_
         (tmp_path / name).write_text(text)
     for named, source, output, size in (
         ("kept.json", "a.txt", "kept.json", 300),
-        (".json, .model", "a.txt", "x.bin", 300),
+        ("it must end in .json", "a.txt", "x.model", 300),
         ("none.txt", "none.txt", "x.json", 300),
         ("257", "a.txt", "x.json", 200),
         ("bad.jsonl:1", "bad.jsonl", "x.json", 300),
         ("--input", "empty.txt", "x.json", 300),
-        ("--vocab-size 100000", "a.txt", "x.model", 100000),
     ):
         failed = train("--input", tmp_path / source, "--output", tmp_path / output, "--vocab-size", size)
         assert failed.returncode == 2 and named in failed.stderr and failed.stderr.count("\n") == 1, failed.stderr

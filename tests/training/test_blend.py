@@ -184,7 +184,7 @@ def test_a_run_on_a_failing_store_is_that_on_a_disk_on_any_grid(
     disk = tmp_path / "disk"
     assert main([*STORE_FLAGS, "--data-path", str(data[0]), "--save", str(disk), "--save-interval", "3"]) == 0
     save = server.bucket / "run"
-    server.faults.share = 0.05
+    server.faults.share = 0.1
     server.faults.faults.clear()
     try:
         saved = [*run_flags, "--save", str(save), "--save-interval", "3", "--keep-last", "1"]
