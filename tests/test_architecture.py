@@ -331,7 +331,7 @@ LINES = {
     "megacp/verify": 941,
     "megacp/plan": 800,
     "bench tools": 2_705,
-    "tests": 28_945,
+    "tests": 28_950,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (130, 17_850)}
