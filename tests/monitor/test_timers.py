@@ -171,13 +171,13 @@ def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:
 
 
 def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
-    """A run of which one rank takes a tenth of a second more in every move of a row."""
+    """A run of which one rank takes three tenths of a second more in every move of a row."""
     from megacp.core.training.step import ParallelModel
 
     real = ParallelModel._moved
 
     def moved(self: ParallelModel, *arguments: Any, **named: Any) -> Any:
-        time.sleep(0.1 * (rank == slow))
+        time.sleep(0.3 * (rank == slow))
         return real(self, *arguments, **named)
 
     ParallelModel._moved = moved  # type: ignore[method-assign]
