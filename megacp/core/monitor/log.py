@@ -139,9 +139,9 @@ class RunLog:
                 if sink.name not in self._silent:
                     self._silent.add(sink.name)
                     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                    self.note(
-                        self._step, f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
-                    )
+                    told = f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
+                    self.note(self._step, told)
+                    self._silent.add(sink.name)  # this line may have been short enough
             else:
                 self._silent.discard(sink.name)
 
