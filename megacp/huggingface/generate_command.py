@@ -1,18 +1,21 @@
 """Answers of a megacp checkpoint on one process: to texts, to texts with images and videos, or to a file of records.
 
-    python tools/generate.py --checkpoint out/checkpoints --tokenizer out/tokenizer.json --prompt "def main"
-    python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --image a.png --image b.png \\
-        --prompt $'<|user|>\\nwhich digits?\\n<|assistant|>\\n'
-    python tools/generate.py --checkpoint out/checkpoints --tokenizer byte --input records.jsonl --output answers.jsonl
+    python tools/generate.py --checkpoint runs/chat --chat
+    python tools/generate.py --checkpoint runs/chat --prompt "Why is the sky blue?"
+    python tools/generate.py --checkpoint out/checkpoints --image a.png --prompt $'<|user|>\\nwhich?\\n<|assistant|>\\n'
+    python tools/generate.py --checkpoint out/checkpoints --input records.jsonl --output answers.jsonl
 
-A prompt stands as it is written, after all images and videos in the order of their flags. Records are those of
-preprocess_data.py: the model answers in place of an assistant's last message, which stands as `expected` beside it.
+A model that learned messages by a chat template is asked by it; else, and with --raw, a prompt stands as it is written.
+It comes after all images and videos in the order of their flags. Records are those of preprocess_data.py: the model
+answers in place of an assistant's last message, which stands as `expected` beside it.
 """
 
 from __future__ import annotations
 
 import argparse
-import codecs
+import contextlib
+import dataclasses
+import datetime
 import functools
 import json
 import math
@@ -21,16 +24,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
+from megacp.huggingface.convert.source import own_tokenizer
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM
+from megacp.prepare.records.chat_template import template_of
 from megacp.prepare.records.conversation import answer_ends
-from megacp.prepare.records.record import Media, RecordError, decode_json
+from megacp.prepare.records.read import Extent, read_extent
+from megacp.prepare.records.record import Media, RecordError, Refusal
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -39,8 +46,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Sample from a checkpoint that any grid wrote.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="--save directory of a run, or one step of it")
-    add("--tokenizer", required=True, metavar="KIND_OR_PATH", help="as given to preprocess_data.py build")
-    add("--prompt", action="append", default=[], help="text to continue; may be repeated")
+    add("--tokenizer", metavar="KIND_OR_PATH", help="as given to preprocess_data.py build (default: the run's own)")
+    add("--prompt", action="append", default=[], help="what is asked, or the text to continue; may be repeated")
+    add("--chat", action="store_true", help="a conversation in the terminal; an empty line ends it")
+    add("--raw", action="store_true", help="continue the text of --prompt as it is, without the chat template")
     for kind in ("image", "video"):  # one list, for their order
         read = functools.partial(Media, kind, "path", key=f"--{kind}")
         told = f"{kind} that is seen before each prompt; repeatable"
@@ -52,12 +61,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default)")
     add("--seed", type=int, default=0, metavar="N", help="of the sampling")
     arguments, reasons = parser.parse_args(argv), []
-    if bool(arguments.prompt) == (arguments.input is not None):
-        reasons.append("give either --prompt or --input")
+    if [bool(arguments.prompt), arguments.chat, arguments.input is not None].count(True) != 1:
+        reasons.append("give one of --prompt, --chat and --input")
+    if arguments.raw and not arguments.prompt:
+        reasons.append("--raw goes with --prompt")
     if (arguments.input is None) != (arguments.output is None):
         reasons.append("--input and --output go together")
     if arguments.input is not None and arguments.media:
-        reasons.append("--image and --video go with --prompt; records of --input name their own")
+        reasons.append("--image and --video go with --prompt or --chat; records of --input name their own")
     if not 0 <= arguments.temperature < math.inf:
         reasons.append(f"--temperature {arguments.temperature}: must be a finite number, 0 or more")
     given = [path for path in (arguments.input, arguments.output) if path is not None and path.exists()]
@@ -72,16 +83,23 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
     """The model and its tokenizer. ValueError when they do not belong together."""
-    tokenizer = load_tokenizer(arguments.tokenizer)
     try:
         generator = Generator(arguments.checkpoint)
     except ValueError as error:  # the loader of runs says --load
         raise ValueError(str(error).replace("--load ", "--checkpoint ")) from error
     progress, rows = generator.progress, generator.config.model.embedding_rows
+    name = arguments.tokenizer
+    if name is None:
+        name = own_tokenizer(Path(str(generator.path)).parent, progress.tokenizer_sha256, generator.config)
+    if name is None:
+        raise ValueError(
+            f"the tokenizer of {generator.path} lies neither beside it nor in its --data-path: --tokenizer"
+        )
+    tokenizer = load_tokenizer(name)
     if progress.tokenizer_sha256 not in ("", tokenizer.sha256):
-        raise ValueError(f"--tokenizer {arguments.tokenizer} is not the one that {generator.path} was trained with")
+        raise ValueError(f"--tokenizer {name} is not the one that {generator.path} was trained with")
     if tokenizer.vocab_size > rows:
-        raise ValueError(f"--tokenizer {arguments.tokenizer} has {tokenizer.vocab_size} ids, the model has {rows}")
+        raise ValueError(f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}")
     tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
     tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
     return generator, tokenizer
@@ -105,20 +123,19 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
     """
     prompts: list[Prompt] = []
     ids, places = list[str](), list[str]()
-    with _named("--input", path), open_regular(path) as stream:
-        lines = stream.read().removeprefix(codecs.BOM_UTF8).splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        place = f"--input {path}:{number}"
+    with _named("--input", path):
+        open_regular(path).close()
+    for item in read_extent(Extent(0, str(path), 0, path.stat().st_size)):
+        place = f"--input {path}:{item.line}"
         try:
-            record = decode_json(line)
-            found = maker.of_record(record)
+            if isinstance(item, Refusal):
+                raise RecordError(item.reason)
+            found = maker.of_record(item.value)
         except RecordError as error:
             raise ValueError(f"{place}: {error}") from error
         prompts += found
         places += [place] * len(found)
-        ids += [str(number if record.get("id") is None else record["id"])] * len(found)
+        ids += [str(item.line if item.value.get("id") is None else item.value["id"])] * len(found)
     if not prompts:
         raise ValueError(f"--input {path} holds no record")
     return prompts, ids, places
@@ -141,30 +158,72 @@ def spoken(tokenizer: Tokenizer, tokens: np.ndarray, ends: Sequence[int]) -> str
     return tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens)
 
 
-def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
-    """Print every prompt with its continuation."""
-    maker = PromptMaker(tokenizer, generator.rules)
+def maker_of(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> PromptMaker:
+    """What makes prompts as training made documents."""
+    kept, template = None if arguments.raw else generator.progress.chat_template, None
+    if kept is not None:
+        today = datetime.date.today().isoformat()  # as a server would write it
+        template = template_of(kept["default"], tokenizer, today, kept.get("before_answers", ""))
+    return PromptMaker(tokenizer, generator.rules, arguments.image_root, template)
+
+
+def _asked(text: str, media: Sequence[Media]) -> dict[str, Any]:
+    """What a user says, as a message."""
+    parts = [{"type": one.kind, "bytes": one.value} for one in media]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
+
+
+def _media(arguments: argparse.Namespace) -> list[Media]:
+    """The files of --image and --video."""
     media = []
     for one in arguments.media:
         with _named(one.key, one.value):
             media.append(Media(one.kind, "bytes", read_regular(one.value, LARGEST_ITEM), f"{one.key} {one.value}"))
+    return media
+
+
+def converse(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
+    """Answer what is typed, line by line, with all that was said before."""
+    maker, media = maker_of(arguments, generator, tokenizer), _media(arguments)
+    sampling, said = sampling_of(arguments, generator, tokenizer), list[dict[str, Any]]()
+    print(f"{generator.path} after step {generator.step}; an empty line ends the conversation")
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while text := input("> "):
+            asked = [*said, _asked(text, () if said else media)]
+            try:
+                seeded = dataclasses.replace(sampling, seed=sampling.seed + len(said))
+                (tokens,) = generator.answer(maker.of_record({"messages": asked}), seeded, ["the conversation"])
+            except ValueError as error:
+                print(f"error: {error}")
+                continue
+            answer = spoken(tokenizer, tokens, sampling.ends)
+            said = [*asked, {"role": "assistant", "content": answer}]
+            print(answer)
+
+
+def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
+    """Print every prompt with its continuation."""
+    maker, media = maker_of(arguments, generator, tokenizer), _media(arguments)
+    by_template = generator.progress.chat_template is not None and not arguments.raw
     names = [f"--prompt {text!r}" for text in arguments.prompt]
     prompts = []
     for name, text in zip(names, arguments.prompt, strict=True):
         try:
-            prompts.append(maker.of_text(text, media))
+            if by_template:
+                prompts += maker.of_record({"messages": [_asked(text, media)]})
+            else:
+                prompts.append(maker.of_text(text, media))
         except RecordError as error:
             raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
     sampling = sampling_of(arguments, generator, tokenizer)
     print(f"{generator.path} after step {generator.step}")
     for text, tokens in zip(arguments.prompt, generator.answer(prompts, sampling, names), strict=True):
-        print(f"--- {text!r}\n{text}{spoken(tokenizer, tokens, sampling.ends)}")
+        print(f"--- {text!r}\n{'' if by_template else text}{spoken(tokenizer, tokens, sampling.ends)}")
 
 
 def answer_records(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
     """Write one line of JSON for every answer, in the order of the records."""
-    by_template = generator.progress.chat_template is not None
-    maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, by_template)
+    maker = maker_of(arguments, generator, tokenizer)
     prompts, ids, places = read_records(arguments.input, maker)
     sampling = sampling_of(arguments, generator, tokenizer)
     asked, right = sum(prompt.expected is not None for prompt in prompts), 0
@@ -185,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, load, answer; exit status 2 with one message on bad input."""
     arguments = parsed(argv)
     try:
-        (answer_prompts if arguments.input is None else answer_records)(arguments, *load(arguments))
+        ways = {"chat": converse, "prompt": answer_prompts, "input": answer_records}
+        next(way for name, way in ways.items() if getattr(arguments, name))(arguments, *load(arguments))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

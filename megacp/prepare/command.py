@@ -81,8 +81,8 @@ _YES_OR_NO: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
 _LIST: dict[str, Any] = {"type": lambda text: tuple(name for name in text.split(",") if name), "default": ()}
 _RECORDS = "what is refused unless it is named here, for it would be lost"
 _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
-_INPUTS = ".jsonl, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
-_TOKENIZERS = "byte | FILE.model (SentencePiece) | tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2)"
+_INPUTS = ".jsonl, .json, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
+_TOKENIZERS = "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | vocab.json,merges.txt (GPT-2)"
 _TEMPLATES = (
     "what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these tools, which "
     "is refused where the tokenizer has a template unless T is ignore (refuse)"
@@ -94,6 +94,11 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("input and output", ""): [
         ("--input", _INPUTS, {"nargs": "+", "required": True, "metavar": "F"}),
         ("--output", "directory of the dataset", {"required": True, "metavar": "DIR"}),
+        (
+            "--valid-share",
+            "part of the records that becomes DIR/valid, for --valid-data-path (0)",
+            {"type": float, "default": 0.0, "metavar": "X"},
+        ),
         ("--text-key", "key of plain text in a record (text)", {"default": "text", "metavar": "KEY"}),
     ],
     ("records", _RECORDS): [
@@ -132,6 +137,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ],
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
+        ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
         ("--image-size", "side of a crop in pixels (378)", {"type": int, "metavar": "N"}),
         ("--patch-size", "side of a patch in pixels (14)", {"type": int, "metavar": "N"}),
         ("--max-crops", "high-resolution crops of an image at most (8)", {"type": int, "metavar": "N"}),
@@ -185,7 +191,7 @@ def _image_rules(args: argparse.Namespace) -> ImageRules | None:
 
     given = {field.name: getattr(args, field.name) for field in fields(ImageRules)}
     given = {name: value for name, value in given.items() if value is not None}
-    if not given and args.image_root is None and args.max_crops_per_pack is None:
+    if not given and args.image_root is None and args.max_crops_per_pack is None and not args.image_urls:
         return None
     return ImageRules.from_dict(given)
 
@@ -202,11 +208,12 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 def _build(args: argparse.Namespace) -> int:
     from megacp.prepare.build.run import build
 
-    if args.command == "finish":
-        summary = build(_settings(args), sys.stderr, builds_missing=False)
-    else:
-        summary = build(_settings(args), sys.stderr, args.overwrite, _part(args))
-    print(f"{args.output}: {summary.sentence}")
+    for settings in _settings(args).shares:
+        if args.command == "finish":
+            summary = build(settings, sys.stderr, builds_missing=False)
+        else:
+            summary = build(settings, sys.stderr, args.overwrite, _part(args))
+        print(f"{settings.output}: {summary.sentence}")
     return 0
 
 

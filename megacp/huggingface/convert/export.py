@@ -48,11 +48,11 @@ from megacp.huggingface.convert.source import (
     copy_tokenizer,
     keep_generation,
     model_dtype,
+    own_tokenizer,
     read_checkpoint,
     read_hf,
     refuse_other_input,
     require_all,
-    tokenizer_files,
 )
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
@@ -143,6 +143,8 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
                 f"{GENERATION}, or the model generates to its limit"
             )
             print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
+            if "before_answers" in progress.chat_template:
+                print("answers were learned without thoughts: ask with the template's enable_thinking=False")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     if (own := last_token(progress, None)) is not None:
         ends.append(own)
@@ -269,11 +271,9 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
         if not said:
             print(f"max_position_embeddings is {length}, the run's --seq-length")
         loaded = dataclasses.replace(loaded, config=with_values(loaded.config, {"max_position_embeddings": length}))
-        path = ",".join(str(folder / name) for name in tokenizer_files(folder))
-        if request.tokenizer is None and expected and path:
-            if load_tokenizer(path, engine="reference").sha256 == expected:
-                print(f"tokenizer: {path}, the run's own")
-                request = dataclasses.replace(request, tokenizer=path)
+        if request.tokenizer is None and (path := own_tokenizer(folder, expected, loaded.config)) is not None:
+            print(f"tokenizer: {path}, the run's own")
+            request = dataclasses.replace(request, tokenizer=path)
     if request.chat_template == "messages" and request.tokenizer is None:
         raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
     return loaded, request

@@ -30,10 +30,9 @@ from megacp.huggingface.convert.source import (
     keep_generation,
     model_dtype,
     read_hf,
-    tokenizer_files,
 )
 from megacp.huggingface.convert.tensors import Source, in_dtype
-from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 IMAGE_ROWS = 128
@@ -116,8 +115,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     loaded = read_hf(folder, "--load-hf")
     try:
         dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
-        files = tokenizer_files(folder)
-        sha256 = load_tokenizer(",".join(str(folder / name) for name in files), "reference").sha256 if files else ""
+        sha256 = load_tokenizer(str(folder), "reference").sha256 if tokenizer_files(folder) else ""
     except ValueError as error:
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()

@@ -21,6 +21,7 @@ from megacp.core.data.images import Pixels, joined
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.prepare.media.reader import MediaReader
+from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, Part, SegmentUnit
 from megacp.prepare.records.record import FOR_PROMPTS, Media, RecordError, SamplePart
 from megacp.prepare.records.sample import parse_record
@@ -40,7 +41,7 @@ class Prompt:
     encoded: tuple[tuple[bytes, int], ...] = ()
     """Of the units, in order: a file, and the number among its taken frames (-1: it is an image)."""
     question: str = ""
-    """The texts before the answer, special tokens and images left out."""
+    """The texts before the answer as they are tokenized; images and tokens that no text spells are left out."""
     expected: str | None = None
     """The record's own answer; None where it has none."""
     images: tuple[str, ...] = ()
@@ -55,11 +56,11 @@ class PromptMaker:
         tokenizer: Tokenizer,
         rules: ImageRules | None = None,
         image_root: str | None = None,
-        by_template: bool = False,
+        template: ChatTemplate | None = None,
     ) -> None:
-        """`by_template`: whether the model learned messages as a chat template writes them."""
-        self._by_template = by_template
-        self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {})
+        """`template`: what wrote the messages that the model learned; None for the house's own form."""
+        self._template = template
+        self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {}, template)
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
     def of_record(self, record: Any) -> list[Prompt]:
@@ -68,12 +69,7 @@ class PromptMaker:
         The last learned text, if there is text before, is what to answer. Where the last message is not an assistant's,
         the header of an assistant's stands behind it. RecordError (a ValueError) says what is wrong with it.
         """
-        sample = parse_record(record, FOR_PROMPTS)
-        if sample.talks and self._by_template:
-            raise RecordError(
-                "messages, which the model learned by a chat template and would be asked here in other tokens: export "
-                "it (tools/convert_checkpoint.py) and ask it with transformers, or write the prompt as a `text`"
-            )
+        sample = parse_record(record, FOR_PROMPTS, self._template)
         if sample.branches:
             return [self._prompt(sample.prefix, *_without_answer(branch)) for branch in sample.branches]
         rest, answer = _without_answer(sample.prefix)
@@ -88,7 +84,7 @@ class PromptMaker:
     def _prompt(
         self, prefix: Sequence[SamplePart], branch: Sequence[SamplePart] | None, expected: str | None
     ) -> Prompt:
-        texts = [prefix] if branch is None else [prefix, branch]
+        texts = [pieces for pieces in (prefix, branch) if pieces]
         media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
         items: list[bytes] = []
         parts: list[Sequence[Part]] = [*texts]

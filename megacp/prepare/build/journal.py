@@ -18,6 +18,7 @@ from typing import Any
 
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
+from megacp.prepare.build.settings import VALID_FOLDER
 from megacp.prepare.build.unit import UnitResult
 from megacp.prepare.records.record import Refusal
 
@@ -76,7 +77,8 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
         remove_partial(directory)
         for name in (MANIFEST_NAME, REJECTS_NAME):
             (directory / name).unlink(missing_ok=True)
-        for path in (directory / STATE, directory / TOKENIZER_DIRECTORY, *directory.glob("shard_*")):
+        folders = (directory / name for name in (STATE, TOKENIZER_DIRECTORY, VALID_FOLDER))
+        for path in (*folders, *directory.glob("shard_*")):
             shutil.rmtree(path, ignore_errors=True)
 
 

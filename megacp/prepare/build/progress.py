@@ -93,6 +93,9 @@ class BuildSummary:
             return f"{self.documents:,} documents ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
         if self.already_complete:
             return f"already complete: {manifest.num_packs:,} packs; nothing to do"
+        in_context = sum(result.in_context for result in self.results)
+        context = f"\n{in_context:,} answers are context, not learned: the chat template leaves out their thoughts"
+        context = context if in_context else ""
         return (
             f"{self.documents:,} documents{f' ({self.unlearned:,} teach nothing)' if self.unlearned else ''}, "
             f"{manifest.num_tokens:,} tokens ({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
@@ -100,5 +103,5 @@ class BuildSummary:
             f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, "
             f"{self.read_bytes / max(self.seconds, 1e-9) / 1e6:.3g} MB/s, "
             f"tokenizer {manifest.tokenizer.kind} ({self.tokenizer_engine})"
-            f"{f' ({there})' if self.units_resumed else ''}"
+            f"{f' ({there})' if self.units_resumed else ''}{context}"
         )

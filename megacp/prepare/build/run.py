@@ -38,7 +38,7 @@ from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.read import SAMPLED_BYTES, Unit, identity, is_plain, plan_units
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-RECORD_RULES = 4
+RECORD_RULES = 5
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
 
@@ -159,7 +159,7 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
     same = "ignore_keys context_roles tokenizer_engine seq_length oversize pad_multiple append_eod seed"
-    same += " text_key max_record_bytes window_tokens cp_degrees"
+    same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid"
     images = ("image_root", "max_crops_per_pack") if settings.image_rules is not None else ()
     values = {name: getattr(settings, name) for name in (*same.split(), *images)}
     if settings.image_rules is not None:
@@ -187,6 +187,8 @@ def _check_refusals(settings: BuildSettings, done: Sequence[UnitResult]) -> None
 def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
     """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
     documents = sum(result.documents for result in results)
+    if settings.is_valid and not documents:
+        raise ValueError(f"--valid-share {settings.valid_share:g} took no record of the input: give a larger one")
     if not any(result.entry for result in results):
         refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
         raise ValueError(
@@ -228,11 +230,17 @@ def _write(
         num_rejected=len(rejected),
         image_rules=None if settings.image_rules is None else settings.image_rules.to_dict(),
         cp_degrees=settings.cp_degrees,
-        chat_template=None if template is None else {"default": template.text},
+        chat_template=None if template is None else _kept(template, results),
         document_end={"token": tokenizer.eos_id if settings.append_eod else None},
     )
     manifest.write(directory)
     return manifest
+
+
+def _kept(template: ChatTemplate, results: Sequence[UnitResult]) -> dict[str, str]:
+    """What the manifest keeps of a template: its text, and the empty thought behind which all answers were learned."""
+    empty = min((r.before_answers for r in results if r.before_answers is not None), default="")
+    return {"default": template.text} | ({"before_answers": empty} if empty else {})
 
 
 def _describe(unit: Unit) -> str:

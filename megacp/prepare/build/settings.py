@@ -6,7 +6,7 @@ Every reason is found before anything is written, and all are told at once.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacp.core.data.geometry import ImageRules
 from megacp.core.storage.url import is_url
@@ -16,6 +16,8 @@ from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLE
 from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
+VALID_FOLDER = "valid"
+"""Of a dataset with --valid-share: its validation records."""
 HOUSE_FORM = ("refuse", "ignore")
 """Of --chat-template: messages are written in the house's own form."""
 
@@ -46,6 +48,10 @@ class BuildSettings:
     eod_token: str | None = None
     image_rules: ImageRules | None = None
     image_root: str | None = None
+    image_urls: tuple[str, ...] = ()
+    valid_share: float = 0.0
+    is_valid: bool = False
+    """Whether it is the dataset of --valid-share that is built, not that of all other records."""
     max_crops_per_pack: int | None = None
     ignore_keys: tuple[str, ...] = ()
     context_roles: tuple[str, ...] = ()
@@ -62,6 +68,13 @@ class BuildSettings:
     def longest_piece(self) -> int:
         """Tokens of the longest document, or piece of one, that fits a pack."""
         return self.seq_length // self.pad_multiple * self.pad_multiple
+
+    @property
+    def shares(self) -> tuple[BuildSettings, ...]:
+        """The settings of each dataset: all records, or training and validation."""
+        if not self.valid_share:
+            return (self,)
+        return self, replace(self, output=os.path.join(self.output, VALID_FOLDER), is_valid=True)
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer these settings name."""
@@ -110,6 +123,10 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
     if rules is not None and root is not None and not is_url(root) and not os.path.isdir(root):
         found.append(f"--image-root {root} is not a directory")
+    if paths_only := [url for url in settings.image_urls if not is_url(url)]:
+        found.append(f"--image-urls {','.join(paths_only)}: no URL; paths are relative to --image-root")
+    if not 0 <= settings.valid_share < 1:
+        found.append(f"--valid-share is {settings.valid_share:g}, it must be at least 0 and below 1")
     return found
 
 

@@ -7,6 +7,7 @@ write the same shards. Documents are packed window by window, which bounds memor
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import tempfile
@@ -25,7 +26,7 @@ from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
-from megacp.prepare.records.record import RecordError, RecordRules, Refusal, Sample
+from megacp.prepare.records.record import Record, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
 _CHUNK_CHARACTERS = 1 << 20
@@ -48,6 +49,10 @@ class UnitResult:
     learned_tokens: int = 0
     unlearned: int = 0
     """Documents of which nothing is learned."""
+    in_context: int = 0
+    """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
+    before_answers: str | None = None
+    """As of a Sample."""
 
 
 class _Place(NamedTuple):
@@ -72,6 +77,14 @@ class _Entry(NamedTuple):
     """Prefix, then branches."""
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""
+
+
+def _is_for_validation(item: Record | Refusal, share: float) -> bool:
+    """Whether a record is of --valid-share: by a hash of all it says, so it and its copies are in every build."""
+    if isinstance(item, Refusal):
+        return False
+    said = repr((item.value, item.members)).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest()) < share * 2**64
 
 
 class UnitBuilder:
@@ -100,10 +113,13 @@ class _UnitRun:
     def __init__(self, builder: UnitBuilder, unit: Unit, spool: IO[bytes]) -> None:
         settings = builder.settings
         self._builder, self._settings, self._unit, self._spool = builder, settings, unit, spool
-        self._media = MediaReader(settings.image_rules, settings.image_root) if settings.image_rules else None
+        self._media = None
+        if settings.image_rules is not None:
+            self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls)
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
-        self._documents = self._unlearned = self._learned_tokens = self._windows = 0
+        self._documents = self._unlearned = self._learned_tokens = self._windows = self._in_context = 0
+        self._before_answers: str | None = None
         named = settings.ignore_keys, settings.context_roles
         self._rules = RecordRules(settings.text_key, self._media is not None, *named)
 
@@ -126,7 +142,7 @@ class _UnitRun:
             self._flush(window, writer)
             entry_of_shard = writer.commit() if writer.num_packs else None
         counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
-        return UnitResult(unit.index, entry_of_shard, *counts)
+        return UnitResult(unit.index, entry_of_shard, *counts, self._in_context, self._before_answers)
 
     def _refuse(self, refusal: Refusal) -> None:
         if self._settings.on_error == "fail":
@@ -135,10 +151,11 @@ class _UnitRun:
 
     def _chunks(self) -> Iterator[list[_Entry]]:
         """Parsed records in the input's order, some at a time."""
-        chunk: list[_Entry] = []
-        characters = 0
+        settings, chunk, characters = self._settings, list[_Entry](), 0
         for extent in self._unit.extents:
-            for item in read_extent(extent, self._settings.max_record_bytes, self._media is not None):
+            for item in read_extent(extent, settings.max_record_bytes, self._media is not None):
+                if settings.valid_share and _is_for_validation(item, settings.valid_share) != settings.is_valid:
+                    continue
                 if isinstance(item, Refusal):
                     self._refuse(item)
                     continue
@@ -146,6 +163,9 @@ class _UnitRun:
                 try:
                     sample = parse_record(item.value, self._rules, self._builder.template)
                     self._check_template(sample, place)
+                    self._in_context += sample.in_context
+                    if sample.before_answers is not None:
+                        self._before_answers = min(sample.before_answers, self._before_answers or sample.before_answers)
                     chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
                 except RecordError as error:
                     self._refuse(place.refusal(str(error)))

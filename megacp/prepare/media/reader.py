@@ -1,13 +1,14 @@
 """From an image or a video that a record names to the bytes that are stored and the tokens that stand for them.
 
-Nothing outside of `--image-root` and the record itself is opened. Each image and each taken frame is decoded once.
+Nothing outside of `--image-root`, `--image-urls` and the record itself is opened. Each image and each taken frame is
+decoded once.
 """
 
 from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
@@ -25,9 +26,9 @@ LARGEST_ITEM = (1 << 31) - 1
 class MediaReader:
     """Reads what records name, by one set of rules and below one directory."""
 
-    def __init__(self, rules: ImageRules, root: str | None) -> None:
-        """`root`: a directory or a URL."""
-        self._rules = rules
+    def __init__(self, rules: ImageRules, root: str | None, urls: Sequence[str] = ()) -> None:
+        """`root`: a directory or a URL. `urls`: below which records may name images by URLs of their own."""
+        self._rules, self._urls = rules, tuple(url.rstrip("/") + "/" for url in urls)
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
 
     def expand(
@@ -93,26 +94,27 @@ class MediaReader:
         return data
 
     def _from_path(self, value: str) -> bytes:
-        if value.startswith("data:"):
-            raise ImageError("it is a data URL, which stands under `base64`")
-        if self._root is None:
+        is_named = is_url(value) and value.startswith(self._urls)
+        if not is_named and (is_url(value) or value.startswith(("file:", "/")) or "\0" in value):
+            raise ImageError("it is a URL or absolute, allowed are URLs below --image-urls, paths below --image-root")
+        if self._root is None and not is_named:
             raise ImageError("a path needs --image-root")
-        if is_url(value) or value.startswith(("file:", "/")) or "\0" in value:
-            raise ImageError("it is a URL or absolute, allowed are paths relative to --image-root, which may be a URL")
         if ".." in PurePosixPath(unquote(value).replace("\\", "/")).parts:  # a server reads escapes
             raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
-        path = os.path.join(self._root, value)
+        path = value if is_named else os.path.join(str(self._root), value)
         try:
-            if is_url(self._root):
+            if is_url(path):
                 return Url(path).content(LARGEST_ITEM)
             path = os.path.realpath(path)
-            if os.path.commonpath((path, self._root)) != self._root:
+            if os.path.commonpath((path, str(self._root))) != self._root:
                 raise ImageError("a symbolic link leads out of --image-root")
             return read_regular(path, LARGEST_ITEM)
-        except UnreachableError:
-            raise
+        except UnreachableError as error:
+            if not is_named:  # a store that does not answer has not lost this image alone
+                raise
+            raise ImageError(str(error)) from error
         except (FileNotFoundError, NotADirectoryError):
-            raise ImageError(f"no such file under --image-root {self._root}") from None
+            raise ImageError("there is none" if is_named else f"no such file under --image-root {self._root}") from None
         except OSError as error:
             raise ImageError(f"it cannot be read ({error.strerror})") from error
         except UnicodeEncodeError:

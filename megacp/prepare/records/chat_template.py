@@ -38,6 +38,8 @@ _BEGIN, _END, PLACE = _RESERVED = "\ufdd0\ufdd1\ufdd2"
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+"""Around a thought, as templates write it."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Of a template that says by itself what is learned."""
 _MARKS = ("<|im_start|>", "<|im_end|>")
@@ -63,6 +65,8 @@ class ChatTemplate:
     special: Mapping[str, str] = field(repr=False)
     """Tokens that the tokenizer's files name, by name."""
     _model: Any = field(repr=False)
+    before_answers: str = ""
+    """What stands behind a prompt: the empty thought behind which a model learned its answers."""
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -78,6 +82,21 @@ class ChatTemplate:
     @cached_property
     def _added(self) -> list[Any]:
         return [token for _, token in sorted(self._model.get_added_tokens_decoder().items())]
+
+    @cached_property
+    def writes_thoughts(self) -> bool:
+        """Whether it knows of thoughts, though it may leave out those of earlier answers."""
+        return any(name in self.text for name in (*REASONING, THOUGHT_END))
+
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether it writes a content that is a list of parts, as it writes a string."""
+        parts = [{"type": "text", "text": PLACE}]
+        try:
+            text = self.render([{"role": "user", "content": parts}]).text
+        except RecordError:
+            return False
+        return PLACE in text and str(parts) not in text
 
     def is_added(self, text: str) -> bool:
         """Whether a text consists of added tokens alone, which are cut out of every text around them."""
@@ -96,6 +115,7 @@ class ChatTemplate:
         try:
             template = _compiled(self.text, self.today)
             text = template.render(messages=chat, add_generation_prompt=prompt, **given)
+            text += self.before_answers if prompt else ""
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
         generated, length = [], 0
@@ -150,14 +170,14 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
     return made
 
 
-def template_of(text: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:
+def template_of(text: str, tokenizer: Tokenizer, today: str | None, before_answers: str = "") -> ChatTemplate:
     """A template for the tokenizer of a tokenizer.json and the settings beside it; it may write `today`.
 
     ValueError: the settings name tokens that it does not have.
     """
     settings = settings_of(tokenizer.files[0].parent)
     named = {name: content for name in _NAMED if (content := text_of(settings.get(name))) is not None}
-    return ChatTemplate(text, today, named, _model_of(tokenizer.files[0], settings, named.values()))
+    return ChatTemplate(text, today, named, _model_of(tokenizer.files[0], settings, named.values()), before_answers)
 
 
 def _chosen(choice: str, folder: Path) -> str:

@@ -3,6 +3,9 @@
 Where a template has `{% generation %}` blocks, these are learned. Elsewhere an answer is what its message adds to the
 rendering of all before it with the generation prompt, and both renderings must begin the whole one. What a record says
 must change the text, and no text may spell a special token.
+
+An answer whose thought the template leaves out, as of earlier turns, is context: it was not said without. An empty
+thought is context too, so that a model does not learn to think nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +14,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from megacp.prepare.records.chat_template import GENERATION, PLACE, REASONING, ChatTemplate, Rendering, template_of
+from megacp.prepare.records.chat_template import (
+    GENERATION,
+    PLACE,
+    REASONING,
+    THOUGHT,
+    THOUGHT_END,
+    ChatTemplate,
+    Rendering,
+    template_of,
+)
 from megacp.prepare.records.forms import Talk, kind_of, role_and_weight, text_of
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
@@ -29,6 +41,7 @@ _LINKS = ("role", "type", "id", "index", "tool_call_id")
 """Keys that say what stands there or what belongs together: a template need not write them."""
 _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
+_EMPTY_THOUGHT = re.compile(rf"\n*{THOUGHT}\s*{THOUGHT_END}\n*")
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
@@ -40,10 +53,20 @@ class WrittenTalk:
         self._talk, self._template, self._rules = talk, template, rules
         self._media: list[tuple[int, int, Media]] = []  # message, part
         self._weights: list[float] = []
+        self.in_context = 0
+        self.before_answers: str | None = None  # as of a Sample
         self._messages = [self._given(i) for i in range(len(talk.messages))]
+        self._expected: str | None = None
+        if rules.asks and self._messages[-1]["role"] in LEARNED_ROLES:
+            self._expected = _words(self._messages.pop())
+            self._media = [each for each in self._media if each[0] < len(self._messages)]
         if unknown := [name for name in talk.variables if name not in template.text]:
             raise RecordError(f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable")
-        values = (*zip(talk.paths, self._messages, strict=True), ("tools", talk.tools), ("variables", talk.variables))
+        values = (
+            *zip(talk.paths, self._messages, strict=not rules.asks),
+            ("tools", talk.tools),
+            ("variables", talk.variables),
+        )
         for path, value in values:  # a special token in a text would end a turn or begin one
             if found := next(filter(None, map(template.forgeable.search, _texts(value))), None):
                 raise RecordError(
@@ -52,9 +75,12 @@ class WrittenTalk:
         self._whole = self._render(self._messages)
         if not self.text:
             raise RecordError("the chat template writes nothing for this record")
-        self._refuse_lost()
-        self.learned = self._generated() if GENERATION.search(template.text) else self._answers()
+        self.learned: list[tuple[int, int, float]] = []
         """Characters start..stop and their loss weight, in order."""
+        if not rules.asks:
+            self._refuse_lost()
+            learned = self._generated() if GENERATION.search(template.text) else self._answers()
+            self.learned = [span for span in map(self._behind_empty_thought, learned) if span[0] < span[1]]
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 
     @property
@@ -63,7 +89,10 @@ class WrittenTalk:
         return self._whole.text
 
     def pieces(self, shared: WrittenTalk | None = None, weight: float = 1.0) -> tuple[SamplePart, ...]:
-        """The rendering and its images. With `shared`, which it goes on: with what it adds, and its weight."""
+        """The rendering and its images. With `shared`, which it goes on: with what it adds, and its weight.
+
+        Of messages that are asked, the text of a last answer stands behind them, and not in the rendering.
+        """
         start = 0 if shared is None else len(shared.text)
         if shared is not None:
             same_learned = [span for span in self.learned if span[0] < start] == shared.learned
@@ -76,10 +105,11 @@ class WrittenTalk:
         learned = tuple((a, b, w if b <= start else w * weight) for a, b, w in self.learned)
         own = [i for i, place in enumerate(self._places) if place[0] >= start]
         rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places[i] for i in own))
-        return (rendered, *(SamplePart(None, 0.0, self._media[i][2]) for i in own))
+        expected = [SamplePart(self._expected, 1.0)] if self._expected else []
+        return (rendered, *(SamplePart(None, 0.0, self._media[i][2]) for i in own), *expected)
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering:
-        return self._template.render(messages, self._talk.tools, self._talk.variables, prompt)
+        return self._template.render(messages, self._talk.tools, self._talk.variables, prompt or self._rules.asks)
 
     def _given(self, i: int) -> dict[str, Any]:
         """Message i as the template gets it; its weight and its images are entered."""
@@ -91,6 +121,8 @@ class WrittenTalk:
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
+            if not self._template.takes_parts and all("text" in part for part in given["content"]):
+                given["content"] = "".join(part["text"] for part in given["content"])
         elif not isinstance(content, str):
             raise RecordError(f"`{where}.content` is {described(content)}, it must be a string or a list of parts")
         return given
@@ -109,19 +141,36 @@ class WrittenTalk:
         return {"type": kind, kind: kind}
 
     def _refuse_lost(self) -> None:
-        """What a message or a tool says must change the text, or (what every template writes) be in it by its words."""
-        knows_thoughts = any(name in self._template.text for name in REASONING)
+        """What a message or a tool says must change the text, or (what every template writes) be in it by its words.
+
+        An answer whose thought is left out by a template that writes thoughts becomes context.
+        """
+        writes_thoughts = self._template.writes_thoughts
         for i, (message, where) in enumerate(zip(self._messages, self._talk.paths, strict=True)):
             content = message.get("content")
-            if isinstance(content, list) and str(content) in self.text:
+            if isinstance(content, list) and not self._template.takes_parts:
                 raise RecordError(
-                    f"`{where}.content` is a list of parts, which this chat template does not read: give a string"
+                    f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
+                    "writes images, or build without --chat-template"
                 )
+            thoughtless = _without_thought(message) if self._weights[i] and writes_thoughts else None
+            if thoughtless is not None and self._is_same(i, thoughtless, self._talk.tools):
+                if i + 1 == len(self._messages):
+                    key = next((key for key in REASONING if key in message), "content")
+                    raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
+                self._weights[i] = 0.0
+                self.in_context += 1
             for key in message.keys() - {*_LINKS}:
-                by_rule = key in REASONING and knows_thoughts and not self._weights[i]
+                by_rule = key in REASONING and writes_thoughts and not self._weights[i]
+                by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
                 blank = not message[key] or (isinstance(message[key], str) and not message[key].strip())
                 if key == "content" and message["role"] in _WRITTEN_AS_THEY_ARE:
                     self._refuse_unsaid(i, key, self.text)
+                elif key in REASONING and not (blank or writes_thoughts):
+                    raise RecordError(
+                        f"`{where}.{key}`: the chat template writes no thoughts; take one that does, such as "
+                        "--chat-template qwen3"
+                    )
                 elif not (blank or by_rule or (key == "content" and self._weights[i])):
                     without = {name: value for name, value in message.items() if name != key}
                     self._refuse_same(f"{where}.{key}", i, without, self._talk.tools)
@@ -130,16 +179,29 @@ class WrittenTalk:
 
     def _refuse_same(self, what: str, i: int, message: dict[str, Any], tools: list[Any] | None) -> None:
         """RecordError where the template writes the same with message i and the tools like this, without `what`."""
-        messages = [*self._messages[:i], message, *self._messages[i + 1 :]]
-        try:
-            same = self._template.render(messages, tools, self._talk.variables).text == self.text
-        except RecordError:  # what is missing is read
-            return
-        if same:
+        if self._is_same(i, message, tools):
             key = what.rpartition(".")[2]
             raise RecordError(
                 f"`{what}` would be lost: the chat template does not write it; --ignore-keys {key} leaves it out"
             )
+
+    def _is_same(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> bool:
+        """Whether the template writes the same with message i and the tools like this."""
+        messages = [*self._messages[:i], message, *self._messages[i + 1 :]]
+        try:
+            return self._template.render(messages, tools, self._talk.variables).text == self.text
+        except RecordError:  # what is missing is read
+            return False
+
+    def _behind_empty_thought(self, span: tuple[int, int, float]) -> tuple[int, int, float]:
+        """A learned span without an empty thought at its beginning."""
+        start, stop, weight = span
+        if (empty := _EMPTY_THOUGHT.match(self.text, start, stop)) is not None:
+            start = empty.end()
+            self.before_answers = empty[0] if self.before_answers is None else self.before_answers
+        elif THOUGHT in self.text[start:stop]:
+            self.before_answers = ""
+        return start, stop, weight
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """What each learned message adds to the rendering of those before it."""
@@ -152,9 +214,14 @@ class WrittenTalk:
             except RecordError as error:
                 raise RecordError(f"`{where}`: what stands before it cannot be asked alone: {error}") from error
             until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
-            if not self.text.startswith(until):  # some templates end a whole conversation with a token of its own
-                until = re.sub(f"(?:{self._template.forgeable.pattern})+$", "", until)
-            if not self.text.startswith(before) or not self.text.startswith(until):
+            own = until[: len(before)], until[len(before) :]
+            ends = (  # what ends it once more follows: itself, or without
+                until,
+                own[0] + _EMPTY_THOUGHT.sub("", own[1], count=1),  # which the last answer alone may have
+                re.sub(f"(?:{self._template.forgeable.pattern})+$", "", until),  # tokens after a whole conversation
+            )
+            until = next((end for end in ends if self.text.startswith(end)), "")
+            if not self.text.startswith(before) or len(until) < len(before):
                 raise RecordError(
                     f"`{where}`: the chat template writes it, or what stands before it, otherwise once more follows; "
                     "give earlier answers a `weight` of 0, make a record of each, or take a template with generation "
@@ -188,10 +255,7 @@ class WrittenTalk:
 
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
-        value = self._messages[i].get(key)
-        parts = value if isinstance(value, list) else [{"text": value}]
-        texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-        for word in " ".join(texts).split():
+        for word in _words(self._messages[i], key, " ").split():
             found = said.find(word, start)
             if found < 0:
                 raise RecordError(
@@ -217,6 +281,24 @@ class WrittenTalk:
             )
         start = self.text.index(written, start)
         return start, start + len(written)
+
+
+def _words(message: dict[str, Any], key: str = "content", between: str = "") -> str:
+    """The texts of a value of a message."""
+    value = message.get(key)
+    parts = value if isinstance(value, list) else [{"text": value}]
+    return between.join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
+
+
+def _without_thought(message: dict[str, Any]) -> dict[str, Any] | None:
+    """An answer without its thought, by itself or in the content; None where it has none."""
+    given = {key: value for key, value in message.items() if key not in REASONING}
+    thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
+    if isinstance(content := message.get("content"), str) and THOUGHT_END in content:
+        thought, _, said = content.rpartition(THOUGHT_END)
+        given["content"] = said.lstrip("\n")
+        thoughts.append(thought.replace(THOUGHT, ""))
+    return given if "".join(thoughts).strip() else None
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -17,6 +17,7 @@ from megacp.prepare.records.record import (
     CONTEXT_ROLES,
     END,
     LEARNED_ROLES,
+    LINKS,
     MEDIA_SOURCES,
     MEDIA_TYPES,
     RecordError,
@@ -32,11 +33,13 @@ MOST_WEIGHT = 1e12
 """Of a record, a branch and a message: the three times each other are finite in float32."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT by the names that it has for them; others are the same."""
+_CALLS = "function_call"
+"""Its speaker of tool calls, which are JSON: `{"name": ..., "arguments": {...}}`, or a list of such."""
 _PLACE = re.compile(r"<(image|video)>")
 """What stands in a text for the next of a record's images or videos."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
 """A place at the edge of a line, where no image is named; amid a line it may be a word about images."""
-_SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, "url")
+_SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 """Keys of a part that name its image or video."""
 IMAGE_AS_TEXT = "<image>"
 """Of --ignore-keys: such a place is learned as text."""
@@ -70,8 +73,10 @@ def talk_of(value: Any, key: str) -> Talk:
         raise RecordError(f"`{key}` must be a list of at least one message, found {described(value)}")
     paths = tuple(f"{key}[{i}]" for i in range(len(value)))
     for message, where in zip(value, paths, strict=True):
-        if not isinstance(message, dict) or "role" not in message:
+        if not isinstance(message, dict):
             raise RecordError(f"`{where}` must be an object with `role` and `content`, found {described(message)}")
+        if message.get("role") is None:
+            raise RecordError(f"`{where}` has no `role`")
     return Talk(value, paths)
 
 
@@ -81,7 +86,7 @@ def role_and_weight(message: dict[str, Any], where: str, rules: RecordRules) -> 
     if role not in (*LEARNED_ROLES, *CONTEXT_ROLES, *rules.context_roles) and "*" not in rules.context_roles:
         raise RecordError(
             f"`{where}.role`: {role!r} is none of the roles {', '.join((*CONTEXT_ROLES, *LEARNED_ROLES))}, and only "
-            f"what an assistant says is learned; rename it, or give --context-roles {role} to learn nothing of it"
+            f"what an assistant says is learned; --context-roles {role} takes it as context"
         )
     if role in LEARNED_ROLES:
         return role, 1.0 if rules.ignore_weights else weight
@@ -95,9 +100,10 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
     pieces: list[SamplePart] = []
     for i, (message, where) in enumerate(zip(talk.messages, talk.paths, strict=True)):
         if "content" not in message:
-            raise RecordError(f"`{where}` must be an object with `role` and `content`, found {described(message)}")
+            calls = ": tool calls are written by a chat template, give --chat-template" * ("tool_calls" in message)
+            raise RecordError(f"`{where}` has no `content`{calls}")
         (role, learned), content = role_and_weight(message, where, rules), message["content"]
-        rules.refuse_lost(message, MESSAGE_KEYS, f"`{where}`")
+        rules.refuse_lost(message, (*MESSAGE_KEYS, *(["name"] if role == "tool" else [])), f"`{where}`")
         pieces.append(header(role, first=not i))
         if isinstance(content, list):
             said = from_content(content, f"{where}.content", rules)
@@ -135,6 +141,8 @@ def from_content(value: Any, key: str, rules: RecordRules) -> list[SamplePart]:
 def kind_of(part: Any, where: str) -> str:
     """The type of a part of a content; RecordError for one that is not known."""
     kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "image_url":  # OpenAI's
+        return "image"
     if kind not in ("text", *MEDIA_TYPES):
         allowed = f"text (or {', '.join(MEDIA_TYPES)})"
         raise RecordError(f"`{where}` must be an object with `type` {allowed}, found {described(part)}")
@@ -222,7 +230,21 @@ def _turn(turn: Any, where: str) -> Any:
         raise RecordError(f"`{where}` must be an object with `from` and `value`, found {described(turn)}")
     speaker = text_at(turn["from"], f"{where}.from")
     rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    if speaker == _CALLS:
+        calls = _json_at(turn["value"], f"{where}.value")
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, dict) and "name" in call for call in calls):
+            raise RecordError(f"`{where}.value` must be a call with `name` and `arguments`, or a list of calls")
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": call} for call in calls], **rest}
     return {"role": _SPEAKERS.get(speaker, speaker), "content": turn["value"], **rest}
+
+
+def _json_at(value: Any, where: str) -> Any:
+    """A value that may be a string of JSON, as a table cannot hold objects of different shapes."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise RecordError(f"`{where}` is a string and no JSON: {error}") from error
 
 
 FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
@@ -251,7 +273,8 @@ def said_by(
         shown = {keys: " with ".join(f"`{key}`" for key in keys) for keys in forms}
         found = ", ".join(f"`{key}`" for key in list(record)[:8]) or "no key"
         wanted = " or ".join(words for keys, words in shown.items() if ignored.isdisjoint(keys))
-        reason = "missing key" if not present else "more than one content key"
+        nulls = [f"`{key}` is null" for keys in forms for key in keys if key in record and record[key] is None]
+        reason = "more than one content key" if present else next(iter(nulls), "missing key")
         several = " and ".join(shown[keys] for keys in present)
         wanted += f" (it has {several}; --ignore-keys leaves one out)" if present else ""
         raise RecordError(f"{reason}: {where or 'a record'} needs exactly one of {wanted}, found {found}")
@@ -280,14 +303,11 @@ def said_by(
 
 def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
     """Messages with the tools and the variables that their record gives to a chat template."""
-    tools, variables = record.get("tools"), record.get("chat_template_kwargs") or {}
-    if isinstance(tools, str):  # a table cannot hold tools of different shapes
-        try:
-            tools = json.loads(tools) if tools else None
-        except ValueError as error:
-            raise RecordError(f"`tools` is a string and no JSON: {error}") from error
+    tools, variables = _json_at(record.get("tools") or None, "tools"), record.get("chat_template_kwargs") or {}
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise RecordError(f"`tools` must be a list of objects, found {described(tools)}")
+    if tools and "conversations" in record:  # ShareGPT has the functions alone
+        tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     if not isinstance(variables, dict):
         raise RecordError(f"`chat_template_kwargs` is {described(variables)}, it must be an object")
     return replace(talk, tools=tools, variables=variables)

@@ -1,8 +1,8 @@
 """Cuts the input files into units of work, and reads the records of any supported file.
 
 A unit depends on the files and `unit_bytes` alone, never on who reads it. A plain JSONL file is cut into byte ranges,
-and a line belongs to the range in which it begins; a compressed file or a container is one extent. A bad record becomes
-a `Refusal` with its file and line, and reading goes on behind it.
+and a line belongs to the range in which it begins; a JSON array, a compressed file or a container is one extent. A bad
+record becomes a `Refusal` with its file and line, and reading goes on behind it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,24 @@ from typing import IO, Any
 from megacp.core.storage.files import open_regular
 from megacp.core.storage.place import open_input, place_of, size_of, suffix_of
 from megacp.core.storage.url import Url, is_url
-from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, Record, RecordError, Refusal, decode_json
+from megacp.prepare.records.record import (
+    DEFAULT_MAX_RECORD_BYTES,
+    Record,
+    RecordError,
+    Refusal,
+    decode_json,
+    json_fault,
+    of_text,
+)
 from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
 
 _BLOCK = 1 << 20
+FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
+_OTHERS = (".csv", ".tsv", ".txt")
+"""What people have, and what says nothing of where a record ends or what its columns mean."""
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_AFTER = {"[": ("]", True), ",": ("", True), "]": ("", False)}
+"""Which marks may follow a mark of an array, and whether an element may."""
 SAMPLED_BYTES = 1 << 16
 """Of the edges of a file, by which a changed one is told."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
@@ -87,7 +103,20 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
 
 def is_plain(path: str) -> bool:
     """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
-    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
+    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS) and not _is_array(path)
+
+
+def _opened(path: str) -> Any:
+    return _COMPRESSED.get(suffix_of(path), open_input)(path)
+
+
+def _is_array(path: str) -> bool:
+    """Whether a file of JSON begins as an array: a line that begins so is no record."""
+    try:
+        with _opened(path) as stream:
+            return stream.read(SAMPLED_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    except (EOFError, OSError, zlib.error):  # told where its lines are read
+        return False
 
 
 def input_problem(path: str) -> str | None:
@@ -95,6 +124,8 @@ def input_problem(path: str) -> str | None:
     try:
         if Url(path).is_dir() if is_url(path) else os.path.isdir(path):
             return f"{path} is a directory; give the files in it, as {path}/*.jsonl"
+        if suffix_of(path).lower() in _OTHERS:
+            return f"{path} is no form of records; read are {FORMS}"
         if is_url(path):
             Url(path).size()
         else:
@@ -137,9 +168,12 @@ def read_extent(
     if (container := _CONTAINERS.get(suffix)) is not None:
         yield from container(extent.path, max_record_bytes, media)
         return
-    opener = _COMPRESSED.get(suffix)
-    with opener(extent.path) if opener else open_input(extent.path) as stream:
-        yield from _read_lines(extent.path, stream, extent.start, None if opener else extent.stop, max_record_bytes)
+    with _opened(extent.path) as stream:
+        if extent.start == 0 and _is_array(extent.path):
+            yield from _read_array(extent.path, stream, max_record_bytes)
+        else:
+            stop = None if suffix in _COMPRESSED else extent.stop
+            yield from _read_lines(extent.path, stream, extent.start, stop, max_record_bytes)
 
 
 def line_number(path: str, offset: int) -> int:
@@ -191,6 +225,56 @@ def _read_lines(
             except RecordError as error:
                 yield refuse(str(error))
         offset += size
+
+
+def _read_array(path: str, stream: IO[bytes], max_record_bytes: int) -> Iterator[Record | Refusal]:
+    """The elements of one JSON array, with no more of the file in memory than the one at hand and a block.
+
+    The values are those of JSONL's reader. Behind an element that is no JSON nothing can be read.
+    """
+    source, decode = io.TextIOWrapper(stream, "utf-8-sig", newline=""), json.JSONDecoder().raw_decode
+    text, at, line, offset = "", 0, 1, 0  # text[at:] is not read yet; it begins at byte `offset`, on `line`
+    marks, takes_element = "[", False
+    try:
+        while True:
+            blanks = _BLANKS.match(text, at)
+            assert blanks is not None, "it may be empty"
+            stop = blanks.end()
+            if stop == len(text) and (block := source.read(_BLOCK)):
+                text, at = text[at:] + block, 0
+                continue
+            line, offset, at = line + text.count("\n", at, stop), offset + stop - at, stop
+            mark = text[at : at + 1]
+            if mark and mark in marks:
+                (marks, takes_element), at, offset = _AFTER[mark], at + 1, offset + 1
+                continue
+            if not takes_element:
+                if mark or marks:
+                    found = repr(mark) if mark else "the end of the file"
+                    wanted = " or ".join(map(repr, marks)) or "nothing behind the array"
+                    yield Refusal(path, line, offset, f"the array cannot be read on: expected {wanted}, found {found}")
+                return
+            try:
+                value, stop = decode(text, at)
+            except ValueError as error:  # or its end is not in memory yet
+                if len(text) - at <= max_record_bytes and (block := source.read(max(_BLOCK, len(text) - at))):
+                    text, at = text[at:] + block, 0
+                    continue
+                limit = f"{json_fault(error)}, or it has more than --max-record-bytes {max_record_bytes}"
+                yield Refusal(path, line, offset, f"invalid JSON, the array cannot be read on: {limit}")
+                return
+            element = text[at:stop]
+            size = len(element.encode())
+            try:
+                if size > max_record_bytes:
+                    raise RecordError(f"an element of {size} bytes, more than --max-record-bytes {max_record_bytes}")
+                yield Record(line, offset, size, of_text(value, element))
+            except RecordError as error:
+                yield Refusal(path, line, offset, str(error))
+            line, offset, at = line + element.count("\n"), offset + size, stop
+            marks, takes_element = ",]", False
+    except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+        yield Refusal(path, line, offset, f"the file is damaged or cut short, nothing after it can be read ({error})")
 
 
 def _skip_line(stream: IO[bytes]) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -53,7 +54,7 @@ class Refusal:
 
     file: str
     line: int
-    """1-based; in Parquet the row, in a tar the number of the record."""
+    """1-based; of a JSON array where the element begins; in Parquet the row, in a tar the number of the record."""
     offset: int
     """Byte offset of the record in its (uncompressed) file; in Parquet the row, 0-based."""
     reason: str
@@ -98,10 +99,24 @@ def decode_json(line: bytes) -> Any:
         bad = line[error.start]
         raise RecordError(f"not UTF-8: byte 0x{bad:02x} at column {error.start + 1} of the line") from error
     try:
-        value = json.loads(text)
+        return of_text(json.loads(text), text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"invalid JSON: {json_fault(error)} at column {error.colno}") from error
     except ValueError as error:
-        message = getattr(error, "msg", str(error))
-        raise RecordError(f"invalid JSON: {message} at column {getattr(error, 'colno', 1)}") from error
+        raise RecordError(json_fault(error)) from error
+
+
+def json_fault(error: ValueError) -> str:
+    """What is wrong with a JSON text, in the words of its reader, but for its advice to change a limit of Python."""
+    if isinstance(error, RecordError):
+        return str(error)
+    if isinstance(error, json.JSONDecodeError):
+        return error.msg.removesuffix(" at")
+    return f"a whole number has more than {sys.get_int_max_str_digits():,} digits"
+
+
+def of_text(value: Any, text: str) -> Any:
+    """A value that was read from JSON; RecordError where a string of it is not Unicode text."""
     if "\\ud" in text or "\\uD" in text:  # the only way to write a lone surrogate
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -167,6 +182,8 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
 
 MEDIA_TYPES = ("image", "video")
 MEDIA_SOURCES = ("path", "base64", "member", "bytes")
+LINKS = ("url", "image_url")
+"""Keys of a part that name a path, a URL or the bytes as a data URL."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +234,10 @@ class Sample:
     branches: tuple[tuple[SamplePart, ...], ...] = ()
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
+    in_context: int = 0
+    """Answers whose thoughts a chat template leaves out, and which are therefore context."""
+    before_answers: str | None = None
+    """The empty thought that stands, not learned, before an answer; "" where a thought is learned, None for neither."""
 
 
 def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) -> Media:
@@ -227,16 +248,17 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
             "(--image-root, --image-rules or another flag for images)"
         )
     # nulls are what Parquet fills in for absent keys
-    given = {key: part[key] for key in (*MEDIA_SOURCES, kind, "url") if part.get(key) is not None}
-    if len(given) != 1 or "url" in given:
-        found = ", ".join(given) or "none"
+    given = {key: part[key] for key in (*MEDIA_SOURCES, kind, *LINKS) if part.get(key) is not None}
+    if len(given) != 1:
+        sources = ", ".join((*MEDIA_SOURCES, *LINKS))
         raise RecordError(
-            f"`{where}` of type {kind} needs exactly one of {', '.join(MEDIA_SOURCES)} (nothing is downloaded), found "
-            f"{found}"
+            f"`{where}` of type {kind} needs exactly one of {sources}, found {', '.join(given) or 'none'}"
         )
     ((key, value),) = given.items()
     rules.refuse_lost(part, ("type", key), f"`{where}`")
     where = f"{where}.{key}"
+    if key == "image_url" and isinstance(value, dict):  # OpenAI's, beside `detail`, which says nothing of the image
+        value = value.get("url")
     if key == kind and isinstance(value, dict):
         # the `Image` feature of Hugging Face datasets, {bytes, path}, where `path` only names bytes
         rules.refuse_lost(value, ("bytes", "path"), f"`{where}`")
@@ -250,4 +272,6 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
         return Media(kind, key, value, where)
     if not text_at(value, where):
         raise RecordError(f"`{where}` is empty")
-    return Media(kind, "path" if key == kind else key, value, where)
+    if value.startswith("data:"):
+        return Media(kind, "base64", value, where)
+    return Media(kind, "path" if key in (kind, *LINKS) else key, value, where)

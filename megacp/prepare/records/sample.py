@@ -41,7 +41,7 @@ def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTem
     made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
-    return Sample(_weighed(made.prefix, weight), weighed, talks)
+    return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed, talks=talks)
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
@@ -86,16 +86,21 @@ def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTem
     """A record whose messages a template writes."""
     if not isinstance(said, Talk):
         raise RecordError("a branch has messages and the record has none: a chat template writes whole conversations")
-    shared = WrittenTalk(said, template, rules)
-    found = []
+    shared = None if rules.asks and branches else WrittenTalk(said, template, rules)  # each question is whole
+    written, found = [shared] if shared is not None else [], []
     for i, (branch, weight) in enumerate(branches):
         if not isinstance(branch, Talk):
             raise RecordError(f"`branches[{i}]` has no messages: a chat template writes whole conversations")
         if branch.tools is not None or branch.variables:
             raise RecordError(f"`branches[{i}]`: tools and variables of a template are those of the whole record")
         whole = replace(said, messages=said.messages + branch.messages, paths=said.paths + branch.paths)
-        found.append(WrittenTalk(whole, template, rules).pieces(shared, weight))
-    return Sample(shared.pieces(), tuple(found))
+        written.append(WrittenTalk(whole, template, rules))
+        found.append(written[-1].pieces(shared, weight))
+    first = shared.in_context if shared is not None else 0
+    in_context = first + sum(each.in_context - first for each in written[1:])
+    before_answers = min((each.before_answers for each in written if each.before_answers is not None), default=None)
+    prefix = shared.pieces() if shared is not None else ()
+    return Sample(prefix, tuple(found), in_context=in_context, before_answers=before_answers)
 
 
 def _branch(value: Any, i: int, rules: RecordRules, has_template: bool) -> tuple[Said, float]:

@@ -26,6 +26,7 @@ from megacp.prepare.tokenize.beside import Beside, Surroundings, read_beside, su
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
 PAD_NAMES = ("<|finetune_right_pad_id|>", "<pad>", "<|pad|>", "[PAD]")
+FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 PROBE = (
     "",
     " ",
@@ -296,14 +297,24 @@ def load_tokenizer(
     return tokenizer
 
 
+def tokenizer_files(folder: Path) -> tuple[str, ...]:
+    """Names of the files that are a folder's tokenizer; none where it has none."""
+    return next((names for names in FILES if all((folder / name).is_file() for name in names)), ())
+
+
 def _from_files(specification: str, engine: str) -> Tokenizer:
     """A tokenizer, with the first token and the chat template that the files beside it state."""
     paths = [Path(part) for part in specification.split(",")]
+    if paths[0].is_dir():
+        paths = [paths[0] / name for name in tokenizer_files(paths[0])]
+        if not paths:
+            names = ", ".join(" with ".join(names) for names in FILES)
+            raise ValueError(f"--tokenizer {specification}: the folder has none of {names}")
     kind = tuple(path.suffix for path in paths)
     if kind not in ((".model",), (".json",), (".json", ".txt")):
         raise ValueError(
-            f"--tokenizer is {specification!r}, allowed are byte | FILE.model (SentencePiece) | tokenizer.json "
-            "(Hugging Face) | vocab.json,merges.txt (GPT-2 byte-level BPE); nothing is downloaded"
+            f"--tokenizer is {specification!r}, allowed are byte | FOLDER of a model | FILE.model (SentencePiece) | "
+            "tokenizer.json (Hugging Face) | vocab.json,merges.txt (GPT-2 byte-level BPE); nothing is downloaded"
         )
     if missing := [str(path) for path in paths if not path.is_file()]:
         raise ValueError(f"--tokenizer {specification}: no such file: {', '.join(missing)} (nothing is downloaded)")
