@@ -93,7 +93,8 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
 
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for more, named in [
-        ("", "--prompt or --input"),
+        ("", "one of --prompt, --chat and --input"),
+        ("--chat --raw", "--raw goes with --prompt"),
         ("--input b --image c", "--input and --output go together; --image"),
         ("--prompt a --temperature nan", "--temperature nan"),
         (f"--input {__file__} --output {__file__}", f"--output {__file__}"),

@@ -187,8 +187,8 @@ def _check_refusals(settings: BuildSettings, done: Sequence[UnitResult]) -> None
 def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
     """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
     documents = sum(result.documents for result in results)
-    if settings.is_valid and not documents:
-        raise ValueError(f"--valid-share {settings.valid_share:g} took no record of the input: give a larger one")
+    if settings.valid_share and not documents and not any(result.refusals for result in results):
+        raise ValueError(f"--valid-share {settings.valid_share:g} leaves no record for {settings.output}: choose another")
     if not any(result.entry for result in results):
         refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
         raise ValueError(

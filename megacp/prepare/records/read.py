@@ -219,9 +219,8 @@ def _read_lines(
         else:
             try:
                 content = content.removeprefix(b"\xef\xbb\xbf") if offset == 0 else content
-                if not content.strip():
-                    raise RecordError("an empty line")
-                yield Record(line, offset, size, decode_json(content))
+                if content.strip():
+                    yield Record(line, offset, size, decode_json(content))
             except RecordError as error:
                 yield refuse(str(error))
         offset += size

@@ -55,6 +55,8 @@ FORMS = {
     "a.jsonl": lambda: JSONL,
     "a.jsonl.gz": lambda: gzip.compress(JSONL),
     "a.jsonl.zst": lambda: pyarrow.compress(JSONL, "zstd", asbytes=True),
+    "a.json": lambda: json.dumps(LINES, indent=2).encode("utf-8-sig"),
+    "a.json.gz": lambda: gzip.compress(json.dumps(LINES).encode()),
     "a.parquet": parquet,
     "a.tar": tar,
 }

@@ -87,6 +87,10 @@ def test_branches_continue_the_record_which_itself_does_not_end() -> None:
             {"conversations": [{"from": "system", "value": "S"}, {"from": "observation", "value": "O"}, *TURNS]},
             [{"role": "system", "content": "S"}, {"role": "tool", "content": "O"}, ASK, TELL],
         ),
+        (
+            {"messages": [ASK, {"role": "tool", "content": "O", "name": "look"}, TELL]},
+            [ASK, {"role": "tool", "content": "O"}, TELL],
+        ),
         ({"conversations": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, [ASK, {**TELL, "weight": 0.5}]),
         ({"prompt": [ASK], "completion": [TELL]}, [ASK, TELL]),
         ({"prompt": [ASK, TELL, ASK], "completion": [TELL]}, [ASK, {**TELL, "weight": 0}, ASK, TELL]),
@@ -127,6 +131,17 @@ def test_the_answer_to_a_written_prompt_is_learned_with_its_end(record: Any, pro
         ({"images": [{"base64": "eA=="}]}, "<image>", [{"type": "image", "base64": "eA=="}]),
         ({"video": "video.bin"}, "<video>Q <image>", [VIDEO, {"type": "text", "text": "Q <image>"}]),
         ({"images": ["image.bin"]}, [{"type": "image"}, X], [IMAGE, X]),
+        (
+            {},
+            [{"type": "image_url", "image_url": {"url": "a/b.png", "detail": "low"}}],
+            [{"type": "image", "path": "a/b.png"}],
+        ),
+        (
+            {},
+            [{"type": "image_url", "image_url": "data:image/png;base64,eA=="}],
+            [{"type": "image", "base64": "data:image/png;base64,eA=="}],
+        ),
+        ({}, [{"type": "image", "url": "https://a.org/b.png"}], [{"type": "image", "path": "https://a.org/b.png"}]),
     ],
 )
 def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any], text: Any, content: Any) -> None:
@@ -239,7 +254,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"txt": "x", "id": 1}, "`txt`, `id`"),
     ({"text": "x", "messages": []}, "more than one"),
     ({"text": 3}, "`text`"),
-    ({"text": None}, "missing key"),
+    ({"text": None}, "`text` is null"),
+    ({"messages": [{"content": "x"}]}, "`messages[0]` has no `role`"),
+    ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "give --chat-template"),
     ({"text": ""}, "`text`"),
     ({"messages": []}, "`messages`"),
     ({"messages": [{"role": "user"}]}, "`messages[0]`"),
@@ -270,7 +287,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"instruction": "a", "output": "b", "history": [["x", "y"]]}, "`history`"),
     ({"conversations": "x"}, "`conversations`"),
     ({"conversations": [{"from": "gpt"}]}, "`conversations[0]`"),
-    ({"conversations": [{"from": "function_call", "value": "x"}]}, "'function_call'"),
+    ({"conversations": [{"from": "function_call", "value": "x"}]}, "`conversations[0].value` is a string and no JSON"),
+    ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "must be a call with `name`"),
     ({"conversations": [{**TURNS[0], "loss": False}, TURNS[1]]}, "`conversations[0]`: `loss`"),
     ({"conversations": [{"from": "system", "value": "S"}], "system": "T"}, "`system` and `conversations[0]`"),
     ({"images": ["a"], "messages": [ASK, TELL]}, "`images`"),
@@ -301,6 +319,8 @@ def test_a_text_build_names_the_image_that_it_cannot_hold() -> None:
         (b'{"text": "a"', "at column 13"),
         (b'{"text": "a"} {}', "at column 15"),
         (b'{"text": "\\ud83d"}', "surrogate"),
+        (b'{"text": "a\tb"}', "Invalid control character at column 12"),
+        (b'{"text": "a", "n": ' + b"1" * 5000 + b"}", "^a whole number has more than 4,300 digits$"),
     ],
 )
 def test_a_line_that_is_not_json_text_is_refused(line: bytes, named: str) -> None:

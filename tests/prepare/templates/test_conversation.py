@@ -65,6 +65,11 @@ MACRO = (
     "{%- endfor -%}"
 )
 TOLD = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call><|im_end|>\n'
+PLAIN = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
+PART = {"type": "text", "text": "a"}
+THINKS = [{**TELL, **HM}, {**TELL, "content": f"<think>\nno\n</think>\n\n{ONE}"}]
+LAST = [("qwen_3", THOUGHT), ("ours_for_qwen3", THOUGHT.removesuffix("\n"))]
+"""What is learned where an earlier answer had a thought too."""
 LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ("chatml", talk(ASK, HALF, ASK_2, TELL_2), [(f"{ONE}<|im_end|>\n", 0.5), (f"{TWO}<|im_end|>\n", 1.0)]),
     ("llama_3", talk(ASK, HALF, ASK_2, TELL_2), [(f"{ONE}<|eot_id|>", 0.5), (f"{TWO}<|eot_id|>", 1.0)]),
@@ -82,8 +87,16 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     (
         "ours_for_qwen3",
         talk(ASK, TELL, ASK_2, TELL_2),
-        [(f"{ONE}<|im_end|>", 1.0), (f"<think>\n\n</think>\n\n{TWO}<|im_end|>", 1.0)],
+        [(f"{ONE}<|im_end|>", 1.0), (f"{TWO}<|im_end|>", 1.0)],
     ),
+    ("qwen_3", talk(ASK, TELL, ASK_2, TELL_2), [(f"{ONE}<|im_end|>\n", 1.0), (f"{TWO}<|im_end|>\n", 1.0)]),
+    (
+        "qwen_25",
+        talk(ASK, CALL, {**RESULT, "name": "weather"}, TELL, tools=TOOLS),
+        [(TOLD, 1.0), (f"{ONE}<|im_end|>\n", 1.0)],
+    ),
+    (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(ONE, 1.0)]),
+    *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
 ]
 
 
@@ -141,26 +154,23 @@ TWO_BLOCKS = (
 _BLOCK = "{% generation %}a{% generation %}{{ m.content }}{% endgeneration %}{% endgeneration %}"
 NESTED = f"{{% for m in messages %}}{_BLOCK}{{% endfor %}}"
 NO_BLOCK = "{% for m in messages %}{{ m.content }}{% if 0 %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
-PLAIN = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
 CUT = "{% for m in messages %}{{ m.role ~ m.content[-9:] }}{% endfor %}"
+LAST_ALONE = (
+    "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' else m.content | upper }}{% endfor %}"
+)
 LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "a key that no template reads": ("chatml", talk(UNKNOWN_KEY, TELL), "`messages[0].mood`"),
     "unknown thoughts": ("chatml", talk(ASK, {**TELL, "reasoning_content": "hm"}), "`messages[1].reasoning_content`"),
     "unknown calls": ("chatml", talk(ASK, {**TELL, **CALL, "content": "x"}), "`messages[1].tool_calls`"),
     "unknown tools": ("chatml", talk(ASK, TELL, tools=TOOLS), "`tools`"),
     "a role passed over": ("qwen_25", talk({"role": "developer", "content": "a"}, ASK, TELL), "`messages[0].content`"),
-    "a name": ("qwen_25", talk(ASK, CALL, {**RESULT, "name": "weather"}, TELL, tools=TOOLS), "`messages[2].name`"),
+    "a name": ("qwen_25", talk({**ASK, "name": "Ada"}, TELL), "`messages[0].name`"),
     "thoughts cut out": (
         "deepseek_r1",
         talk(ASK, {**TELL, "content": "<think>hm</think>42"}),
         "`messages[1].content`",
     ),
     "words cut off": (CUT, talk({"role": "user", "content": "first and last words"}, TELL), "`messages[0].content`"),
-    "parts as Python shows them": (
-        PLAIN,
-        talk({"role": "user", "content": [{"type": "text", "text": "a"}]}, TELL),
-        "`messages[0].content`",
-    ),
     "an assistant without a question": ("qwen_25", talk(TELL), "`messages[0]`"),
     "a template that refuses": ("gemma", talk(SYSTEM, ASK, TELL), "System role not supported"),
     "two questions in a row": ("mistral", talk(ASK, ASK_2, TELL), "roles must alternate"),
@@ -176,12 +186,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
         talk(ASK, TELL, chat_template_kwargs={"thinking_budget": 3}),
         "`chat_template_kwargs.thinking_budget`",
     ),
-    "earlier answers written otherwise": ("qwen_3", talk(ASK, TELL, ASK_2, TELL_2), "`messages[1]`"),
-    "earlier thoughts": (
-        "qwen_3",
-        talk(ASK, {**TELL, "reasoning_content": "hm"}, ASK_2, {**TELL_2, "reasoning_content": "hm"}),
-        "`messages[1].reasoning_content`",
-    ),
+    "earlier answers written otherwise": (LAST_ALONE, talk(ASK, TELL, ASK_2, TELL_2), "`messages[1]`"),
     "a branch of text": ("chatml", talk(ASK, branches=["a"]), "`branches[0]`"),
     "a branch of messages": ("chatml", {"text": "a", "branches": [{"messages": [ASK, TELL]}]}, "a branch has messages"),
     "tools of a branch": ("qwen_25", talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}]), "`branches[0]`"),

@@ -121,16 +121,21 @@ def expected(theirs: Any, messages: list[dict[str, Any]], **given: Any) -> tuple
     if has_blocks:
         for n, learned in enumerate(out["assistant_masks"]):  # it has the first token alone of a block's last character
             weights[n] = 1.0 if learned or (n and weights[n - 1] and offsets[n] == offsets[n - 1]) else 0.0
-        return out["input_ids"], weights
-    for i, message in enumerate(messages):
+    for i, message in enumerate(messages if not has_blocks else ()):
         if message["role"] == "assistant" and message.get("weight", 1):
             asked = theirs.apply_chat_template(dicts[:i], tokenize=False, add_generation_prompt=True, **given)
             told = theirs.apply_chat_template(dicts[: i + 1], tokenize=False, **given)
             told = told if whole.startswith(told) else told.removesuffix("</s>")  # of Phi 3
+            if not whole.startswith(told):  # Qwen 3's own writes an empty thought in the last answer alone
+                told = asked + told.removeprefix(asked).removeprefix("<think>\n\n</think>\n\n")
             assert whole.startswith(asked) and whole.startswith(told)
             for n, (start, stop) in enumerate(offsets):
                 if start < len(told) and stop > len(asked):
                     weights[n] = float(message.get("weight", 1))
+    for empty in re.finditer(r"\n*<think>\s*</think>\n*", whole):  # not learned, whatever the library says
+        for n, (start, stop) in enumerate(offsets):
+            if start >= empty.start() and stop <= empty.end():
+                weights[n] = 0.0
     return out["input_ids"], weights
 
 
@@ -141,10 +146,6 @@ def test_a_build_has_the_ids_and_the_mask_of_the_library(folder: Path, name: str
     talks += [] if name in WITHOUT_SYSTEM else [[SYSTEM, ASK, TELL], [{**SYSTEM, "content": ""}, ASK, TELL]]
     talks += [[ASK, TELL, ASK_2, TELL_2, ASK]]
     for talk in talks:
-        if name == "qwen_3" and talk in talks[1:2] + talks[-1:]:
-            with pytest.raises(RecordError, match=r"`messages\[1\]`: the chat template writes it.*otherwise once more"):
-                made({"messages": talk}, template, folder)
-            continue
         ids, weights = expected(theirs, talk)
         if name in GENERATING and talk is talks[2]:
             weights = made({"messages": talk}, template, folder)[1]  # the library has no weights
