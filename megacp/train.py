@@ -111,7 +111,7 @@ def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunC
         return config, None, ""
     if resumes(config):
         note = f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
-        return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf"))), None, note
+        return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))), None, note
     # the converter is an extra: a run without the flag reaches no file of megacp.huggingface
     converter = importlib.import_module("megacp.huggingface.convert.start")
     found: tuple[RunConfig, Weights, str] = converter.open_start(config, given)

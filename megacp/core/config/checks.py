@@ -225,6 +225,8 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
     data, interval = config.data, config.training.eval_interval
+    if config.training.train_epochs is not None and data.data_path is None:
+        yield f"--train-epochs {config.training.train_epochs:g} needs --data-path"
     if interval > 0 and data.valid_data_path is None:
         yield f"--eval-interval {interval} needs --valid-data-path"
     if data.valid_data_path and data.data_path is None:
@@ -245,8 +247,9 @@ def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
         yield "--finetune needs --load, the checkpoint whose weights it starts from"
     if c.load is not None and c.load_hf is not None:
         yield f"--load {c.load} and --load-hf {c.load_hf} are two starts: give one of them"
-    if c.vision_from_hf is not None and c.load_hf is None:
-        yield f"--vision-from-hf {c.vision_from_hf} acts only with --load-hf"
+    for name in ("vision_from_hf", "load_adapter"):
+        if values[name] is not None and c.load_hf is None:
+            yield f"{flag(name)} {values[name]} acts only with --load-hf"
     if not c.save or config.dry_run or c.auto_resume:
         return
     steps = "step_*/manifest.json"

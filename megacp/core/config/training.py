@@ -25,6 +25,9 @@ class TrainingConfig:
     train_iters: Positive[int] = 100
     """Optimizer steps of the whole run."""
 
+    train_epochs: AboveZero[float | None] = None
+    """Passes over --data-path, in place of --train-iters."""
+
     lr: NotNegative[float] = 1e-3
     """Highest learning rate."""
 
@@ -133,6 +136,9 @@ class CheckpointConfig:
     vision_from_hf: str | None = None
     """Molmo2 folder whose vision tower is added to the text model of --load-hf, with what fits of its connector; `none`
     adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128)."""
+
+    load_adapter: str | None = None
+    """Folder of a LoRA adapter, as peft writes it, whose pairs the run starts with beside the model of --load-hf."""
 
     auto_resume: bool = False
     """Go on from the newest checkpoint in --save, for runs that are restarted (torchrun --max-restarts, a job queue).

@@ -174,5 +174,5 @@ def _decided(manifest: DatasetManifest) -> dict[str, Any]:
         "--eod-token": manifest.ends_with,
         "--seq-length": manifest.seq_length,
         "--pad-multiple": manifest.pad_multiple,
-        "--chat-template": manifest.chat_template,
+        "--chat-template": (manifest.chat_template or {}).get("default"),
     }

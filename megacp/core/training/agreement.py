@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "valid_data_path",
     "load_hf",
     "vision_from_hf",
+    "load_adapter",
     "num_workers",
 )
 """Flags that may differ from machine to machine."""

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megacp.core.config.blend import DataPath, weighted_folders
+from megacp.core.config.blend import DataPath, named_folders, weighted_folders
 from megacp.core.config.model import VisionConfig
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.config.training import DataConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
@@ -60,8 +61,12 @@ class Sources:
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
-        """The templates that wrote the messages of the training data, as a checkpoint keeps them."""
-        return next((one.manifest.chat_template for one in _members(self.train)), None)
+        """The template that wrote the messages of the training data, as a checkpoint keeps it: where a dataset teaches
+        thoughts, no empty one stands before answers.
+        """
+        return min(
+            (one.manifest.chat_template for one in _members(self.train)), key=lambda kept: len(kept or ()), default=None
+        )
 
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
@@ -108,25 +113,31 @@ def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -
         "another tokenizer": (one.tokenizer.sha256, other.tokenizer.sha256),
         "another first token (--prepend-bos)": (one.tokenizer.begins_with, other.tokenizer.begins_with),
         "another last token (--eod-token, --append-eod)": (one.ends_with, other.ends_with),
-        "another --chat-template": (one.chat_template, other.chat_template),
+        "another --chat-template": (
+            (one.chat_template or {}).get("default"),
+            (other.chat_template or {}).get("default"),
+        ),
         "other image rules": (rules[0] or rules[1], rules[1] or rules[0]),
     }
     return [f"--valid-data-path was built with {what} than --data-path" for what, (a, b) in pairs.items() if a != b]
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
-    """The config with the row length of --data-path where no flag in `given` says it, and a note; both as they were
-    where there is no such dataset, which is told later.
+    """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
+    a note; both as they were where there is no such dataset, which is told later.
     """
-    if "seq_length" in given or config.data.data_path is None:
-        return config, ""
     try:
-        length = DatasetManifest.read(weighted_folders("", config.data.data_path)[0].folder).seq_length
+        manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
     except ValueError:
-        return config, ""
-    if length == config.data.seq_length:
-        return config, ""
-    return with_values(config, {"seq_length": length}), f"--seq-length {length}, as --data-path was packed"
+        manifests = []
+    found, training = dict[str, Value](), config.training
+    if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
+        found["seq_length"] = manifests[0].seq_length
+    if manifests and training.train_epochs is not None:
+        steps = training.train_epochs * sum(one.num_packs for one in manifests) / training.global_batch_size
+        found["train_iters"] = max(1, math.ceil(round(steps, 6)))
+    note = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
+    return with_values(config, found), f"{note}, as --data-path was packed" if note else ""
 
 
 def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:

@@ -83,8 +83,8 @@ class Resumed:
 
 
 _OF_THE_RUN = set(
-    "save load train_iters log_file log_interval dry_run world_size auto_resume finetune load_hf vision_from_hf "
-    "async_save exit_duration".split()
+    "save load train_iters train_epochs log_file log_interval dry_run world_size auto_resume finetune load_hf "
+    "vision_from_hf load_adapter async_save exit_duration".split()
 )
 """Flags that differ between a run and its resumption as a matter of course."""
 
@@ -166,9 +166,8 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
     """Fill the model as `load` does with the weights of a checkpoint alone; no collective."""
-    for box in _cleared(model, lambda name: name in weights.known_rows or is_of_a_pair(name)):
-        if not is_of_a_pair(bare_name(box)):
-            fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+    for box in _cleared(model, lambda name: name in weights.known_rows):
+        fill(box, weights.source, weights.known_rows.get(bare_name(box)))
     model.parameters.loaded(masters=False)
     model.optimizer.reset_masters()
     return Resumed(state, weights.place, ())

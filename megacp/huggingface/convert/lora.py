@@ -6,21 +6,25 @@ pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks togeth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megacp.core.config.model import ModelConfig
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.model import LINEARS, ModelConfig
+from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import A, B, is_of_a_pair
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.tensors import Info, Link, Source, whole
+from megacp.prepare.tokenize.beside import read_object
 
 _BEGIN = "base_model.model."
 """Of names in an adapter: peft's model around the library's."""
+_NOT_PAIRS = ("use_dora", "use_rslora", "bias", "modules_to_save", "layers_to_transform", "fan_in_fan_out")
+"""Of an adapter_config.json: what is more or other than a pair beside each linear."""
 
 
 class Pairs:
@@ -45,6 +49,69 @@ class Pairs:
         # [rows, r] x [r, inputs] -> [rows, inputs]
         scale = self.config.model.lora_scale
         return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=scale).to(found.dtype)
+
+
+class Adapter:
+    """The pairs of an adapter that peft has written, by our names; a source."""
+
+    def __init__(self, folder: Path, links: list[Link]) -> None:
+        """ValueError says what a run cannot have of it: parts beside pairs, another scale, pairs in some layers."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        content = read_object(folder / "adapter_config.json")
+        strange = [name for name in _NOT_PAIRS if content.get(name) not in (None, False, [], {}, "none")]
+        if content.get("peft_type") != "LORA" or strange:
+            raise ValueError(
+                f"adapter_config.json says {', '.join(strange) or 'another peft_type'}: pairs alone are read"
+            )
+        self.rank, self._tensors = int(content["r"]), dict[str, torch.Tensor]()
+        try:
+            read = load_file(folder / "adapter_model.safetensors")
+        except SafetensorError as error:
+            raise ValueError(f"adapter_model.safetensors: {error}") from error
+        theirs = {name.removeprefix(_BEGIN): x for name, x in read.items()}
+        for link in links:
+            module = link.theirs[0].name.removesuffix(".weight")
+            if f"{module}.{A}" in theirs:
+                self._add(link, theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}"))
+        found = Counter(name.split(".")[3] for name in self._tensors if name.endswith(A))
+        if theirs or not found or len({*found.values()}) > 1:
+            left = f"{next(iter(theirs))} has no place in the model" if theirs else f"pairs of {dict(found)}"
+            raise ValueError(f"{left}: each kind of linear has a pair in all layers or in none")
+        targets = ",".join(name for name in LINEARS if name in found)
+        self.flags: dict[str, Value] = {"lora_rank": self.rank, "lora_targets": targets}
+        self.flags["lora_alpha"] = float(content["lora_alpha"])
+        self.infos: Mapping[str, Info] = {name: Info(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
+
+    def _add(self, link: Link, down: torch.Tensor, up: torch.Tensor) -> None:
+        """A `[r, inputs]` and B `[rows, r]` of a module, which may be several of our linears joined."""
+        ours, rows = len(link.ours), [named.shape[0] for named in link.ours]
+        if up.shape[0] != sum(rows) or down.shape[1:] != link.ours[0].shape[1:] or down.shape[0] != up.shape[1]:
+            raise ValueError(f"{link.theirs[0].name}: A {tuple(down.shape)}, B {tuple(up.shape)} do not fit the model")
+        ups = up.split(rows)
+        if down.shape[0] == ours * self.rank:  # a pair of each, as `_joined` writes them
+            downs, ups = down.split(self.rank), [x[:, i * self.rank :][:, : self.rank] for i, x in enumerate(ups)]
+            if not torch.equal(torch.block_diag(*ups), up):
+                raise ValueError(f"{link.theirs[0].name}: its pair of rank {down.shape[0]} is none of {ours} linears")
+        elif down.shape[0] == self.rank:
+            downs = (down,) * ours
+        else:
+            raise ValueError(f"{link.theirs[0].name}: rank {down.shape[0]}, of others {self.rank}: one is needed")
+        for named, a, b in zip(link.ours, downs, ups, strict=True):
+            stem = named.name.removesuffix("weight")
+            self._tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows [start, stop) of a tensor."""
+        return self._tensors[name][start:stop]
+
+
+def pair_names(links: list[Link], linears: Collection[str]) -> list[str]:
+    """Names of the pairs that a model with pairs on `linears` has."""
+    stems = [named.name.removesuffix("weight") for link in links for named in link.ours]
+    blocks = [stem for stem in stems if stem.startswith("layers.") and stem.split(".")[3] in linears]
+    return [f"{stem}{end}" for stem in blocks for end in (A, B)]
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:

@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 
 from megacp.core.checkpoint.weights import TensorRows
-from megacp.core.config.run import RunConfig, fields, flatten, with_values
+from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.models.build import DTYPES
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
 from megacp.huggingface.convert.decoder import decoder_shapes
+from megacp.huggingface.convert.lora import Adapter, pair_names
 from megacp.huggingface.convert.molmo2 import tower_shapes
 from megacp.huggingface.convert.source import (
     Loaded,
@@ -31,7 +32,7 @@ from megacp.huggingface.convert.source import (
     model_dtype,
     read_hf,
 )
-from megacp.huggingface.convert.tensors import Source, in_dtype
+from megacp.huggingface.convert.tensors import Link, Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -104,6 +105,21 @@ class FolderStart:
                     (folder / str(path.relative_to(local))).upload(path)
 
 
+def _adapter(config: RunConfig, links: list[Link], given: Collection[str]) -> Adapter:
+    """That of --load-adapter. ValueError where a flag in `given` says otherwise than it."""
+    path = config.checkpoint.load_adapter
+    try:
+        adapter = Adapter(Path(str(path)), links)
+    except (ValueError, OSError, KeyError) as error:
+        raise ValueError(f"--load-adapter {path}: {error}") from error
+    own = {name: value for name, value in adapter.flags.items() if name not in given}
+    asked, has = (with_values(config, values).model for values in (own, adapter.flags))
+    if (asked.lora_rank, asked.lora_alpha, asked.lora_linears) != (has.lora_rank, has.lora_alpha, has.lora_linears):
+        told = " ".join(f"{flag(name)} {value}" for name, value in adapter.flags.items())
+        raise ValueError(f"--load-adapter {path} has {told}: leave these flags out")
+    return adapter
+
+
 def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, FolderStart, str]:
     """The config with the model of --load-hf, as far as no flag in `given` says what it is; the start; a note.
 
@@ -123,7 +139,13 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
         notes = [told_new]
-    stored = with_values(stored, {"dtype": dtype})
+    stored, links = with_values(stored, {"dtype": dtype}), loaded.family.links(loaded.values)
+    if config.checkpoint.load_adapter is not None:
+        adapter = _adapter(config, links, given)
+        config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
+        source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})
+    else:  # pairs begin as they are drawn
+        known |= dict.fromkeys(pair_names(links, config.model.lora_linears), 0)
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()

@@ -188,7 +188,9 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
     """ValueError when there is nothing in the dataset, or nothing that could be learned from it."""
     documents = sum(result.documents for result in results)
     if settings.valid_share and not documents and not any(result.refusals for result in results):
-        raise ValueError(f"--valid-share {settings.valid_share:g} leaves no record for {settings.output}: choose another")
+        raise ValueError(
+            f"--valid-share {settings.valid_share:g} leaves no record for {settings.output}: choose another"
+        )
     if not any(result.entry for result in results):
         refused = [refusal for result in results for refusal in (*result.refusals, *result.dropped)]
         raise ValueError(
