@@ -220,6 +220,8 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:
     def prepare(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
         bare = accelerator.unwrap_model(trainer.model)
         found = {name: x for name, x in inputs.items() if x is not None}
+        if hasattr(trainer, "_total_train_tokens"):  # TRL counts what the mask says, and filled tokens without one
+            found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
         cut = _block_of_inputs(axis, block, bare, found)
         if counted and "shift_labels" in found:
             # the Trainer takes the mean of processes, which is that of the row with its sum over these labels

@@ -95,7 +95,10 @@ def call_problems(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],
         )
     router = value("output_router_logits")
     if getattr(module.config.get_text_config(), "output_router_logits", False) if router is None else router:
-        found.append(f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens")
+        found.append(
+            f"{name} has output_router_logits: its load-balancing loss is not a sum over tokens; switch it off, in TRL "
+            f"by SFTConfig(router_aux_loss_coef=0.0)"
+        )
     if held is None:
         return found
     positions = value("position_ids")

@@ -12,7 +12,8 @@ import torch
 
 from megacp.huggingface.door.context import ContextParallel, block_of, current_context, refuse
 
-_NO_SDPA = ("s_aux", "sinks", "softcap", "indices", "block_indices")
+_NO_SDPA = {"s_aux": "attention sinks", "sinks": "attention sinks", "softcap": "a soft cap"}
+_NO_SDPA |= dict.fromkeys(("indices", "block_indices"), "indexed attention")
 """Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave most of them out."""
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
 """Arguments that `sdpa` answers for a whole sequence and a block cannot."""
@@ -47,8 +48,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """`query[B, H, s, D]`, `key, value[B, Hkv, s, D]` -> `[B, s, H, D]` and no weights."""
     context = block_of(module)
-    refused = _NO_SDPA if context is None else _NO_SDPA + _NOT_SHARDED
-    given = [name for name in refused if kwargs.get(name) is not None and kwargs[name] is not False]
+    refused = (*_NO_SDPA, *(_NOT_SHARDED if context is not None else ()))
+    given = [_NO_SDPA.get(x, x) for x in refused if kwargs.get(x) is not None and kwargs[x] is not False]
     if given:
         refuse(f"{type(module).__name__} asks for {', '.join(given)}, which this attention does not have here")
     if context is None:

@@ -172,8 +172,8 @@ def test_rows_are_shared_by_neighbours_and_batches_are_not(tmp_path: Path, kind:
         same(found, want, 1e-12, evaluated=False)
 
 
-def with_trl(rank: int, world_size: int, folder: str, cp_size: int | None) -> Found:
-    """SFTTrainer that packs, with LoRA and recomputed layers; it saves what PEFT loads."""
+def with_trl(rank: int, world_size: int, folder: str, cp_size: int | None) -> tuple[Found, int]:
+    """SFTTrainer that packs, with LoRA and recomputed layers; it saves what PEFT loads. Also the tokens it counts."""
     from datasets import Dataset
     from peft import LoraConfig
     from tokenizers import Tokenizer, models
@@ -199,15 +199,16 @@ def with_trl(rank: int, world_size: int, folder: str, cp_size: int | None) -> Fo
         trainer.model.double()
         if cp_size:
             shard_sequences(trainer, cp_size)
-        return of_trainer(trainer)
+        return of_trainer(trainer), trainer._total_train_tokens
 
 
 def test_packing_of_trl_with_lora_on_two_ranks_trains_as_one_process_does(tmp_path: Path) -> None:
     """TRL refuses packing under context parallelism of its own; PEFT reads the adapters."""
     from peft import PeftModel
 
-    (want,) = run_ranks(with_trl, 1, str(tmp_path / "one"), None, timeout=120)
-    for found in run_ranks(with_trl, 2, str(tmp_path / "two"), 2, timeout=120):
+    ((want, tokens),) = run_ranks(with_trl, 1, str(tmp_path / "one"), None, timeout=120)
+    for found, counted in run_ranks(with_trl, 2, str(tmp_path / "two"), 2, timeout=120):
+        assert counted == tokens  # those that a layout fills up are none
         same(found, want, 1e-8)  # TRL takes log-probabilities in float32, of as many tokens at once as a rank has
     torch.manual_seed(0)
     read = PeftModel.from_pretrained(llama(), str(tmp_path / "two" / "checkpoint-3"))
