@@ -205,4 +205,5 @@ class DataConfig:
     it."""
 
     num_workers: NotNegative[int] = 1
-    """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed."""
+    """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed. A
+    rank keeps up to 512 MiB of frames of videos, so that one in several rows is decoded once."""

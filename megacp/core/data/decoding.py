@@ -18,13 +18,14 @@ import io
 import itertools
 import math
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches, image_layout, image_patches
+from megacp.core.data.geometry import ImageRules, frame_layout, image_layout, image_patches, patches_of, resized
 
 _IMAGE = re.compile(
     rb"(?P<Jpeg>\xff\xd8\xff)|(?P<Png>\x89PNG\r\n\x1a\n)|(?P<Gif>GIF8[79]a)|(?P<Bmp>BM)|(?P<Tiff>II\*\0|MM\0\*)"
@@ -45,6 +46,8 @@ _RATE_TOLERANCE = 0.1
 """Part by which the rate in a header may differ from that of the frames before it is not believed."""
 _CUT_SECONDS, _CUT_SHARE = 1.0, 0.02
 """By how much headers are off in whole files."""
+KEPT_BYTES = 512 << 20
+"""Of the frames that a decoder keeps."""
 _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
@@ -252,10 +255,14 @@ def _decoded(
 
 
 class RulesDecoder:
-    """The `Decoder` of one set of rules; without state, so several threads may share it."""
+    """The `Decoder` of one set of rules; several threads may share it.
+
+    It keeps the frames of the videos that were asked for last: a step often has several questions about one.
+    """
 
     def __init__(self, rules: ImageRules) -> None:
-        self._rules = rules
+        self._rules, self._lock = rules, threading.Lock()
+        self._videos: dict[bytes, dict[int, np.ndarray]] = {}  # the file -> its frames, uint8 [size, size, 3]
         self.patch_shape = rules.patches_per_crop, rules.patch_dim
 
     def image(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
@@ -266,8 +273,17 @@ class RulesDecoder:
 
     def video(self, data: bytes, frames: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Some of the taken frames, rising, float32 [frames, patches, patch_dim], and their pooling; ImageError."""
-        found = [frame_patches(pixels, self._rules) for pixels in video_pixels(data, self._rules, frames)]
-        patches = np.concatenate([np.zeros((0, *self.patch_shape), np.float32), *found])
+        size = self._rules.image_size
+        with self._lock:  # the one asked for last stands last
+            known = self._videos[data] = self._videos.pop(data, {})
+        if missing := [i for i in frames if i not in known]:
+            for i, pixels in zip(missing, video_pixels(data, self._rules, missing), strict=False):
+                known[i] = resized(pixels, size, size)
+        with self._lock:
+            while len(self._videos) > 1 and sum(map(len, self._videos.values())) * 3 * size**2 > KEPT_BYTES:
+                del self._videos[next(iter(self._videos))]
+        crops = [np.zeros((0, size, size, 3), np.uint8), *(known[i][None] for i in frames if i in known)]
+        patches = patches_of(np.concatenate(crops), self._rules)
         window = frame_layout(self._rules).pooling
         begin = np.arange(len(patches))[:, None, None] * self._rules.patches_per_crop
         # [frames, pooled, window] -> [frames * pooled, window]

@@ -253,21 +253,26 @@ def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """uint8 [h, w, 3] -> uint8 [height, width, 3]: bilinear between the nearest four, in float32, no smoothing."""
     top, bottom, down = _places(pixels.shape[0], height)
     left, right, across = _places(pixels.shape[1], width)
-    down, across = down[:, None, None], across[:, None]
-    above = pixels[top[:, None], left] * (1 - across) + pixels[top[:, None], right] * across
-    below = pixels[bottom[:, None], left] * (1 - across) + pixels[bottom[:, None], right] * across
-    return np.rint(above * (1 - down) + below * down).clip(0, 255).astype(np.uint8)
+    down, across = down[:, None], np.repeat(across, 3)
+    rows, places = np.unique(np.concatenate((top, bottom)), return_inverse=True)  # most are read for two results
+    pixels = pixels[rows]
+    # [rows, width, 3] -> [rows, 3 * width]
+    blended = pixels.take(left, 1).reshape(len(rows), -1) * (1 - across)
+    blended += pixels.take(right, 1).reshape(len(rows), -1) * across
+    above, below = blended.take(places[:height], 0) * (1 - down), blended.take(places[height:], 0) * down
+    return np.rint(above + below).clip(0, 255).astype(np.uint8).reshape(height, width, 3)
 
 
-def _patches(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
+def patches_of(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [crops, size, size, 3] -> normalized float32 [crops, N, 3 * patch ** 2], a patch row by row, RGB inside."""
-    mean, std = (np.array(values, np.float32) * np.float32(255) for values in (rules.image_mean, rules.image_std))
-    table = (np.arange(256, dtype=np.float32)[:, None] - mean) / std  # [256, 3]
     side, patch = rules.patches_per_side, rules.patch_size
+    of_colours = [np.array(values, np.float32) * np.float32(255) for values in (rules.image_mean, rules.image_std)]
+    mean, std = (np.tile(values, patch**2) for values in of_colours)  # [3 * patch ** 2]
     # [crops, side, patch, side, patch, 3] -> [crops, side, side, patch, patch, 3] -> [crops, N, 3 * patch ** 2]
-    cut = crops.reshape(-1, side, patch, side, patch, 3).swapaxes(2, 3)
-    values: np.ndarray = table[cut, np.arange(3)]  # looked up: the last axis of `cut` is the colour
-    return values.reshape(-1, side * side, rules.patch_dim)
+    cut = crops.reshape(-1, side, patch, side, patch, 3).swapaxes(2, 3).reshape(-1, side * side, rules.patch_dim)
+    values = np.subtract(cut, mean, dtype=np.float32)
+    values /= std
+    return values
 
 
 def _origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
@@ -285,9 +290,9 @@ def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     (down, across), origins = _origins(width, height, rules)
     canvas, side = resized(pixels, down, across), rules.image_size
     crops = [canvas[top : top + side, left : left + side] for top, left in origins]
-    return _patches(np.stack([resized(pixels, side, side), *crops]), rules)
+    return patches_of(np.stack([resized(pixels, side, side), *crops]), rules)
 
 
 def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
-    return _patches(resized(pixels, rules.image_size, rules.image_size)[None], rules)
+    return patches_of(resized(pixels, rules.image_size, rules.image_size)[None], rules)

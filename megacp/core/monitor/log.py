@@ -240,12 +240,13 @@ def _missing(option: str, package: str) -> str:
 def step_line(record: StepRecord, total_steps: int) -> str:
     """The console line of a step."""
     mfu = "" if record.mfu is None else f"MFU {100 * record.mfu:.1f}%  "
-    width = len(str(total_steps))
+    width, wait = len(str(total_steps)), record.data_wait
+    data_wait = f"{wait:.3g} s" if wait >= 1 else f"{1000 * wait:.3g} ms"
     return (
         f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss {record.loss:.4f}  "
         f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.seconds:.3g} s  "
         f"{record.tokens_per_second:,.0f} tokens/s  {mfu}{record.peak_memory / 2**30:.3g} GiB  "
-        f"data wait {1000 * record.data_wait:.3g} ms  left {duration(record.seconds_left)}"
+        f"data wait {data_wait}  left {duration(record.seconds_left)}"
     )
 
 
