@@ -1,7 +1,7 @@
-"""Train: `torchrun --nproc-per-node 8 -m megacp.train --data-path DIR ...`, or without torchrun on one process.
+"""Train: `python -m megacp.train --nproc 8 --data-path DIR ...`, under torchrun, or without either on one process.
 
-Parse, check everything, agree with all other ranks, train. `--dry-run` prints grid, stages and memory of any world size
-on one process and stops.
+Parse, check everything, agree with all other ranks, train. `--nproc` checks all in one process and then calls torchrun,
+whose report would stand below a refusal. `--dry-run` prints grid, stages and memory of any world size and stops.
 
 Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early after saving (by a
 signal or --exit-duration). torchrun --max-restarts would start the run again for a 3, so it is 0 there.
@@ -9,10 +9,12 @@ signal or --exit-duration). torchrun --max-restarts would start the run again fo
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import io
 import os
+import re
 import resource
 import sys
 import time
@@ -21,7 +23,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from megacp.core.backends.apex import describe_apex
 from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.agree import reason_of
 from megacp.core.checkpoint.weights import Weights
@@ -46,6 +47,19 @@ _SECONDS_OF_A_REFUSED_RANK = 60.0
 """How long a rank that cannot run waits for the others, to refuse the run together with them."""
 _SECONDS_FOR_THE_FIRST = 5.0
 """torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
+_TORCHRUN = {
+    "OMP_NUM_THREADS": "1",
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds that ranks have to save after SIGTERM
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted life has a store of its own
+}
+_HELP, _HELP_ALL = ("-h", "--help"), "--help-all"
+_FIRST_FLAGS = set(
+    "data-path valid-data-path seq-length load-hf load-adapter load finetune save save-interval auto-resume num-layers "
+    "hidden-size lora-rank tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size cp-comm-type "
+    "cp-layout train-iters train-epochs global-batch-size lr lr-warmup-iters dtype recompute-granularity eval-interval "
+    "dry-run world-size".split()
+)
+"""What --help shows; --help-all shows the rest too."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ def dry_run(config: RunConfig) -> str:
         config, _ = prepare(config, world_size)
     else:
         require(config, world_size, backend_problems(config, None))
-    return f"{describe(config, world_size, stage_layers(config, world_size))}\n\n{describe_apex()}"
+    return describe(config, world_size, stage_layers(config, world_size))
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
@@ -120,9 +134,12 @@ def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunC
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
     """The config. A value of the wrong type is a ValueError where other ranks must hear of it."""
+    if _HELP_ALL in arguments or {*_HELP} & {*arguments}:
+        with ends_with_its_reader():
+            _show_help(arguments)
+        raise SystemExit(0)
     if world.size == 1:
-        with ends_with_its_reader():  # --help
-            return parse(arguments)
+        return parse(arguments)
     told = io.StringIO()
     try:
         with contextlib.redirect_stderr(told):
@@ -133,12 +150,57 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         raise ValueError(told.getvalue().strip()) from None
 
 
+def _show_help(arguments: Sequence[str]) -> None:
+    """Print the flags by their groups: all of them, or those that most runs have."""
+    others = [argument for argument in arguments if argument not in (*_HELP, _HELP_ALL)]
+    if _HELP_ALL in arguments:
+        parse([*others, "--help"])
+    whole = io.StringIO()  # which gets plain text: a title after one blank, a flag after two
+    with contextlib.redirect_stdout(whole), contextlib.suppress(SystemExit):
+        parse([*others, "--help"])
+    title, is_shown, before = "", True, "usage"
+    for line in whole.getvalue().splitlines():
+        if (flag := re.match(r"  --([\w-]+)", line)) is not None:
+            is_shown = flag[1] in _FIRST_FLAGS
+            if is_shown and title:  # with the first flag of its group
+                print(f"\n{title}")
+                title = ""
+        elif not before.strip() and line.startswith(" "):
+            title, is_shown = line.strip(), False
+        if is_shown and line.strip():
+            print(line.rstrip())
+        before = line
+    print("\n--nproc N starts N ranks on this machine, after a check in one process; --help-all shows all flags")
+
+
+def _start_ranks(arguments: Sequence[str]) -> list[str]:
+    """The arguments without `--nproc N`; with N above 1, all is checked here, and torchrun takes this process over."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc", type=int, default=0)
+    try:
+        found, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    if found.nproc == 0 or {*_HELP, _HELP_ALL} & {*rest}:
+        return rest
+    if launch.world_from_environment().size > 1:
+        raise ValueError(f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag")
+    if "--dry-run" in rest:
+        return [*rest, "--world-size", str(found.nproc)]
+    with contextlib.redirect_stdout(io.StringIO()):  # the ranks say it again
+        plan_of(rest, launch.World(size=found.nproc, local_size=found.nproc))
+    launch.set_defaults(_TORCHRUN)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(found.nproc)]
+    os.execv(sys.executable, [sys.executable, *command, "-m", "megacp.train", *rest])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     world = launch.World()
     try:
+        arguments = _start_ranks(sys.argv[1:] if argv is None else argv)
         world = launch.world_from_environment()
-        plan = _plan_or_refuse(sys.argv[1:] if argv is None else argv, world)
+        plan = _plan_or_refuse(arguments, world)
         if plan is None:
             return 0
         meeting = _agree(plan, world)

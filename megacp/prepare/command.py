@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("dataset")
     inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
     inspect.add_argument("--tokenizer", metavar="KIND_OR_PATH", help="default: the one kept in the dataset")
-    inspect.add_argument("--characters", type=int, default=60, metavar="N", help="how much of each document (60)")
+    inspect.add_argument("--characters", type=int, default=240, metavar="N", help="how much of each document (240)")
     inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
     inspect.add_argument("--html", metavar="FILE", help="write one pack as a page, with its images; no text")
     stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")

@@ -17,18 +17,18 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 
 def describe_pack(
-    dataset: PackedDataset, index: int, tokenizer: Tokenizer, characters: int = 60, documents: int = 10
+    dataset: PackedDataset, index: int, tokenizer: Tokenizer, characters: int = 240, documents: int = 10
 ) -> str:
     """One pack: a line for each of its first `documents` (0: all) with length, loss weights, source and beginning.
 
-    ValueError when there is no such pack.
+    What is learned of a text stands between \u00ab and \u00bb. ValueError when there is no such pack.
     """
     pack, manifest = pack_of(dataset, index), dataset.manifest
     padded = int(pack.segments["padded_length"].sum())
     lines = [
         f"pack {index} of {len(dataset)}: {len(pack.segments)} documents, {len(pack.tokens)} tokens, "
         f"{learned_of_pack(pack)} learned, {padded} padded, "
-        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}"
+        f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]
     for number, (here, begins) in enumerate(documents_of(pack)):
         if documents and number >= documents:
@@ -43,10 +43,11 @@ def describe_pack(
             note = f" (piece from token {row['source_start']})"
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         lines.append(f"  [{number}] {len(tokens)} tokens{note}  {weights}  {source}")
-        lines.append(f"      {_beginning(tokens, tokenizer, characters)}")
+        learned = np.ones(len(tokens), bool) if pack.weights is None else pack.weights[here] > 0
+        lines.append(f"      {_beginning(tokens, learned, tokenizer, characters)}")
         lines += _images(pack, number)
         for i, (first, last) in enumerate(itertools.pairwise([*begins, len(tokens)]), start=1):
-            shown = _beginning(tokens[first:last], tokenizer, characters)
+            shown = _beginning(tokens[first:last], learned[first:last], tokenizer, characters)
             lines.append(f"      branch {i}: {last - first} tokens  {shown}")
     return "\n".join(lines + _boundaries(pack))
 
@@ -121,9 +122,22 @@ def _boundaries(pack: Pack) -> list[str]:
     return lines
 
 
-def _beginning(tokens: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
-    text = tokenizer.decode(tokens[tokens < tokenizer.vocab_size])  # above are image tokens
-    return repr(text if len(text) <= characters else f"{text[:characters]}...")
+def _beginning(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
+    """The beginning of a text of tokens [n], with marks around what is learned; nothing predicts the first one."""
+    marked, left = "", characters
+    for run in runs_of(np.concatenate((np.zeros(min(1, len(learned)), bool), learned[1:]))):
+        text = tokenizer.decode(own := tokens[run][tokens[run] < tokenizer.vocab_size])  # above are image tokens
+        shown = text if len(text) <= left else f"{text[:left]}..."
+        marked += f"\u00ab{shown}\u00bb" if learned[run.stop - 1] and run.start and len(own) else shown
+        if (left := left - len(text)) <= 0:
+            break
+    return repr(marked)
+
+
+def runs_of(values: np.ndarray) -> Iterator[slice]:
+    """The longest runs of equal neighbours in values [n], in order."""
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return (slice(start, stop) for start, stop in itertools.pairwise(edges) if start < stop)
 
 
 def statistics(directory: StrPath | Url) -> dict[str, Any]:

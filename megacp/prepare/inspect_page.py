@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from megacp.core.data.decoding import load_pixels, video_pixels
-from megacp.core.data.geometry import ImageRules
+from megacp.core.data.geometry import ImageRules, crop_origins
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.storage.files import write_atomically
-from megacp.prepare.describe import documents_of, learned_of_pack, pack_of
+from megacp.prepare.describe import documents_of, learned_of_pack, pack_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _THUMBNAIL = 320
@@ -32,7 +32,9 @@ h3 { font-size: .95em; margin: .6em 0 .2em; font-weight: 600; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; margin: 0; }
 .branch { border-left: 4px solid #b8c8e8; padding-left: 1em; margin: .5em 0 .5em 1em; }
 mark { background: #bfe8bf; color: inherit; } .unit { background: #ffe2b0; border-radius: 3px; padding: 0 .3em; }
-.note, figcaption { color: #666; } figure { display: inline-block; margin: .5em 1em .5em 0; vertical-align: top; }
+.note, figcaption { color: #666; } img { image-rendering: pixelated; max-width: 100%; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: .5em; } figure { margin: 0; }
+svg { margin-left: .5em; } rect { fill: #bfe8bf80; stroke: #286; vector-effect: non-scaling-stroke; }
 """
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -81,16 +83,13 @@ def _runs(pack: Pack, number: int, start: int, part: tuple[int, int], tokenizer:
         boxes = [*((box, box + count, name) for box, count, name in named), *boxes]
     begin = 0
     for box, end, name in boxes:
-        while begin < box:
-            differs = np.flatnonzero(weights[begin:box] != weights[begin])
-            stop = begin + int(differs[0]) if len(differs) else box
-            run = tokens[begin:stop]
+        for here in runs_of(weights[begin:box]):
+            run, weight = tokens[begin:box][here], float(weights[begin + here.start])
             text = escape(tokenizer.decode(run[run < tokenizer.vocab_size]))
-            yield f'<mark title="weight {float(weights[begin]):g}">{text}</mark>' if weights[begin] > 0 else text
-            begin = stop
+            yield f'<mark title="weight {weight:g}">{text}</mark>' if weight > 0 else text
         if name:
             yield f'<span class="unit">{name}, {end - box} tokens</span>'
-        begin = max(begin, end)
+        begin = max(begin, box, end)
 
 
 def _unit_name(unit: np.void) -> str:
@@ -98,11 +97,12 @@ def _unit_name(unit: np.void) -> str:
 
 
 def _figures(pack: Pack, segment: int, rules: ImageRules) -> Iterator[str]:
-    """The images of a document, and the frames of its videos."""
+    """The images of a document, each beside its crops, and the frames of its videos."""
     from PIL import Image
 
     assert pack.images is not None
     units = pack.images.units
+    yield '<div class="grid">'
     for item, rows in itertools.groupby(units[units["segment"] == segment], key=lambda unit: int(unit["item"])):
         taken, data = list(rows), pack.images.read(item)
         pictures = [load_pixels(data, rules)] if taken[0]["frame"] < 0 else video_pixels(data, rules)
@@ -111,5 +111,19 @@ def _figures(pack: Pack, segment: int, rules: ImageRules) -> Iterator[str]:
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             image.save(stream, "PNG")
             url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
-            caption = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}"
-            yield f'<figure><img src="{url}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
+            width = image.width * max(1, _THUMBNAIL // (2 * max(image.size)))  # a small one is enlarged, pixel by pixel
+            caption, crops = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}", ""
+            if unit["frame"] < 0:
+                caption, crops = _crops(caption, pixels, rules)
+            yield f'<figure><img src="{url}" width="{width}" alt="{caption}">{crops}<figcaption>{caption}</figcaption>'
+            yield "</figure>"
+    yield "</div>"
+
+
+def _crops(caption: str, pixels: np.ndarray, rules: ImageRules) -> tuple[str, str]:
+    """The caption with the number of high-resolution crops, and their overlapping frames as a drawing."""
+    (height, width), origins = crop_origins(pixels.shape[1], pixels.shape[0], rules)
+    side = rules.image_size
+    frames = "".join(f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>' for y, x in origins)
+    drawing = f'<svg viewBox="0 0 {width} {height}" width="{_THUMBNAIL // 4}">{frames}</svg>'
+    return (f"{caption}, {len(origins)} crops", drawing) if len(origins) > 1 else (caption, "")

@@ -275,7 +275,7 @@ def patches_of(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
     return values
 
 
-def _origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+def crop_origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Height and width of the canvas, and row and column of the first pixel of each high-resolution crop."""
     rows, columns = _tiling(width, height, rules)
     margin = sum(rules.overlap_margins) * rules.patch_size
@@ -287,7 +287,7 @@ def _origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int
 def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
     """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution crop first."""
     height, width, _ = pixels.shape
-    (down, across), origins = _origins(width, height, rules)
+    (down, across), origins = crop_origins(width, height, rules)
     canvas, side = resized(pixels, down, across), rules.image_size
     crops = [canvas[top : top + side, left : left + side] for top, left in origins]
     return patches_of(np.stack([resized(pixels, side, side), *crops]), rules)
