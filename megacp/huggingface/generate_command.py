@@ -30,7 +30,6 @@ import numpy as np
 
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
-from megacp.huggingface.convert.source import own_tokenizer
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM
@@ -38,6 +37,7 @@ from megacp.prepare.records.chat_template import template_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import Media, RecordError, Refusal
+from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -90,7 +90,8 @@ def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
     progress, rows = generator.progress, generator.config.model.embedding_rows
     name = arguments.tokenizer
     if name is None:
-        name = own_tokenizer(Path(str(generator.path)).parent, progress.tokenizer_sha256, generator.config)
+        folder, data_path = Path(str(generator.path)).parent, generator.config.data.data_path
+        name = own_tokenizer(folder, progress.tokenizer_sha256, data_path)
     if name is None:
         raise ValueError(
             f"the tokenizer of {generator.path} lies neither beside it nor in its --data-path: --tokenizer"

@@ -232,8 +232,8 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
 def _inspect(args: argparse.Namespace) -> int:
     from megacp.core.data.reader import PackedDataset
     from megacp.core.monitor.console import ends_with_its_reader
-    from megacp.prepare.build.run import kept_tokenizer
     from megacp.prepare.describe import describe_pack
+    from megacp.prepare.tokenize.kept import kept_tokenizer
     from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
     dataset = PackedDataset(args.dataset)

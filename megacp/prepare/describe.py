@@ -123,12 +123,12 @@ def _boundaries(pack: Pack) -> list[str]:
 
 
 def _beginning(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
-    """The beginning of a text of tokens [n], with marks around what is learned; nothing predicts the first one."""
+    """The beginning of a text of tokens [n], with marks around what is learned."""
     marked, left = "", characters
-    for run in runs_of(np.concatenate((np.zeros(min(1, len(learned)), bool), learned[1:]))):
+    for run in runs_of(learned):
         text = tokenizer.decode(own := tokens[run][tokens[run] < tokenizer.vocab_size])  # above are image tokens
         shown = text if len(text) <= left else f"{text[:left]}..."
-        marked += f"\u00ab{shown}\u00bb" if learned[run.stop - 1] and run.start and len(own) else shown
+        marked += f"\u00ab{shown}\u00bb" if learned[run.start] and len(own) else shown
         if (left := left - len(text)) <= 0:
             break
     return repr(marked)

@@ -79,7 +79,7 @@ def test_inspect_stats_and_verify(corpus: Path, tmp_path: Path) -> None:
         assert tool(*build_args(corpus, tmp_path / name, "--workers", 1)).returncode == 0
     shown = tool("inspect", tmp_path / "a", "--pack", 0, 1)
     assert shown.returncode == 0 and shown.stdout.count("pack ") == 2
-    assert "'document 139 document 139" in shown.stdout and "weights all 1" in shown.stdout
+    assert "'\xabdocument 139 document 139" in shown.stdout and "weights all 1" in shown.stdout
     stats = json.loads(tool("stats", tmp_path / "a", "--json").stdout)
     assert stats["documents"] == 300 and 0.9 < stats["packing_efficiency"] <= 1.0
     assert sum(stats["length_histogram"].values()) == 300

@@ -48,7 +48,6 @@ from megacp.huggingface.convert.source import (
     copy_tokenizer,
     keep_generation,
     model_dtype,
-    own_tokenizer,
     read_checkpoint,
     read_hf,
     refuse_other_input,
@@ -58,6 +57,7 @@ from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.beside import read_object
+from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 _NOT_COPIED = ("config.json", hf_files.INDEX)
@@ -271,9 +271,10 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
         if not said:
             print(f"max_position_embeddings is {length}, the run's --seq-length")
         loaded = dataclasses.replace(loaded, config=with_values(loaded.config, {"max_position_embeddings": length}))
-        if request.tokenizer is None and (path := own_tokenizer(folder, expected, loaded.config)) is not None:
-            print(f"tokenizer: {path}, the run's own")
-            request = dataclasses.replace(request, tokenizer=path)
+        own = own_tokenizer(folder, expected, loaded.config.data.data_path) if request.tokenizer is None else None
+        if own is not None:
+            print(f"tokenizer: {own}, the run's own")
+            request = dataclasses.replace(request, tokenizer=own)
     if request.chat_template == "messages" and request.tokenizer is None:
         raise ValueError("--chat-template messages goes with --tokenizer: none lies beside the checkpoints of --input")
     return loaded, request

@@ -5,7 +5,6 @@ Only headers and configs are read here; tensors are read one by one, already che
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ import torch
 from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
 from megacp.core.checkpoint.names import MODEL, TensorBox
-from megacp.core.config.blend import weighted_folders
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
@@ -34,9 +32,8 @@ from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems, whole
-from megacp.prepare.build.run import kept_tokenizer
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
-from megacp.prepare.tokenize.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
+from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
 _TOLD = 20
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -179,20 +176,6 @@ def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> I
     if sizes != (values["vision_image_size"], values["vision_patch_size"]):
         raise ValueError(f"{folder}: crops and patches of {sizes} pixels in the processor files are not the tower's")
     return ImageRules.from_dict(rules)
-
-
-def own_tokenizer(folder: Path, sha256: str, config: RunConfig) -> str | None:
-    """What --tokenizer would name for a run with checkpoints in `folder`: the files there, else those of its datasets.
-
-    None where none of them has this `sha256`.
-    """
-    if sha256 == ByteTokenizer.sha256:
-        return "byte"
-    named = [str(folder)] if tokenizer_files(folder) else []
-    for part in weighted_folders("--data-path", config.data.data_path) if config.data.data_path else ():
-        with contextlib.suppress(ValueError, OSError):  # it may lie on another machine
-            named.append(kept_tokenizer(part.folder))
-    return next((name for name in named if load_tokenizer(name, "reference").sha256 == sha256), None)
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:

@@ -21,11 +21,11 @@ from megacp.core.storage import files
 from megacp.prepare.build.settings import VALID_FOLDER
 from megacp.prepare.build.unit import UnitResult
 from megacp.prepare.records.record import Refusal
+from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 
 STATE = ".build"
 """Folder of what a build knows of itself."""
 REJECTS_NAME = "rejects.jsonl"
-TOKENIZER_DIRECTORY = "tokenizer"
 _LOCK_NAME = ".lock"
 _LARGEST = 1 << 30
 """Bytes of a unit's file, which names each refused record."""

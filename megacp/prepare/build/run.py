@@ -19,12 +19,10 @@ from typing import Any, TextIO
 
 from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.core.storage import files
-from megacp.core.storage.place import expanded, fetched, open_input, place_of, size_of
-from megacp.core.storage.url import Url
+from megacp.core.storage.place import expanded, open_input, place_of, size_of
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.journal import (
     REJECTS_NAME,
-    TOKENIZER_DIRECTORY,
     Journal,
     locked,
     prepare_directory,
@@ -36,6 +34,7 @@ from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.read import SAMPLED_BYTES, Unit, identity, is_plain, plan_units
+from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 5
@@ -248,20 +247,3 @@ def _kept(template: ChatTemplate, results: Sequence[UnitResult]) -> dict[str, st
 def _describe(unit: Unit) -> str:
     parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in unit.extents]
     return f"while working on unit {unit.index}: {', '.join(parts)}"
-
-
-def kept_tokenizer(directory: files.StrPath | Url) -> str:
-    """What to give to `load_tokenizer` to get the tokenizer a dataset was made with.
-
-    ValueError when its files are not in DIRECTORY/tokenizer.
-    """
-    manifest, place = DatasetManifest.read(directory), place_of(directory)
-    if manifest.tokenizer.kind == "byte":
-        return "byte"
-    kept = place / TOKENIZER_DIRECTORY
-    folder = kept if isinstance(kept, Path) else fetched(kept, manifest.tokenizer.sha256)
-    names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
-    names.sort(key=lambda name: name.endswith(".txt"))  # vocab.json before merges.txt
-    if not names:
-        raise ValueError(f"{folder}: the {manifest.tokenizer.kind} tokenizer of this dataset is not there")
-    return ",".join(names)

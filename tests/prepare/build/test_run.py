@@ -14,9 +14,9 @@ import megacp.prepare.build.run as build_module
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.prepare.build.run import kept_tokenizer
 from megacp.prepare.build.unit import UnitBuilder
 from megacp.prepare.records.read import Unit
+from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, files, run, write_records

@@ -22,9 +22,10 @@ from megacp.core.data.reader import PackedDataset
 from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare import command as preprocess
 from megacp.prepare.build.journal import locked
-from megacp.prepare.build.run import BuildSummary, build, kept_tokenizer
+from megacp.prepare.build.run import BuildSummary, build
 from megacp.prepare.records.read import identity, plan_units, read_extent
 from megacp.prepare.records.record import Record
+from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build import builds
 from tests.prepare.build.builds import files, run, settings, visible, write_records
