@@ -31,7 +31,7 @@ h1 { font-size: 1.3em; } h2 { font-size: 1.05em; margin: 2em 0 .3em; border-top:
 h3 { font-size: .95em; margin: .6em 0 .2em; font-weight: 600; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; margin: 0; }
 .branch { border-left: 4px solid #b8c8e8; padding-left: 1em; margin: .5em 0 .5em 1em; }
-mark { background: #bfe8bf; color: inherit; } .unit { background: #ffe2b0; border-radius: 3px; padding: 0 .3em; margin-right: .2em; }
+mark { background: #bfe8bf; color: inherit; } .unit { background: #ffe2b0; padding: 0 .3em; margin-right: .2em; }
 .note, figcaption { color: #666; } img { image-rendering: pixelated; max-width: 100%; }
 .grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: .5em; } figure { margin: 0; }
 svg { margin-left: .5em; } rect { fill: #bfe8bf80; stroke: #286; vector-effect: non-scaling-stroke; }

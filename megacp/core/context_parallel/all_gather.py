@@ -26,16 +26,6 @@ def _others(plan: AttentionPlan) -> np.ndarray:
     return plan.order[~mine[plan.order]]
 
 
-def table_of_others(plan: AttentionPlan) -> TileTable:
-    """Tiles between this rank's queries and the keys of all other ranks, in the row's order."""
-    return tile_table(plan.metadata.take(plan.local), plan.metadata.take(_others(plan)))
-
-
-def _places_of_others(plan: AttentionPlan) -> np.ndarray:
-    """Where the tokens of `_others` stand once all tokens are gathered in rank order: int64 `[T - t]`."""
-    return np.argsort(plan.indices.reshape(-1))[_others(plan)]
-
-
 class AllGatherAttention(KeysToQueries):
     """Transport `all_gather`."""
 
@@ -46,13 +36,16 @@ class AllGatherAttention(KeysToQueries):
         self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        return [plan.table(plan.cp_rank), plan.part("others", lambda: table_of_others(plan))]
+        own = plan.metadata.take(plan.local)
+        others = plan.part("others", lambda: tile_table(own, plan.metadata.take(_others(plan))))  # in the row's order
+        return [plan.table(plan.cp_rank), others]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
         gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
         own, others = self.tables(plan)
         mine = yield k, v, own
-        places = plan.on_device("places of others", k.device, lambda: _places_of_others(plan))
+        in_rank_order = np.argsort(plan.indices.reshape(-1))  # [T]: where a token stands once all are gathered
+        places = plan.on_device("places of others", k.device, lambda: in_rank_order[_others(plan)])
         theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
         if mine is None or theirs is None:
             return None

@@ -48,7 +48,8 @@ def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatc
         rows = first_rows()
         needed = float(np.mean([needed_share(_dealt(config, row, "balanced")) for row in rows]))
         comm = transport_for(config, needed) if comm == "auto" else comm
-        layout = _layout_for(config, comm, rows) if layout == "auto" else layout
+        if layout == "auto":
+            layout = {"a2a": "contiguous", "kv_exchange": "balanced"}.get(comm) or _even_layout(config, rows)
         line = f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' keys"
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
 
@@ -62,12 +63,11 @@ def transport_for(config: RunConfig, needed: float) -> str:
     return "a2a" if heads % cp == 0 and (cp - 1) * needed > 2 / 3 * (1 + heads / groups) else "p2p"
 
 
-def _layout_for(config: RunConfig, comm: str, rows: Sequence[PackedBatch]) -> str:
-    if comm == "a2a":
-        return "contiguous"
-    if comm == "kv_exchange":
-        return "balanced"
-    return "zigzag" if max(_unevenness(*_dealt(config, row, "zigzag")) for row in rows) <= EVEN else "balanced"
+def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
+    """`zigzag` where it deals these rows evenly."""
+    dealt = (_dealt(config, row, "zigzag") for row in rows)
+    areas = [metadata.cost[indices].sum(1) for metadata, indices in dealt]  # [cp, t] -> [cp]
+    return "zigzag" if max(area.max() / max(1.0, area.mean()) for area in areas) <= EVEN else "balanced"
 
 
 def _dealt(config: RunConfig, row: PackedBatch, name: str) -> tuple[Metadata, np.ndarray]:
@@ -87,8 +87,3 @@ def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
         for seen, mine in zip(needed_rows(AttentionPlan(indices, metadata, 0)), indices, strict=True)
     )
     return foreign / (cp * (cp - 1) * tokens)
-
-
-def _unevenness(metadata: Metadata, indices: np.ndarray) -> float:
-    area = metadata.cost[indices].sum(1)  # [cp, t] -> [cp]
-    return float(area.max() / max(1.0, area.mean()))

@@ -123,10 +123,6 @@ class DatasetManifest:
         """sha256 in hex of all fields in canonical JSON: equal for byte-identical datasets, wherever they lie."""
         return _checksum(self._fields())
 
-    def to_text(self) -> str:
-        """Canonical JSON (sorted keys, indented, newline at the end), with the derived counts for human readers."""
-        return json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True) + "\n"
-
     def _fields(self) -> dict[str, Any]:
         own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
         for values, name in ((own["tokenizer"], "begins_with"), (own, "chat_template"), (own, "document_end")):
@@ -135,8 +131,9 @@ class DatasetManifest:
         return own
 
     def write(self, directory: str | os.PathLike[str]) -> None:
-        """Write DIRECTORY/manifest.json atomically (temporary name, fsync, rename, fsync of the directory)."""
-        files.write_atomically(Path(directory) / MANIFEST_NAME, self.to_text().encode())
+        """Write DIRECTORY/manifest.json atomically: canonical JSON, with the derived counts for human readers."""
+        text = json.dumps({**self._fields(), "checksum": self.fingerprint}, indent=1, sort_keys=True) + "\n"
+        files.write_atomically(Path(directory) / MANIFEST_NAME, text.encode())
 
     @staticmethod
     def read(directory: files.StrPath | Url) -> DatasetManifest:

@@ -37,12 +37,6 @@ DRAWS: dict[str, Draw] = {"normal": torch.randn, "uniform": _uniform}
 """By `ParameterSpec.init`."""
 
 
-def _slab(draw: Draw, seed: int, piece: TensorSlice, index: int, rows: int) -> torch.Tensor:
-    digest = hashlib.blake2b(f"{seed}/{piece.name}/{index}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-    return draw(rows, *piece.global_shape[1:], generator=generator)
-
-
 def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:
     begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
     box = torch.empty(piece.shape)
@@ -50,7 +44,9 @@ def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:
     for index in range(begin // SLAB, -(-stop // SLAB)):  # slabs that overlap rows [begin, stop)
         first = index * SLAB
         rows = min(SLAB, piece.global_shape[0] - first)  # the last slab is short
-        slab = _slab(DRAWS[spec.init], seed, piece, index, rows)  # [rows, all columns]
+        digest = hashlib.blake2b(f"{seed}/{piece.name}/{index}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        slab = DRAWS[spec.init](rows, *piece.global_shape[1:], generator=generator)  # [rows, all columns]
         low, high = max(begin, first), min(stop, first + rows)  # global rows of the overlap
         box[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
     return box * spec.std

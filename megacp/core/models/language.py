@@ -136,16 +136,13 @@ class LanguageModelChunk(nn.Module):
             features, rows = place_features(features, batch.vision)
         return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel)
 
-    def local_logits(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
-        """Logits `[t, true vocabulary rows of this rank]` in the order of `batch`; only on the last chunk."""
-        return self.head.logits(self.hidden(x, batch))
-
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, true vocabulary rows of this rank]` in the order of the row.
 
         `features` as in `embedded`. Only on a chunk that is the whole model. ValueError where cp ranks share the row.
         """
-        return batch.in_row_order(self.local_logits(self.embedded(batch, features), batch))
+        hidden = self.hidden(self.embedded(batch, features), batch)
+        return batch.in_row_order(self.head.logits(hidden))  # [t, vocabulary] -> [T, vocabulary]
 
     def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float) -> torch.Tensor:
         """The hidden state, or on the last chunk this rank's share of the loss over the step's denominator: a scalar in

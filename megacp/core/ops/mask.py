@@ -144,7 +144,8 @@ class TileTable:
         full = np.where(self.kind == FULL, self.k_stop - self.k_start, 0)  # [tiles]
         bounds = np.concatenate([[0], np.cumsum(full)])
         width = bounds[self.first[1:]] - bounds[self.first[:-1]]  # [rows]: keys of a row's full tiles
-        rows = _with_causal_tile(self)
+        rows = np.zeros(len(self.row_start), bool)  # [rows]: those with a causal tile
+        rows[self.row_of_tile[self.kind == CAUSAL]] = True
         seen = np.zeros(self.queries, np.int64)
         index, row = expand(self.row_start, self.row_stop)
         seen[index] = width[row] + np.where(rows[row], index - self.row_start[row] + 1, 0)
@@ -166,13 +167,6 @@ class TileTable:
         bounds = self.first.tolist()
         ends = zip(self.row_start.tolist(), self.row_stop.tolist(), bounds[:-1], bounds[1:], strict=True)
         return tuple(TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
-
-
-def _with_causal_tile(table: TileTable) -> np.ndarray:
-    """bool `[rows]`: which rows have a causal tile."""
-    rows = np.zeros(len(table.row_start), bool)
-    rows[table.row_of_tile[table.kind == CAUSAL]] = True
-    return rows
 
 
 def allowed(q: Metadata, k: Metadata) -> np.ndarray:

@@ -110,7 +110,8 @@ class Saver:
         if self._updates == updates:
             say(f"{reason} after step {step}: no update since step {self._step}, whose checkpoint is {self.newest}")
             return
-        self._refuse_damaged(model, step)
+        if damaged := damaged_tensors(saved_boxes(model), self._world):
+            raise AnomalyError(f"the weights after step {step} are not finite: {damaged}")
         background = self._config.checkpoint.async_save
         self._pending = begin_save(model, state, model.config, background)  # auto is resolved there
         self._reason, self._pending_updates = reason, updates
@@ -118,11 +119,6 @@ class Saver:
             say(f"saving step {step} in the background")
         else:
             self._commit(say)
-
-    def _refuse_damaged(self, model: ParallelModel, step: int) -> None:
-        """AnomalyError on all ranks when a weight or a moment of any is not finite."""
-        if damaged := damaged_tensors(saved_boxes(model), self._world):
-            raise AnomalyError(f"the weights after step {step} are not finite: {damaged}")
 
     def finish(self, say: Callable[[str], None]) -> None:
         """Wait for what is pending and commit it."""

@@ -63,12 +63,10 @@ class ParallelModel:
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
-        self.hidden = HiddenStates(self._hidden_shape, self.backend.dtype)
+        width = config.model.hidden_size
+        self.hidden = HiddenStates(lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype)
         open_channels(grid, len(self.chunks))
         connect(grid.split_axes(), grid.device)
-
-    def _hidden_shape(self, batch: LocalBatch) -> tuple[int, int]:
-        return batch.num_tokens // self.sharded_tokens, self.config.model.hidden_size
 
     def plan(self, batch: PackedBatch) -> PlannedRow:
         """What a microbatch asks of this rank, worked out on the host; called from the loader's threads."""
