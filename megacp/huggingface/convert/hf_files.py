@@ -133,31 +133,26 @@ def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axi
 
     Each rank writes files of its own; all ranks return together.
     """
-    shards = files_of(source.infos, max_shard_bytes)
+    infos = source.infos
+    shards = files_of(infos, max_shard_bytes)
     count = len(shards)
     names = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] if count > 1 else [SINGLE]
     paths = [folder / name for name in names]
 
     def write() -> None:
         for path, of_file in mine(list(zip(paths, shards, strict=True)), world):
-            _write_shard(source, of_file, path)
+            ordered = sorted(of_file, key=lambda name: -infos[name].dtype.itemsize)  # see `storage.header`
+            write_file(source, ordered, path, storage.header((n, infos[n].dtype, infos[n].shape) for n in ordered))
 
     on_each(world, write)
     on_first(world, lambda: require_seen(paths))
     if count == 1:
         return paths
-    infos = source.infos
     total = {"total_size": sum(num_bytes(info) for info in infos.values())}
     where = {name: path.name for path, names in zip(paths, shards, strict=True) for name in names}
     if world.rank == 0:
         write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(where.items()))})
     return [*paths, folder / INDEX]
-
-
-def _write_shard(source: Source, names: Sequence[str], path: Path) -> None:
-    infos = source.infos
-    names = sorted(names, key=lambda name: -infos[name].dtype.itemsize)  # see `storage.header`
-    write_file(source, names, path, storage.header((n, infos[n].dtype, infos[n].shape) for n in names))
 
 
 def write_file(source: Source, names: Sequence[str], path: Path, header: bytes) -> None:

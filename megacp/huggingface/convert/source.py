@@ -137,22 +137,15 @@ def _of_folder(path: Path) -> Loaded:
     weights = hf_files.SafetensorsFolder(path)
     infos = dict(weights.infos)
     if not values["untie_embeddings_and_output_weights"]:
-        refuse_other_head(weights, path)
+        head = [whole(weights, name) for name in ("model.embed_tokens.weight", HEAD) if name in infos]
+        if len(head) == 2 and not torch.equal(*head):
+            raise ValueError(f"{path}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
         infos.pop(HEAD, None)  # some files hold a tied head all the same
     links = family.links(values, family.layout_of(infos), infos)
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
     return Loaded(path, family, source, config, rules, None, content)
-
-
-def refuse_other_head(weights: hf_files.SafetensorsFolder, folder: Path) -> None:
-    """ValueError when a tied model's file holds a head that is not its embedding."""
-    names = ("model.embed_tokens.weight", HEAD)
-    if not all(name in weights.infos for name in names):
-        return
-    if not torch.equal(*(whole(weights, name) for name in names)):
-        raise ValueError(f"{folder}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
 
 
 def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> ImageRules | None:

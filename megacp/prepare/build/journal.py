@@ -114,12 +114,12 @@ class Journal:
         if not path.exists() or before != now:  # where nothing is finished, nothing is lost
             path.parent.mkdir(exist_ok=True)
             files.write_atomically(path, text)
-        self.results = {result.unit: result for _, result in finished if self._is_there(result.entry)}
-
-    def _is_there(self, entry: ShardEntry | None) -> bool:
-        """Whether all files of a shard have their size."""
-        found = [(self._directory / entry.name / file.name, file.size) for file in entry.files] if entry else []
-        return all(path.is_file() and path.stat().st_size == size for path, size in found)
+        self.results: dict[int, UnitResult] = {}
+        for _, result in finished:
+            shard = result.entry
+            found = [(directory / shard.name / file.name, file.size) for file in shard.files] if shard else []
+            if all(path.is_file() and path.stat().st_size == size for path, size in found):
+                self.results[result.unit] = result
 
     def add(self, result: UnitResult) -> None:
         """Enter a finished unit, durably."""

@@ -111,7 +111,11 @@ class ChatTemplate:
     ) -> Rendering:
         """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
         given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
-        chat = [_with_reasoning({key: v for key, v in m.items() if v is not None}) for m in messages]
+        chat = []
+        for message in messages:  # with its thought under the names that templates read, as the library hands it on
+            own = {key: value for key, value in message.items() if value is not None}
+            thought = next((own[key] for key in REASONING if key in own), None)
+            chat.append(own if thought is None else {"thinking": thought, **own, "reasoning_content": thought})
         try:
             template = _compiled(self.text, self.today)
             text = template.render(messages=chat, add_generation_prompt=prompt, **given)
@@ -241,12 +245,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Finds the longest of some tokens, nothing without any. Blank ones stand in every text, and are left out."""
     texts = sorted((text for text in tokens if text.strip()), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, texts)) or "(?!)")
-
-
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the names that templates read, as the library hands it on."""
-    found = next((message[name] for name in REASONING if name in message), None)
-    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
 
 
 def _one_line(error: object) -> str:

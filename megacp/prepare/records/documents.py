@@ -118,22 +118,20 @@ class DocumentMaker:
             if self._template is not None and isinstance(record[0][0], Rendered):
                 yield self._document(*_conversation(record, self._template))
                 continue
-            stretches = [self._stretches(text, encoded) for text in record]
+            stretches: list[list[Stretch]] = []
+            for text in record:
+                stretches.append([])
+                for part in text:
+                    if isinstance(part, Placed):
+                        stretches[-1].append(Stretch(part.layout.tokens, 0.0, part))
+                    elif part.text is not None:
+                        stretches[-1].append(Stretch(next(encoded), part.weight))
+                    elif self._eod is not None:
+                        stretches[-1].append(Stretch(self._eod, part.weight))
             head = next((stretch for stretch in stretches[0] if len(stretch.ids)), None)
             if self._first is not None and head is not None and head.ids[0] != self._first[0]:
                 stretches[0].insert(0, Stretch(self._first, head.weight))
             yield self._document(stretches, None)
-
-    def _stretches(self, parts: Sequence[Part], encoded: Iterator[np.ndarray]) -> list[Stretch]:
-        result = []
-        for part in parts:
-            if isinstance(part, Placed):
-                result.append(Stretch(part.layout.tokens, 0.0, part))
-            elif part.text is not None:
-                result.append(Stretch(next(encoded), part.weight))
-            elif self._eod is not None:
-                result.append(Stretch(self._eod, part.weight))
-        return result
 
     def _document(self, parts: list[list[Stretch]], problem: str | None) -> Document:
         """`parts` in a row; a branch that begins with learned text is made predictable."""

@@ -36,9 +36,6 @@ _BLOCK = 1 << 20
 FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
 _OTHERS = (".csv", ".tsv", ".txt")
 """What people have, and what says nothing of where a record ends or what its columns mean."""
-_BLANKS = re.compile(r"[ \t\r\n]*")
-_AFTER = {"[": ("]", True), ",": ("", True), "]": ("", False)}
-"""Which marks may follow a mark of an array, and whether an element may."""
 SAMPLED_BYTES = 1 << 16
 """Of the edges of a file, by which a changed one is told."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
@@ -47,15 +44,11 @@ _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] =
 }
 
 
-def _open_zstandard(path: str) -> IO[bytes]:
-    pyarrow = arrow_module("")
-    packed = pyarrow.PythonFile(open_input(path), mode="r")
-    return io.BufferedReader(pyarrow.CompressedInputStream(packed, "zstd"), 1 << 16)
-
-
 _COMPRESSED: dict[str, Callable[[str], Any]] = {
     ".gz": lambda path: gzip.open(open_input(path) if is_url(path) else path, "rb"),
-    ".zst": _open_zstandard,
+    ".zst": lambda path: io.BufferedReader(
+        arrow_module("").CompressedInputStream(arrow_module("").PythonFile(open_input(path), mode="r"), "zstd"), 1 << 16
+    ),
 }
 
 
@@ -232,46 +225,34 @@ def _read_array(path: str, stream: IO[bytes], max_record_bytes: int) -> Iterator
     The values are those of JSONL's reader. Behind an element that is no JSON nothing can be read.
     """
     source, decode = io.TextIOWrapper(stream, "utf-8-sig", newline=""), json.JSONDecoder().raw_decode
-    text, at, line, offset = "", 0, 1, 0  # text[at:] is not read yet; it begins at byte `offset`, on `line`
-    marks, takes_element = "[", False
+    text, at, line, offset, mark = "", 0, 1, 0, "["  # text[at:] is not read yet; it begins at byte `offset`, on `line`
     try:
         while True:
-            blanks = _BLANKS.match(text, at)
-            assert blanks is not None, "it may be empty"
-            stop = blanks.end()
-            if stop == len(text) and (block := source.read(_BLOCK)):
-                text, at = text[at:] + block, 0
-                continue
-            line, offset, at = line + text.count("\n", at, stop), offset + stop - at, stop
-            mark = text[at : at + 1]
-            if mark and mark in marks:
-                (marks, takes_element), at, offset = _AFTER[mark], at + 1, offset + 1
-                continue
-            if not takes_element:
-                if mark or marks:
-                    found = repr(mark) if mark else "the end of the file"
-                    wanted = " or ".join(map(repr, marks)) or "nothing behind the array"
-                    yield Refusal(path, line, offset, f"the array cannot be read on: expected {wanted}, found {found}")
-                return
+            before = re.compile(rf"\s*\{mark}\s*").match(text, at)  # "[" before the first element, "," before others
+            end = re.compile(r"\s*(\[\s*)?\]\s*" if mark == "[" else r"\s*\]\s*").fullmatch(text, at)
             try:
-                value, stop = decode(text, at)
-            except ValueError as error:  # or its end is not in memory yet
-                if len(text) - at <= max_record_bytes and (block := source.read(max(_BLOCK, len(text) - at))):
+                if before is None or end is not None:
+                    raise RecordError(f"expected {mark!r} or the end of the array")
+                value, stop = decode(text, before.end())
+            except ValueError as error:  # or more of it is not in memory yet
+                fits = len(text) - at <= max_record_bytes
+                if fits and (block := source.read(max(_BLOCK, len(text) - at))):
                     text, at = text[at:] + block, 0
                     continue
-                limit = f"{json_fault(error)}, or it has more than --max-record-bytes {max_record_bytes}"
-                yield Refusal(path, line, offset, f"invalid JSON, the array cannot be read on: {limit}")
+                if end is None:
+                    limit = "" if fits else f", or an element has more than --max-record-bytes {max_record_bytes}"
+                    yield Refusal(path, line, offset, f"the array cannot be read on: {json_fault(error)}{limit}")
                 return
-            element = text[at:stop]
-            size = len(element.encode())
+            line, offset = line + text.count("\n", at, before.end()), offset + before.end() - at
+            element = text[before.end() : stop]
+            size, at, mark = len(element.encode()), stop, ","
             try:
                 if size > max_record_bytes:
                     raise RecordError(f"an element of {size} bytes, more than --max-record-bytes {max_record_bytes}")
                 yield Record(line, offset, size, of_text(value, element))
             except RecordError as error:
                 yield Refusal(path, line, offset, str(error))
-            line, offset, at = line + element.count("\n"), offset + size, stop
-            marks, takes_element = ",]", False
+            line, offset = line + element.count("\n"), offset + size
     except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
         yield Refusal(path, line, offset, f"the file is damaged or cut short, nothing after it can be read ({error})")
 
