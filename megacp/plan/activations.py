@@ -93,11 +93,6 @@ def tile_work(config: RunConfig) -> int:
     return elements * t.element_bytes + rows * t.accumulation_bytes
 
 
-def _differentiates_itself(config: RunConfig) -> bool:
-    """Whether attention is one call of FlexAttention, which keeps its output and computes nothing again."""
-    return _flex(config) and (config.parallel.context_parallel_size == 1 or config.parallel.cp_comm_type == "a2a")
-
-
 def _flex(config: RunConfig) -> bool:
     kernel = config.training.attention_kernel
     return kernel in ("flex", "flex_flash") or (kernel == "auto" and config.training.dtype != "float64")
@@ -209,7 +204,7 @@ def attention_work(config: RunConfig) -> int:
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
-    if _flex(config) and not _differentiates_itself(config):
+    if _flex(config) and cp > 1 and p.cp_comm_type != "a2a":  # else it is one call, which computes nothing again
         part = 2 * queries * (size + wide)
     if kernel == "math" or (kernel == "auto" and double):
         keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)
@@ -271,13 +266,6 @@ def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
     return (4 if cheap else 2) * v.vision_hidden_size + sharded // tp, 4 + heads // tp
 
 
-def connector_activations(config: RunConfig) -> int:
-    """Elements that the connector keeps per pooled token of `WINDOW` patches on one rank."""
-    v, tp = config.vision, config.parallel.tensor_model_parallel_size
-    sharded = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config)
-    return (2 * WINDOW + 3) * v.vision_hidden_size + sharded // tp
-
-
 def vision_activations(config: RunConfig, size: int, wide: int, world_size: int) -> int:
     """Bytes that vision keeps for the backward of one microbatch on a rank of the first stage; `size` and `wide` are
     those of the model's dtype and of statistics. A frozen tower keeps nothing.
@@ -289,7 +277,9 @@ def vision_activations(config: RunConfig, size: int, wide: int, world_size: int)
     total = 0
     frozen = config.frozen_parts
     if not {"vision", "connector"} <= set(frozen):
-        total += pooled * connector_activations(config) * size
+        sharded = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config)
+        sharded //= config.parallel.tensor_model_parallel_size
+        total += pooled * ((2 * WINDOW + 3) * v.vision_hidden_size + sharded) * size  # of a window of patches each
     if "vision" not in frozen and crops:
         patches = crops * v.patches_per_crop
         kept = v.vision_num_layers * _bytes(config, granularity, size, wide)

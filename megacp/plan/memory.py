@@ -92,12 +92,6 @@ def sharing_ranks(config: RunConfig, world_size: int) -> int:
     return ranks // p.num_distributed_optimizer_instances
 
 
-def shares_parameters(config: RunConfig, world_size: int) -> bool:
-    """Whether parameters are sharded; a rank that shares with nobody keeps them whole."""
-    strategy = config.parallel.data_parallel_sharding_strategy
-    return strategy == "optim_grads_params" and sharing_ranks(config, world_size) > 1
-
-
 @dataclass(frozen=True)
 class StateMemory:
     """Bytes of parameters, gradients and moments on one rank, and of their copies on the way."""
@@ -131,7 +125,8 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     share, narrow = -(-trained // ranks), size < wide
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
-    if shares_parameters(config, world_size):
+    strategy = config.parallel.data_parallel_sharding_strategy
+    if strategy == "optim_grads_params" and ranks > 1:  # a rank that shares with nobody keeps them whole
         gathered, head = _gathered(config, chunks)
         block = max(part.trained for part in chunk_parts(config, max(chunks, key=len)) if part.role == "block")
         down = min(_last_weight(config), block)
@@ -146,9 +141,11 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
             update=copies,
             saved=share * size * narrow,
         )
-    bucket = min(trained, max(config.parallel.ddp_bucket_size, _largest_parameter(config)))
+    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    largest = max(2 * _last_weight(config), vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size)
+    bucket = min(trained, max(config.parallel.ddp_bucket_size, largest))  # gate and up are one, or it is a table
     two = min(trained, 2 * bucket)
-    apart = config.parallel.data_parallel_sharding_strategy != "optim"
+    apart = strategy != "optim"
     arriving = bucket // ranks * wide if ranks > 1 else 0
     return StateMemory(
         weights=parameters * size,
@@ -163,13 +160,6 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
 def _last_weight(config: RunConfig) -> int:
     """Elements of a block's last weight on one tp rank, whose gradient comes first."""
     return config.model.hidden_size * config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
-
-
-def _largest_parameter(config: RunConfig) -> int:
-    """Elements of the largest weight on one tp rank: gate and up in one, or a table."""
-    model = config.model
-    table = vocabulary_rows(model, model.embedding_rows, config.parallel.tensor_model_parallel_size)
-    return max(2 * _last_weight(config), table * model.hidden_size)
 
 
 def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
@@ -255,13 +245,6 @@ def head_gradient(config: RunConfig) -> int:
     return rows * config.model.hidden_size * each
 
 
-def message_bytes(config: RunConfig, stage: int, chunks: int) -> int:
-    """Hidden states and gradients under way: two sends each way, a receive ahead, and the gradient that is at work."""
-    stages = config.parallel.pipeline_model_parallel_size
-    before, after = (stage > 0 or chunks > 1, stage < stages - 1 or chunks > 1) if stages > 1 else (False, False)
-    return (3 * before + 4 * after) * residual_elements(config) * config.training.element_bytes
-
-
 def _deferred(config: RunConfig, stage: int, layers: int, freed: int, world_size: int) -> int:
     """Bytes of the weight gradients that wait, of chunks with so many layers.
 
@@ -290,10 +273,13 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
         activations += in_flight_rows(config, world_size) * vision_activations(config, size, wide, world_size)
     last = stage == p.pipeline_model_parallel_size - 1
     shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
+    # hidden states and gradients under way: two sends each way, a receive ahead, and the gradient that is at work
+    before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
+    messages = (3 * before + 4 * after) * (p.pipeline_model_parallel_size > 1)
     return RankMemory(
         **vars(stage_state(config, chunks, world_size, layer, layer_activations(config, "none"))),
         activations=activations,
-        messages=message_bytes(config, stage, len(chunks)),
+        messages=messages * residual_elements(config) * size,
         block=block_work(config) + (head_gradient(config) if shared else 0),
         head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from megacp.core.config.run import FieldInfo, RunConfig, Value, fields, flag, flatten, parts_of, with_values
-from megacp.core.storage.files import StrPath, read_regular
+from megacp.core.storage.files import read_regular
 
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789"))
 """`3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""
@@ -53,14 +53,6 @@ def load_yaml(text: str | bytes, source: str) -> Any:
         raise ValueError(f"{source}: not valid YAML: {' '.join(str(error).split())[:200]}") from error
 
 
-def read_yaml_file(path: StrPath, source: str) -> Any:
-    """`load_yaml` of a regular file; ValueError that names `source` also when it cannot be read."""
-    try:
-        return load_yaml(read_regular(path), source)
-    except OSError as error:
-        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
-
-
 def to_yaml(config: RunConfig) -> str:
     """All values as YAML, one flag a line, grouped by room."""
     values = flatten(config)
@@ -83,7 +75,10 @@ def from_yaml(text: str, source: str = "YAML") -> RunConfig:
 def values_of_file(path: str) -> dict[str, Value]:
     """What the file of a `--config` says, by field name; ValueError."""
     source = f"--config {path}"
-    return _values(read_yaml_file(path, source), source)
+    try:
+        return _values(load_yaml(read_regular(path), source), source)
+    except OSError as error:
+        raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
 
 
 def _values(content: Any, source: str) -> dict[str, Value]:

@@ -25,18 +25,6 @@ from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 
-def pooling_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """One query a window: `q[m, heads, d]`, `k, v[m, w, heads, d]`, bool `valid[m, w]` -> `[m, heads, d]`.
-
-    Softmax in fp32 or wider. Every window needs a valid slot.
-    """
-    scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * scale
-    weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)  # [m, heads, w], 0 outside the image
-    return torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
-
-
 class Connector(nn.Module):
     """`features[c * N, 2 h]`, `pooling[m, w]` -> `[m, text h]`, replicated over tp."""
 
@@ -60,7 +48,10 @@ class Connector(nn.Module):
         query = windows.sum(1) / valid.sum(1, keepdim=True).to(windows.dtype)  # mean of the valid patches: [m, 2h]
         q = self.query(query).unflatten(-1, (-1, self.head_dim))  # [m, heads/tp * d] -> [m, heads/tp, d]
         k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.key_value(windows).chunk(2, -1))
-        pooled = pooling_attention(q, k, v, valid, self.scale)
+        # one query a window, k, v [m, w, heads/tp, d]; softmax in fp32 or wider, and every window has a valid slot
+        scores = torch.einsum("mhd,mwhd->mhw", q, k).to(accumulation_dtype(q.dtype)) * self.scale
+        weights = torch.softmax(scores.masked_fill(~valid[:, None], -torch.inf), -1)  # 0 outside the image
+        pooled = torch.einsum("mhw,mwhd->mhd", weights.to(v.dtype), v)
         return self.down(swiglu(self.gate_up(self.output(pooled.flatten(1)))))
 
 

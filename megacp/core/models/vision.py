@@ -22,13 +22,6 @@ from megacp.core.ops.pointwise import gelu_tanh
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 
-def crop_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of all patches of a crop to all: `q, k, v[c, N, heads, d]` -> `[c, N, heads, d]`."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [c, N, heads, d] -> [c, heads, N, d]
-    out = F.scaled_dot_product_attention(q, k, v, scale=scale)
-    return out.transpose(1, 2)
-
-
 class VisionBlock(nn.Module):
     """`x[c * N, h] -> [c * N, h]`, replicated over tp: pre-norm attention and MLP with biases."""
 
@@ -59,11 +52,12 @@ class VisionBlock(nn.Module):
         return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        """All patches of a crop see each other."""
         q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)).unflatten(0, (-1, self.patches))
+            part.unflatten(-1, (-1, self.head_dim)).unflatten(0, (-1, self.patches)).transpose(1, 2)
             for part in self.qkv(x).split(self.widths, -1)
-        )  # [c * N, heads/tp * d] -> [c * N, heads/tp, d] -> [c, N, heads/tp, d]
-        out = crop_attention(q, k, v, self.scale)
+        )  # [c * N, heads/tp * d] -> [c, N, heads/tp, d] -> [c, heads/tp, N, d]
+        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2)
         return self.output(out.flatten(0, 1).flatten(1))  # [c, N, heads/tp, d] -> [c * N, heads/tp * d]
 
 

@@ -70,7 +70,10 @@ class Trainer:
         if resumed is not None:
             self._go_on(resumed, start.weights_only)
         self.health = Health(self.state.health)
-        self.trace = self._trace()
+        self.trace: Trace | None = None
+        if (profiled := config.log.profile) is not None:
+            rank, steps = grid.rank, profiled_steps(profiled)
+            self.trace = Trace(config.profile_path, steps, rank, rank == 0, self.timers)
         self.log = open_log(config, grid, self.state.step)
         for line in opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed):
             self.log.say(line)
@@ -262,12 +265,6 @@ class Trainer:
         way = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint of this run"
         self.log.fail(self.state.step, f"{reason}. Nothing was saved after it; {way}")
         return FAILED
-
-    def _trace(self) -> Trace | None:
-        log, rank = self.config.log, self.grid.rank
-        if log.profile is None:
-            return None
-        return Trace(self.config.profile_path, profiled_steps(log.profile), rank, rank == 0, self.timers)
 
     def _end_trace(self) -> None:
         """Write the trace where one was begun, and say where it is."""

@@ -118,17 +118,15 @@ class Generator:
             logits = self.logits(batch, features)[torch.from_numpy(last)]
             logits[:, never] = -torch.inf  # only an image has them, also where the tokenizer knows them
             for i in sorted(going):
-                answers[i].append(_choose(logits[i], sampling.temperature, generators[i]))
+                chosen = logits[i].argmax()
+                if sampling.temperature > 0.0:
+                    shares = torch.softmax(logits[i] / sampling.temperature, -1)
+                    chosen = torch.multinomial(shares, 1, generator=generators[i])
+                answers[i].append(int(chosen))
                 full = len(prompts[i].tokens) + len(answers[i]) >= config.data.seq_length
                 if answers[i][-1] in sampling.ends or len(answers[i]) == sampling.count or full:
                     going.discard(i)
         return [np.array(answer, np.int64) for answer in answers]
-
-
-def _choose(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0.0:
-        return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
 
 
 def _groups(prompts: Sequence[Prompt], limit: int, count: int) -> Iterator[list[Prompt]]:
