@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
@@ -38,7 +36,7 @@ from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import Media, RecordError, Refusal
 from megacp.prepare.tokenize.kept import own_tokenizer
-from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
+from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -81,31 +79,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def load(arguments: argparse.Namespace) -> tuple[Generator, Tokenizer]:
-    """The model and its tokenizer. ValueError when they do not belong together."""
-    try:
-        generator = Generator(arguments.checkpoint)
-    except ValueError as error:  # the loader of runs says --load
-        raise ValueError(str(error).replace("--load ", "--checkpoint ")) from error
-    progress, rows = generator.progress, generator.config.model.embedding_rows
-    name = arguments.tokenizer
-    if name is None:
-        folder, data_path = Path(str(generator.path)).parent, generator.config.data.data_path
-        name = own_tokenizer(folder, progress.tokenizer_sha256, data_path)
-    if name is None:
-        raise ValueError(
-            f"the tokenizer of {generator.path} lies neither beside it nor in its --data-path: --tokenizer"
-        )
-    tokenizer = load_tokenizer(name)
-    if progress.tokenizer_sha256 not in ("", tokenizer.sha256):
-        raise ValueError(f"--tokenizer {name} is not the one that {generator.path} was trained with")
-    if tokenizer.vocab_size > rows:
-        raise ValueError(f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}")
-    tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
-    tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
-    return generator, tokenizer
-
-
 @contextmanager
 def _named(flag: str, path: str | Path) -> Iterator[None]:
     """A fault of a file that the block opens becomes a ValueError with the flag and the path."""
@@ -142,102 +115,106 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
     return prompts, ids, places
 
 
-def sampling_of(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> Sampling:
-    """How answers are made; a line on stderr where nothing is known to end those of a chat template."""
-    template = generator.progress.chat_template
-    ends = () if template is None else answer_ends(template["default"], tokenizer)
-    if template is not None and not ends:
-        note = "the chat template of training is not known to end answers with a special token; they may go on to"
-        print(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}", file=sys.stderr)
-    if tokenizer.eos_id is not None:
-        ends = (*ends, tokenizer.eos_id)
-    return Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, ends)
+class Session:
+    """A checkpoint that is asked: its model, its tokenizer, how prompts are made and where answers end."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        """ValueError when there is no checkpoint, or the tokenizer is not that of its training."""
+        try:
+            generator = self.generator = Generator(arguments.checkpoint)
+        except ValueError as error:  # the loader of runs says --load
+            raise ValueError(str(error).replace("--load ", "--checkpoint ")) from error
+        progress, rows, name = generator.progress, generator.config.model.embedding_rows, arguments.tokenizer
+        if name is None:
+            folder, data_path = Path(str(generator.path)).parent, generator.config.data.data_path
+            name = own_tokenizer(folder, progress.tokenizer_sha256, data_path)
+        if name is None:
+            raise ValueError(f"--tokenizer: that of {generator.path} lies neither beside it nor in its --data-path")
+        tokenizer = self.tokenizer = load_tokenizer(name)
+        if progress.tokenizer_sha256 not in ("", tokenizer.sha256):
+            raise ValueError(f"--tokenizer {name} is not the one that {generator.path} was trained with")
+        if tokenizer.vocab_size > rows:
+            raise ValueError(f"--tokenizer {name} has {tokenizer.vocab_size} ids, the model has {rows}")
+        tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
+        tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
+        kept, ends = progress.chat_template, tuple[int, ...]()
+        if kept is not None and not (ends := answer_ends(kept["default"], tokenizer)):
+            note = "the chat template of training is not known to end answers with a special token; they may go on to"
+            print(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}", file=sys.stderr)
+        self.ends = ends if tokenizer.eos_id is None else (*ends, tokenizer.eos_id)
+        self.by_template, template = kept is not None and not arguments.raw, None
+        if kept is not None and self.by_template:
+            today = datetime.date.today().isoformat()  # as a server would write it
+            template = template_of(kept["default"], tokenizer, today, kept.get("before_answers", ""))
+        self.maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, template)
+        self.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, self.ends)
+        self.media = []
+        for one in arguments.media:
+            with _named(one.key, one.value):
+                data = read_regular(one.value, LARGEST_ITEM)
+                self.media.append(Media(one.kind, "bytes", data, f"{one.key} {one.value}"))
+
+    def __str__(self) -> str:
+        return f"{self.generator.path} after step {self.generator.step}"
+
+    def questions(self, text: str, said: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """What was said, and then `text` of a user, as messages; images and videos stand in the first."""
+        parts = [{"type": one.kind, "bytes": one.value} for one in self.media if not said]
+        return [*said, {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
+
+    def answers(self, prompts: Sequence[Prompt], names: Sequence[str], seed: int = 0) -> Iterator[str]:
+        """The answers as texts, without the tokens that end them."""
+        sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + seed)
+        for tokens in self.generator.answer(prompts, sampling, names):
+            yield self.tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ends else tokens)
 
 
-def spoken(tokenizer: Tokenizer, tokens: np.ndarray, ends: Sequence[int]) -> str:
-    """An answer as text, without the token that ends it."""
-    return tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in ends else tokens)
-
-
-def maker_of(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> PromptMaker:
-    """What makes prompts as training made documents."""
-    kept, template = None if arguments.raw else generator.progress.chat_template, None
-    if kept is not None:
-        today = datetime.date.today().isoformat()  # as a server would write it
-        template = template_of(kept["default"], tokenizer, today, kept.get("before_answers", ""))
-    return PromptMaker(tokenizer, generator.rules, arguments.image_root, template)
-
-
-def _asked(text: str, media: Sequence[Media]) -> dict[str, Any]:
-    """What a user says, as a message."""
-    parts = [{"type": one.kind, "bytes": one.value} for one in media]
-    return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
-
-
-def _media(arguments: argparse.Namespace) -> list[Media]:
-    """The files of --image and --video."""
-    media = []
-    for one in arguments.media:
-        with _named(one.key, one.value):
-            media.append(Media(one.kind, "bytes", read_regular(one.value, LARGEST_ITEM), f"{one.key} {one.value}"))
-    return media
-
-
-def converse(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
+def converse(session: Session, arguments: argparse.Namespace) -> None:
     """Answer what is typed, line by line, with all that was said before."""
-    maker, media = maker_of(arguments, generator, tokenizer), _media(arguments)
-    sampling, said = sampling_of(arguments, generator, tokenizer), list[dict[str, Any]]()
-    print(f"{generator.path} after step {generator.step}; an empty line ends the conversation")
+    said = list[dict[str, Any]]()
+    print(f"{session}; an empty line ends the conversation")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while text := input("> "):
-            asked = [*said, _asked(text, () if said else media)]
+            asked = session.questions(text, said)
             try:
-                seeded = dataclasses.replace(sampling, seed=sampling.seed + len(said))
-                (tokens,) = generator.answer(maker.of_record({"messages": asked}), seeded, ["the conversation"])
+                (answer,) = session.answers(session.maker.of_record({"messages": asked}), ["it"], len(said))
             except ValueError as error:
                 print(f"error: {error}")
                 continue
-            answer = spoken(tokenizer, tokens, sampling.ends)
-            said = [*asked, {"role": "assistant", "content": answer}]
             print(answer)
+            said = [*asked, {"role": "assistant", "content": answer}]
 
 
-def answer_prompts(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
+def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
     """Print every prompt with its continuation."""
-    maker, media = maker_of(arguments, generator, tokenizer), _media(arguments)
-    by_template = generator.progress.chat_template is not None and not arguments.raw
     names = [f"--prompt {text!r}" for text in arguments.prompt]
     prompts = []
     for name, text in zip(names, arguments.prompt, strict=True):
         try:
-            if by_template:
-                prompts += maker.of_record({"messages": [_asked(text, media)]})
+            if session.by_template:
+                prompts += session.maker.of_record({"messages": session.questions(text)})
             else:
-                prompts.append(maker.of_text(text, media))
+                prompts.append(session.maker.of_text(text, session.media))
         except RecordError as error:
             raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
-    sampling = sampling_of(arguments, generator, tokenizer)
-    print(f"{generator.path} after step {generator.step}")
-    for text, tokens in zip(arguments.prompt, generator.answer(prompts, sampling, names), strict=True):
-        print(f"--- {text!r}\n{'' if by_template else text}{spoken(tokenizer, tokens, sampling.ends)}")
+    print(session)
+    for text, answer in zip(arguments.prompt, session.answers(prompts, names), strict=True):
+        print(f"--- {text!r}\n{'' if session.by_template else text}{answer}")
 
 
-def answer_records(arguments: argparse.Namespace, generator: Generator, tokenizer: Tokenizer) -> None:
+def answer_records(session: Session, arguments: argparse.Namespace) -> None:
     """Write one line of JSON for every answer, in the order of the records."""
-    maker = maker_of(arguments, generator, tokenizer)
-    prompts, ids, places = read_records(arguments.input, maker)
-    sampling = sampling_of(arguments, generator, tokenizer)
+    prompts, ids, places = read_records(arguments.input, session.maker)
     asked, right = sum(prompt.expected is not None for prompt in prompts), 0
     with _named("--output", arguments.output):
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         stream = os.fdopen(open_own(arguments.output, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
     with stream:
-        for name, prompt, tokens in zip(ids, prompts, generator.answer(prompts, sampling, places), strict=True):
-            answer = spoken(tokenizer, tokens, sampling.ends)
+        for name, prompt, answer in zip(ids, prompts, session.answers(prompts, places), strict=True):
             line = {"id": name, "images": prompt.images, "prompt": prompt.question, "expected": prompt.expected}
             right += answer == prompt.expected
             stream.write(json.dumps({**line, "answer": answer}, ensure_ascii=False) + "\n")
-    print(f"{generator.path} after step {generator.step}")
+    print(session)
     print(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
 
 
@@ -246,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parsed(argv)
     try:
         ways = {"chat": converse, "prompt": answer_prompts, "input": answer_records}
-        next(way for name, way in ways.items() if getattr(arguments, name))(arguments, *load(arguments))
+        next(way for name, way in ways.items() if getattr(arguments, name))(Session(arguments), arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megacp.core.config.cli import OneLineParser
 
 if TYPE_CHECKING:
-    from megacp.core.data.geometry import ImageRules
     from megacp.prepare.build.settings import BuildSettings
 
 EXAMPLES = """examples:
@@ -185,24 +184,17 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
-def _image_rules(args: argparse.Namespace) -> ImageRules | None:
-    """The rules of the command line; None when nothing says that there are images."""
-    from megacp.core.data.geometry import ImageRules
-
-    given = {field.name: getattr(args, field.name) for field in fields(ImageRules)}
-    given = {name: value for name, value in given.items() if value is not None}
-    if not given and args.image_root is None and args.max_crops_per_pack is None and not args.image_urls:
-        return None
-    return ImageRules.from_dict(given)
-
-
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
+    from megacp.core.data.geometry import ImageRules
     from megacp.prepare.build.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
-    lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    return BuildSettings(**{**given, **lists, "image_rules": _image_rules(args)})
+    lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    rules = {f.name: value for f in fields(ImageRules) if (value := getattr(args, f.name)) is not None}
+    if rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None):  # there are images
+        lists["image_rules"] = ImageRules.from_dict(rules)
+    return BuildSettings(**{**given, **lists})
 
 
 def _build(args: argparse.Namespace) -> int:

@@ -92,19 +92,16 @@ class RankPool(contextlib.AbstractContextManager):
                 try:
                     succeeded, answers[rank] = self._pipes[rank].recv()
                 except (EOFError, OSError):
-                    succeeded, answers[rank] = False, self._last_words(rank, timeout)
+                    self.processes[rank].join(_GRACE)
+                    succeeded, stack = False, Path(self._folder, f"stack_{rank}").read_text()
+                    died = f"the process died with exit code {self.processes[rank].exitcode}"
+                    late = f"it did not finish within {timeout:g} s; it was at\n{stack}"  # it ended itself
+                    answers[rank] = late if stack else died
                 failures += [] if succeeded else [f"rank {rank} failed:\n{answers[rank]}"]
         if left or failures:
             self.close()
             raise RankFailure("\n".join(failures or [f"no answer of ranks {[*left.values()]} within {timeout:g} s"]))
         return [answers[rank] for rank in range(len(self._pipes))]
-
-    def _last_words(self, rank: int, timeout: float) -> str:
-        """Where a rank was that ended itself after `timeout` seconds, or how it died."""
-        self.processes[rank].join(_GRACE)
-        if stack := Path(self._folder, f"stack_{rank}").read_text():
-            return f"it did not finish within {timeout:g} s; it was at\n{stack}"
-        return f"the process died with exit code {self.processes[rank].exitcode}"
 
     def close(self) -> None:
         """End all processes; may be called twice."""

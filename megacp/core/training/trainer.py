@@ -54,7 +54,10 @@ class Trainer:
             raise
 
     def _begin(self, config: RunConfig, grid: ProcessGrid, sources: Sources, weights: Weights | None) -> None:
-        """Build the model, fill it from where the run starts, and open the log."""
+        """Build the model, fill it from where the run starts, and open the log.
+
+        ValueError on all ranks when what was read is not finite on any.
+        """
         config, chosen = resolve_auto(config, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
@@ -68,7 +71,12 @@ class Trainer:
             start = dataclasses.replace(start, weights_only=True)
             resumed = load_weights(self.model, weights, self.state)
         if resumed is not None:
-            self._go_on(resumed, start.weights_only)
+            if not start.weights_only:
+                self.state = resumed.state
+                self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
+            if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
+                told = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
+                raise ValueError(told)
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
         if (profiled := config.log.profile) is not None:
@@ -83,14 +91,6 @@ class Trainer:
         self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
         one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
         self.peak_flops = one * grid.world.size if one is not None else None
-
-    def _go_on(self, resumed: Resumed, weights_only: bool) -> None:
-        """From a checkpoint; ValueError on all ranks when what was read is not finite on any."""
-        if not weights_only:
-            self.state = resumed.state
-            self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
-        if damaged := damaged_tensors(saved_boxes(self.model), self.grid.world):
-            raise ValueError(f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint")
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""

@@ -93,17 +93,6 @@ def tensor_differences(before: Source, after: Source) -> list[str]:
     return found
 
 
-def field_differences(before: Loaded, after: Loaded) -> list[str]:
-    """Flags that a family's config speaks of and that differ between two models, one line each."""
-    names = [loaded.family.values(loaded.family.config(loaded.values)).keys() for loaded in (before, after)]
-    first, second = resolved(before.values), resolved(after.values)
-    return [
-        f"{flag(name)} is {first[name]} in what was read and {second[name]} in what was written"
-        for name in names[0] | names[1]
-        if name != "seq_length" and first[name] != second[name]  # rows are the run's
-    ]
-
-
 def our_logits(config: RunConfig, source: Source) -> Logits:
     """Logits of the weights of `source`, by our names, on one process in float32."""
     own = RunConfig(model=config.model, vision=config.vision, data=config.data)  # nothing of its grid or its device
@@ -176,7 +165,14 @@ def compare(first: Logits, second: Logits, row: PackedBatch) -> tuple[bool, str]
 def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None) -> bool:
     """Print how far the result is from what was read, cast to `dtype`; whether it is the same model."""
     given = in_dtype(before.source, dtype)
-    wrong, fields = tensor_differences(given, after.source), field_differences(before, after)
+    wrong = tensor_differences(given, after.source)
+    names = [loaded.family.values(loaded.family.config(loaded.values)).keys() for loaded in (before, after)]
+    first, second = resolved(before.values), resolved(after.values)
+    fields = [
+        f"{flag(name)} is {first[name]} in what was read and {second[name]} in what was written"
+        for name in names[0] | names[1]
+        if name != "seq_length" and first[name] != second[name]  # rows are the run's
+    ]
     if wrong:
         print(f"verify: {len(wrong)} of {len(given.infos)} tensors are not those of what was read: {listed(wrong)}")
     else:

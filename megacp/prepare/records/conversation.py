@@ -80,7 +80,13 @@ class WrittenTalk:
         if not rules.asks:
             self._refuse_lost()
             learned = self._generated() if GENERATION.search(template.text) else self._answers()
-            self.learned = [span for span in map(self._behind_empty_thought, learned) if span[0] < span[1]]
+            for start, stop, weight in learned:
+                if (empty := _EMPTY_THOUGHT.match(self.text, start, stop)) is not None:
+                    start = empty.end()
+                    self.before_answers = empty[0] if self.before_answers is None else self.before_answers
+                elif THOUGHT in self.text[start:stop]:
+                    self.before_answers = ""
+                self.learned += [(start, stop, weight)] * (start < stop)
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 
     @property
@@ -192,16 +198,6 @@ class WrittenTalk:
             return self._template.render(messages, tools, self._talk.variables).text == self.text
         except RecordError:  # what is missing is read
             return False
-
-    def _behind_empty_thought(self, span: tuple[int, int, float]) -> tuple[int, int, float]:
-        """A learned span without an empty thought at its beginning."""
-        start, stop, weight = span
-        if (empty := _EMPTY_THOUGHT.match(self.text, start, stop)) is not None:
-            start = empty.end()
-            self.before_answers = empty[0] if self.before_answers is None else self.before_answers
-        elif THOUGHT in self.text[start:stop]:
-            self.before_answers = ""
-        return start, stop, weight
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """What each learned message adds to the rendering of those before it."""

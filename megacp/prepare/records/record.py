@@ -21,25 +21,20 @@ LEARNED_ROLES = ("assistant",)
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
 _MEDIA = {"image", "img", "picture", "photo", "frame", "video", "audio", "sound", "speech"}
 """Words, without their s, of keys that name what is seen or heard beside the text."""
-_DESCRIBING = {
-    *("id", "count", "size", "width", "height", "length", "len", "hash", "type", "format", "score", "date"),
-    *("md5", "sha1", "sha256", "sha512", "language", "lang"),
-}
+_DESCRIBING = set(
+    "id count size width height length len hash type format score date md5 sha1 sha256 sha512 language lang".split()
+)
 """Last words, without their s, of keys that describe content and are none."""
-_METADATA = {
-    *("added", "attr", "attribute", "author", "byte", "categorie", "category", "char", "character", "charset"),
-    *("checksum", "commit", "confidence", "config", "copyright", "country", "crawl", "crawled", "created"),
-    *("creator", "dataset", "datetime", "day", "difficulty", "digest", "dir", "directory", "domain", "dump"),
-    *("encoding", "ext", "extension", "extra", "fetched", "file", "filename", "filepath", "fingerprint"),
-    *("fork", "fraction", "genre", "guid", "head", "hexsha", "host", "idx", "index", "info", "issue", "key"),
-    *("keyword", "kind", "level", "licence", "license", "like", "line", "link", "locale", "meta", "metadata"),
-    *("mime", "modified", "month", "name", "num", "number", "origin", "owner", "path", "perplexity", "ppl"),
-    *("prob", "probability", "propertie", "provenance", "published", "publisher", "quality", "rank", "rating"),
-    *("ratio", "region", "repo", "repository", "retrieved", "revision", "script", "sha", "shard", "site"),
-    *("snapshot", "source", "split", "src", "star", "stat", "subset", "tag", "time", "timestamp", "title"),
-    *("topic", "toxicity", "uid", "updated", "uri", "url", "username", "uuid", "version", "view", "vote"),
-    *("warc", "website", "year"),
-}
+_METADATA = set(
+    "added attr attribute author byte categorie category char character charset checksum commit confidence config "
+    "copyright country crawl crawled created creator dataset datetime day difficulty digest dir directory domain dump "
+    "encoding ext extension extra fetched file filename filepath fingerprint fork fraction genre guid head hexsha host "
+    "idx index info issue key keyword kind level licence license like line link locale meta metadata mime modified "
+    "month name num number origin owner path perplexity ppl prob probability propertie provenance published publisher "
+    "quality rank rating ratio region repo repository retrieved revision script sha shard site snapshot source split "
+    "src star stat subset tag time timestamp title topic toxicity uid updated uri url username uuid version view vote "
+    "warc website year".split()
+)
 """Last words, without their s, of keys of plain metadata, where no word of content stands before them."""
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
 
