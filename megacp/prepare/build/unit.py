@@ -164,8 +164,8 @@ class _UnitRun:
                     sample = parse_record(item.value, self._rules, self._builder.template)
                     self._check_template(sample, place)
                     self._in_context += sample.in_context
-                    if sample.before_answers is not None:
-                        self._before_answers = min(sample.before_answers, self._before_answers or sample.before_answers)
+                    before = (sample.before_answers, self._before_answers)
+                    self._before_answers = min((each for each in before if each is not None), default=None)
                     chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
                 except RecordError as error:
                     self._refuse(place.refusal(str(error)))

@@ -36,6 +36,8 @@ _BLOCK = 1 << 20
 FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
 _OTHERS = (".csv", ".tsv", ".txt")
 """What people have, and what says nothing of where a record ends or what its columns mean."""
+_BEFORE, _EMPTY, _END = map(re.compile, (r"\s*([\[,]?)\s*", r"\s*\[\s*\]\s*", r"\s*\]\s*"))
+"""Of a JSON array: what stands before an element, one without any, and the end."""
 SAMPLED_BYTES = 1 << 16
 """Of the edges of a file, by which a changed one is told."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
@@ -163,7 +165,8 @@ def read_extent(
         return
     with _opened(extent.path) as stream:
         if extent.start == 0 and _is_array(extent.path):
-            yield from _read_array(extent.path, stream, max_record_bytes)
+            with io.TextIOWrapper(stream, "utf-8-sig", newline="") as source:
+                yield from _read_array(extent.path, source, max_record_bytes)
         else:
             stop = None if suffix in _COMPRESSED else extent.stop
             yield from _read_lines(extent.path, stream, extent.start, stop, max_record_bytes)
@@ -219,32 +222,34 @@ def _read_lines(
         offset += size
 
 
-def _read_array(path: str, stream: IO[bytes], max_record_bytes: int) -> Iterator[Record | Refusal]:
+def _read_array(path: str, source: IO[str], max_record_bytes: int) -> Iterator[Record | Refusal]:
     """The elements of one JSON array, with no more of the file in memory than the one at hand and a block.
 
     The values are those of JSONL's reader. Behind an element that is no JSON nothing can be read.
     """
-    source, decode = io.TextIOWrapper(stream, "utf-8-sig", newline=""), json.JSONDecoder().raw_decode
     text, at, line, offset, mark = "", 0, 1, 0, "["  # text[at:] is not read yet; it begins at byte `offset`, on `line`
+    decode = json.JSONDecoder().raw_decode
     try:
         while True:
-            before = re.compile(rf"\s*\{mark}\s*").match(text, at)  # "[" before the first element, "," before others
-            end = re.compile(r"\s*(\[\s*)?\]\s*" if mark == "[" else r"\s*\]\s*").fullmatch(text, at)
+            before, end = _BEFORE.match(text, at), (_EMPTY if mark == "[" else _END).fullmatch(text, at)
+            assert before is not None, "it may be empty"
+            begin = before.end()
             try:
-                if before is None or end is not None:
+                if before[1] != mark or end is not None:
                     raise RecordError(f"expected {mark!r} or the end of the array")
-                value, stop = decode(text, before.end())
+                value, stop = decode(text, begin)
             except ValueError as error:  # or more of it is not in memory yet
                 fits = len(text) - at <= max_record_bytes
                 if fits and (block := source.read(max(_BLOCK, len(text) - at))):
                     text, at = text[at:] + block, 0
                     continue
                 if end is None:
+                    line, offset = line + text.count("\n", at, begin), offset + begin - at
                     limit = "" if fits else f", or an element has more than --max-record-bytes {max_record_bytes}"
                     yield Refusal(path, line, offset, f"the array cannot be read on: {json_fault(error)}{limit}")
                 return
-            line, offset = line + text.count("\n", at, before.end()), offset + before.end() - at
-            element = text[before.end() : stop]
+            line, offset = line + text.count("\n", at, begin), offset + begin - at
+            element = text[begin:stop]
             size, at, mark = len(element.encode()), stop, ","
             try:
                 if size > max_record_bytes:
