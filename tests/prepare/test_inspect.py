@@ -77,6 +77,18 @@ def test_branches_stand_apart_and_images_are_shown(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).size == (60, 30)
 
 
+def test_a_small_image_is_enlarged_and_crops_stand_beside_theirs(tmp_path: Path) -> None:
+    parts = [
+        {"type": "image", "base64": base64.b64encode(encoded(noise(*size))).decode()} for size in ((8, 8), (90, 60))
+    ]
+    page = page_of(tmp_path, {"content": [*parts, {"type": "text", "text": "Q"}]}, image_rules=TINY)
+    assert [attributes["width"] for tag, attributes in page.tags if tag == "img"] == ["112", "90"]
+    crops = sum(tag == "rect" for tag, _ in page.tags)
+    assert crops > 1 and f"item 1: 90 x 60, {crops} crops" in page.text
+    told = describe_pack(PackedDataset(tmp_path / "d"), 0, load_tokenizer("byte"))
+    assert "\xabQ\xbb" in told
+
+
 def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     a.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(40)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -261,3 +262,46 @@ def test_a_problem_of_one_rank_is_told_by_all_of_them() -> None:
 
 def test_a_problem_of_all_ranks_is_told_as_it_is() -> None:
     assert agreed([{}, {}], dict.fromkeys((0, 1), "no such flag")) == ["refused: no such flag"] * 2
+
+
+# ---- the command
+
+
+def test_help_shows_what_most_runs_have_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for asked in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as end:
+            main([asked])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and "--nproc N" in text or asked == "--help-all"
+        shown.append({name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.MULTILINE)})
+    assert 20 <= len(shown[0]) <= 30 and shown[1] == {*fields()}
+    assert {"data_path", "load_hf", "lr", "context_parallel_size", "save"} <= shown[0]
+
+
+def test_nproc_checks_in_one_process_and_then_hands_all_to_torchrun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal is the last thing on the screen: torchrun's report would stand below it."""
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, arguments: started.append(arguments[1:]))
+    monkeypatch.setattr("megacp.core.distributed.launch.set_defaults", lambda values: None)
+    flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
+    assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("holds no manifest.json") and not started
+    assert main([*flags, "--num-attention-heads", "3"]) == 2 and main(["--nproc", "two"]) == 2 and not started
+    capsys.readouterr()
+    assert main([*flags, "--dry-run"]) == 0 and "Dry run: 2 ranks" in capsys.readouterr().out
+    with pytest.raises(TypeError):  # nothing follows what takes the process over
+        main(flags)
+    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megacp.train".split()
+    assert started == [[*command, *flags[2:]]] and capsys.readouterr().out == ""
+
+
+def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_dataset(tmp_path / "d", [random_packs(np.random.default_rng(0), 10, 64, 61)], 61, 64)
+    flags = [*TINY, "--data-path", str(tmp_path / "d")]
+    assert main([*flags, "--train-epochs", "1.5", "--save", str(tmp_path / "run"), "--lr", "0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.60" in said
+    assert main([*TINY, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err

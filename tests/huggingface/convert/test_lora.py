@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.state import RunState
@@ -301,3 +302,33 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     assert convert([*flags, run]) == 0
     content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
     assert content["base_model_name_or_path"] is None
+
+
+@pytest.mark.parametrize(("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,k,v,gate,up")])
+@pytest.mark.slow
+def test_a_run_starts_with_the_pairs_of_an_adapter(
+    name: str, targets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a joined linear an adapter has one pair: that of ours side by side, or one that peft has made for all."""
+    run, adapter, hf = trained_checkpoint(name, tmp_path, targets), tmp_path / "adapter", str(tmp_path / "hf")
+    assert convert(["--from", "megacp", "--to", "peft", "--input", str(run), "--output", str(adapter)]) == 0
+    flags = ["--load-hf", hf, "--load-adapter", str(adapter), "--dtype", "float64", "--lr", "0", "--train-iters", "1"]
+    flags += ["--global-batch-size", "4", "--seq-length", "64", "--save"]
+    assert train([*flags, str(tmp_path / "a")]) == 0
+    begun, want = weights_of(tmp_path / "a"), weights_of(run)
+    assert begun.keys() == want.keys() and all(torch.equal(begun[key], want[key]) for key in want)
+    assert f"--load-adapter {adapter} has --lora-rank 3" in refused([*flags, "x", "--lora-rank", "8"], capsys)
+    path = adapter / "adapter_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"use_dora": True}))
+    assert "adapter_config.json says use_dora: pairs alone are read" in refused([*flags, "x"], capsys)
+    if name == "phi3":  # as peft makes it: one pair of the rank that the others have
+        pairs = _tensors(adapter / "adapter_model.safetensors")
+        one = {key: x[:RANK] if "lora_A" in key else x[:, :RANK].contiguous() for key, x in pairs.items()}
+        save_file({key: x.contiguous() for key, x in one.items()}, adapter / "adapter_model.safetensors")
+        path.write_text(json.dumps(content | {"rank_pattern": {}, "alpha_pattern": {}}))
+        assert train([*flags, str(tmp_path / "b")]) == 0
+        begun, stem = weights_of(tmp_path / "b"), "layers.0.attention"
+        down, up = (one[f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{end}.weight"] for end in "AB")
+        assert all(torch.equal(begun[f"{stem}.{part}.lora_A.weight"], down) for part in "qkv")
+        assert torch.equal(torch.cat([begun[f"{stem}.{part}.lora_B.weight"] for part in "qkv"]), up)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megacp import train
 from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
+from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
 from tests.prepare.build.builds import documents
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
@@ -20,7 +22,7 @@ SIZES = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2
 
 @pytest.mark.slow
 def test_the_template_of_the_data_is_that_of_the_exported_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
@@ -51,6 +53,27 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     (answer,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
     prompt = theirs.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
     assert (answer["prompt"], answer["expected"]) == (prompt, TELL["content"])
+    said = iter(["What is 6 x 7?", "a<|im_end|>b", "Sure?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    asked: list[list[int]] = []
+    answers = Generator.answer
+
+    def noted(self: Generator, prompts: Any, *given: Any) -> Any:
+        asked.extend(prompt.tokens.tolist() for prompt in prompts)
+        return answers(self, prompts, *given)
+
+    monkeypatch.setattr(Generator, "answer", noted)
+    capsys.readouterr()
+    chat = ["--checkpoint", str(tmp_path / "out"), "--max-new-tokens", "1"]
+    assert generate.main([*chat, "--chat"]) == 0
+    first, refusal = capsys.readouterr().out.partition("\n")[2].split("\nerror: ")
+    assert "spells the special token '<|im_end|>'" in refusal
+    history = [ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
+    for ids, messages in zip(asked, ([ASK], history), strict=True):
+        assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert generate.main([*chat, "--prompt", ASK["content"]]) == 0 and asked[-1] == asked[0]
+    assert generate.main([*chat, "--prompt", ASK["content"], "--raw"]) == 0
+    assert asked[-1] == theirs.encode(ASK["content"], add_special_tokens=False)
 
 
 def test_validation_data_by_another_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,12 +6,13 @@ import dataclasses
 import io
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from megacp.core.data import decoding
 from megacp.core.data.decoding import (
     ImageError,
     RulesDecoder,
@@ -21,6 +22,7 @@ from megacp.core.data.decoding import (
     video_info,
     video_pixels,
 )
+from megacp.core.data.geometry import ImageRules
 from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
@@ -187,6 +189,26 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
     assert np.abs(whole - reference.process_video(frames, TINY)[0]).max() <= 2 / 255 * 1.001
     for part in (range(5), [5], [11], [], [1, 4, 5, 9], range(0, 12, 2)):
         assert np.array_equal(decoded(data, part), whole[list(part)])
+
+
+def test_a_video_that_is_asked_for_again_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that a rank has not had yet are; of several videos those that were asked for last are kept."""
+    one, two = video(43), video(20)
+    whole, asked = decoded(one), []
+
+    def noted(data: bytes, rules: ImageRules, frames: Sequence[int]) -> Iterator[np.ndarray]:
+        asked.append((data is one, list(frames)))
+        return video_pixels(data, rules, frames)
+
+    monkeypatch.setattr(decoding, "video_pixels", noted)
+    decoder = RulesDecoder(TINY)
+    for frames in ([0, 3], [0, 3], [2, 3, 5], [3], []):
+        assert np.array_equal(decoder.video(one, frames)[0], whole[frames])
+    assert asked == [(True, [0, 3]), (True, [2, 5])]
+    monkeypatch.setattr(decoding, "KEPT_BYTES", 6 * 3 * TINY.image_size**2)
+    for data, frames in ((two, [0, 1]), (one, [0]), (two, [0, 1, 2]), (one, [0])):
+        decoder.video(data, frames)
+    assert asked[2:] == [(False, [0, 1]), (False, [2]), (True, [0])]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "GIF", "WEBP"])
