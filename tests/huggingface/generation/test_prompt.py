@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megacp.huggingface.generation.prompt import PromptMaker, prompt_pixels
+from megacp.prepare.records.chat_template import template_of
 from megacp.prepare.records.record import Media
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
+from tests.prepare.templates.test_public import library
 
 pytest.importorskip("av")
 PICTURE, MOVING = encoded(noise(30, 20)), video(43)
@@ -57,3 +61,16 @@ def test_the_header_of_an_answer_stands_at_the_end_of_each_branch_alone() -> Non
     assert [prompt.tokens.tolist() for prompt in prompts] == [[*first, *asks], [*first, *asks], first]
     assert [prompt.branch_start for prompt in prompts] == [len(first), len(first), None]
     assert [prompt.expected for prompt in prompts] == [None, "this", "more"]
+
+
+def test_a_model_without_thoughts_is_asked_behind_the_empty_one_that_its_answers_followed(tmp_path: Path) -> None:
+    """As the template itself asks where thinking is off; images and branches are asked in whole conversations."""
+    tokenizer = tokenizer_at(write_tokenizer(tmp_path))
+    template = template_of(TEMPLATES["qwen_3"], tokenizer, None, "<think>\n\n</think>\n\n")
+    maker, theirs = PromptMaker(tokenizer, template=template), library(tmp_path, TEMPLATES["qwen_3"])
+    record = {"messages": [ASK, TELL, ASK], "branches": [{"messages": [TELL]}, {"messages": [TOOL, TELL, ASK]}]}
+    found = maker.of_record(record)
+    for prompt, more, expected in zip(found, ([], [TOOL, TELL, ASK]), ("this", None), strict=True):
+        talk = [ASK, TELL, ASK, *more]
+        ids = theirs.apply_chat_template(talk, add_generation_prompt=True, enable_thinking=False, return_dict=False)
+        assert (prompt.tokens.tolist(), prompt.expected, prompt.branch_start) == (ids, expected, None)
