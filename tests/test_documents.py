@@ -16,6 +16,7 @@ MOST_WORDS = 1_000
 OTHERS = {
     *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
+    "--default-chat-template-kwargs",  # vLLM
 }
 """Flags of other programs."""
 MADE = {"demo_out/model.yaml", "scripts/base_train.py", "attention/cp_attention.py"}
