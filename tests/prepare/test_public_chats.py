@@ -13,6 +13,8 @@ from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare import command as preprocess
 from megacp.prepare.describe import documents_of, runs_of
+from megacp.prepare.records import read
+from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 
@@ -107,7 +109,7 @@ BROKEN = {
     '[\n {"text": "a"}\n {"text": "b"}]': ("3", "expected ','"),
     '[{"text": "a"}]\n[]': ("1", "expected ','"),
     '[{"text": "a"}, 3]': ("1", "must be a JSON object"),
-    '[{"text": "a"},\n\n{"text": "' + "b" * 5000 + '"}]': ("3", "more than --max-record-bytes 4000"),
+    '[{"text": "a"},\n\n{"text": "' + "b" * 5000 + '"}]': ("3", "--max-record-bytes 4000"),
     '[{"text": "a"}, {"text": "cut': ("1", "Unterminated"),
     "[]": ("", "no usable record"),
 }
@@ -125,8 +127,6 @@ def test_what_is_wrong_with_an_array_is_told_with_its_line(
 
 
 def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
-    from megacp.prepare.records import read
-
     records = [{"text": f"{i} " + "\u6f22" * (i % 900)} for i in range(5000)]
     (tmp_path / "a.json").write_text(json.dumps(records, ensure_ascii=False, indent=1), encoding="utf-8")
     data, size = (tmp_path / "a.json").read_bytes(), (tmp_path / "a.json").stat().st_size
@@ -136,6 +136,12 @@ def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
         assert json.loads(data[item.offset : item.offset + item.size]) == item.value
         assert data[: item.offset].count(b"\n") == item.line - 1
     assert size > 4 << 20
+    (tmp_path / "a.json").write_bytes(data := data.replace(b'"4321 ', b'"\\ud800 '))
+    units = read.plan_units([str(tmp_path / "a.json")], 1 << 20)
+    cut = [item for unit in units for extent in unit.extents for item in read.read_extent(extent)]
+    (bad,) = (item for item in cut if isinstance(item, Refusal))
+    assert len(units) == -(-size >> 20) and [item.offset for item in cut] == [item.offset for item in found]
+    assert bad.line == found[4321].line and "surrogate" in bad.reason
 
 
 def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(model: Path, tmp_path: Path) -> None:

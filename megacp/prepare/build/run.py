@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 
 from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
 from megacp.core.storage import files
-from megacp.core.storage.place import expanded, open_input, place_of, size_of
+from megacp.core.storage.place import expanded, place_of, size_of
 from megacp.core.storage.wording import listed
 from megacp.prepare.build.journal import (
     REJECTS_NAME,
@@ -33,13 +34,15 @@ from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_pro
 from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.read import SAMPLED_BYTES, Unit, identity, is_plain, plan_units
+from megacp.prepare.records.read import Extent, Unit, identity, is_plain, plan_units, read_extent
+from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 5
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
+_FIRST_RECORDS = 256
 
 
 def build(
@@ -69,7 +72,8 @@ def build(
     template = settings.load_template(tokenizer)
     if settings.image_rules is not None:
         rules = settings.image_rules.with_token_ids(tokenizer)
-        settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=_unit_bytes_of_images(settings))
+        unit_bytes = settings.unit_bytes or _unit_bytes_of_images(settings)
+        settings = dataclasses.replace(settings, image_rules=rules, unit_bytes=unit_bytes)
     directory = Path(settings.output)
     try:
         prepare_directory(directory, overwrite)
@@ -142,17 +146,15 @@ def _build(
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file that is not empty.
+    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file.
 
     A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
     """
-    plain = (path for path in settings.input if is_plain(path) and size_of(place_of(path)))
-    first = None if settings.unit_bytes else next(plain, None)
-    if first is None:
-        return settings.bytes_per_unit
-    with open_input(first) as stream:
-        data = stream.read(SAMPLED_BYTES)
-    return RECORDS_OF_A_SHARD * max(1, len(data) // max(1, data.count(b"\n")))
+    plain = ((path, size) for path in settings.input if is_plain(path) and (size := size_of(place_of(path))))
+    extents = (Extent(0, path, 0, size) for path, size in plain)
+    items = itertools.islice((item for extent in extents for item in read_extent(extent)), _FIRST_RECORDS)
+    sizes = [item.size for item in items if isinstance(item, Record)]
+    return RECORDS_OF_A_SHARD * max(1, sum(sizes) // len(sizes)) if sizes else settings.bytes_per_unit
 
 
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:

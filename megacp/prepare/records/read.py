@@ -1,12 +1,13 @@
 """Cuts the input files into units of work, and reads the records of any supported file.
 
 A unit depends on the files and `unit_bytes` alone, never on who reads it. A plain JSONL file is cut into byte ranges,
-and a line belongs to the range in which it begins; a JSON array, a compressed file or a container is one extent. A bad
-record becomes a `Refusal` with its file and line, and reading goes on behind it.
+and a line belongs to the range in which it begins. A JSON array is cut between elements. A compressed file or a
+container is one extent. A bad record becomes a `Refusal` with its file and line, and reading goes on behind it.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -83,6 +84,10 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
         size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
+        if count > 1 and _is_array(path):  # where an element begins is known from all before it alone
+            begins = (item.offset for item in read_extent(Extent(source, path, 0, size)) if isinstance(item, Record))
+            inner = [next((begin for begin in begins if begin >= cut), size) for cut in cuts[1:-1]]
+            cuts = sorted({0, *inner, size})
         extents += [Extent(source, path, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
     groups: list[list[Extent]] = []
     filled = 0
@@ -97,8 +102,8 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
 
 
 def is_plain(path: str) -> bool:
-    """Whether a file is uncompressed JSONL, which byte ranges can cut and where an offset gives the line."""
-    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS) and not _is_array(path)
+    """Whether a file is uncompressed JSON, which byte ranges can cut and where an offset gives the line."""
+    return suffix_of(path) not in (*_COMPRESSED, *_CONTAINERS)
 
 
 def _opened(path: str) -> Any:
@@ -164,11 +169,11 @@ def read_extent(
         yield from container(extent.path, max_record_bytes, media)
         return
     with _opened(extent.path) as stream:
-        if extent.start == 0 and _is_array(extent.path):
-            with io.TextIOWrapper(stream, "utf-8-sig", newline="") as source:
-                yield from _read_array(extent.path, source, max_record_bytes)
+        stop = None if suffix in _COMPRESSED else extent.stop
+        if _is_array(extent.path):
+            stream.seek(extent.start)
+            yield from _read_array(extent, stream, stop, max_record_bytes)
         else:
-            stop = None if suffix in _COMPRESSED else extent.stop
             yield from _read_lines(extent.path, stream, extent.start, stop, max_record_bytes)
 
 
@@ -222,44 +227,54 @@ def _read_lines(
         offset += size
 
 
-def _read_array(path: str, source: IO[str], max_record_bytes: int) -> Iterator[Record | Refusal]:
-    """The elements of one JSON array, with no more of the file in memory than the one at hand and a block.
+def _read_array(
+    extent: Extent, stream: io.BufferedReader, stop: int | None, max_record_bytes: int
+) -> Iterator[Record | Refusal]:
+    """The elements of a JSON array that begin in an extent, with no more in memory than the one at hand and a block.
 
     The values are those of JSONL's reader. Behind an element that is no JSON nothing can be read.
     """
-    text, at, line, offset, mark = "", 0, 1, 0, "["  # text[at:] is not read yet; it begins at byte `offset`, on `line`
-    decode = json.JSONDecoder().raw_decode
-    try:
-        while True:
-            before, end = _BEFORE.match(text, at), (_EMPTY if mark == "[" else _END).fullmatch(text, at)
-            assert before is not None, "it may be empty"
-            begin = before.end()
-            try:
-                if before[1] != mark or end is not None:
-                    raise RecordError(f"expected {mark!r} or the end of the array")
-                value, stop = decode(text, begin)
-            except ValueError as error:  # or more of it is not in memory yet
-                fits = len(text) - at <= max_record_bytes
-                if fits and (block := source.read(max(_BLOCK, len(text) - at))):
-                    text, at = text[at:] + block, 0
-                    continue
-                if end is None:
+    path, decode = extent.path, json.JSONDecoder().raw_decode
+    offset = extent.start or len(codecs.BOM_UTF8) * (stream.peek(3)[:3] == codecs.BOM_UTF8)
+    text, at, line, mark = "", 0, 1, "" if extent.start else "["  # text[at:] is not read yet, from `offset` and `line`
+
+    def refusal(reason: str) -> Refusal:
+        return Refusal(path, line + (line_number(path, extent.start) - 1 if extent.start else 0), offset, reason)
+
+    with io.TextIOWrapper(stream, "utf-8-sig", newline="") as source:
+        try:
+            while True:
+                before, end = _BEFORE.match(text, at), (_EMPTY if mark == "[" else _END).fullmatch(text, at)
+                assert before is not None, "it may be empty"
+                begin = before.end()
+                try:
+                    if before[1] != mark or end is not None:
+                        raise RecordError(f"expected {mark!r} or the end of the array")
+                    value, until = decode(text, begin)
+                except ValueError as error:  # or more of it is not in memory yet
+                    fits = len(text) - at <= max_record_bytes
+                    if fits and (block := source.read(max(_BLOCK, len(text) - at))):
+                        text, at = text[at:] + block, 0
+                        continue
                     line, offset = line + text.count("\n", at, begin), offset + begin - at
                     limit = "" if fits else f", or an element has more than --max-record-bytes {max_record_bytes}"
-                    yield Refusal(path, line, offset, f"the array cannot be read on: {json_fault(error)}{limit}")
-                return
-            line, offset = line + text.count("\n", at, begin), offset + begin - at
-            element = text[begin:stop]
-            size, at, mark = len(element.encode()), stop, ","
-            try:
-                if size > max_record_bytes:
-                    raise RecordError(f"an element of {size} bytes, more than --max-record-bytes {max_record_bytes}")
-                yield Record(line, offset, size, of_text(value, element))
-            except RecordError as error:
-                yield Refusal(path, line, offset, str(error))
-            line, offset = line + element.count("\n"), offset + size
-    except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-        yield Refusal(path, line, offset, f"the file is damaged or cut short, nothing after it can be read ({error})")
+                    if end is None:
+                        yield refusal(f"the array cannot be read on: {json_fault(error)}{limit}")
+                    return
+                line, offset = line + text.count("\n", at, begin), offset + begin - at
+                if stop is not None and offset >= stop:
+                    return
+                element = text[begin:until]
+                size, at, mark = len(element.encode()), until, ","
+                try:
+                    if size > max_record_bytes:
+                        raise RecordError(f"an element of {size} bytes, above --max-record-bytes {max_record_bytes}")
+                    yield Record(line, offset, size, of_text(value, element))
+                except RecordError as error:
+                    yield refusal(str(error))
+                line, offset = line + element.count("\n"), offset + size
+        except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
+            yield refusal(f"the file is damaged or cut short, nothing after it can be read ({error})")
 
 
 def _skip_line(stream: IO[bytes]) -> int:
