@@ -84,7 +84,14 @@ class PendingCheckpoint:
         self._outcome: Future[tuple[FileRecord, Stored]] = Future()
         with self._explained():
             self._folder: Place = on_rank_0(world, self._begin, SaveError)
-        self._boxes = _copied(boxes) if background else boxes
+        held = [*boxes]
+        for number, box in enumerate(boxes if background else ()):  # values of their own, of a GPU in pinned memory
+            values, on_gpu = box.tensor.detach(), box.tensor.is_cuda
+            own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu).copy_(values, non_blocking=on_gpu)
+            held[number] = dataclasses.replace(box, tensor=own)
+        self._boxes: Sequence[TensorBox] = held
+        if background and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         if background:
             # a thread begins with the first GPU as its own, where every rank would then hold a context
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -171,18 +178,6 @@ class PendingCheckpoint:
         base = f"step_{self.step:07d}"
         names = itertools.chain([base], (f"{base}.{attempt}" for attempt in itertools.count(2)))
         return next(self._root / name for name in names if not (self._root / name).exists())
-
-
-def _copied(boxes: Sequence[TensorBox]) -> list[TensorBox]:
-    """The boxes with values of their own on the CPU, those of a GPU in pinned memory."""
-    copies = []
-    for box in boxes:
-        values, on_gpu = box.tensor.detach(), box.tensor.is_cuda
-        own = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_gpu)
-        copies.append(dataclasses.replace(box, tensor=own.copy_(values, non_blocking=on_gpu)))
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return copies
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ windows cross crops, never images or frames. "image" in the columns of a boundar
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,8 +46,10 @@ def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
     low = max(heaviest, -(-total // cp_size))
     high = min(total, total // cp_size + heaviest)  # filling ranks one by one up to this much takes all units
     while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(running, cp_size, middle) else (middle + 1, high)
+        middle, start = (low + high) // 2, 0
+        for _ in range(cp_size):  # whether ranks of at most `middle` hold all units
+            start = bisect.bisect_right(running, running[start] + middle, start) - 1
+        low, high = (low, middle) if start == len(costs) else (middle + 1, high)
     units, filled = len(costs), min(len(costs), cp_size)
     stops, start = [], 0
     for rank in range(filled):
@@ -56,14 +57,6 @@ def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
         start = min(room, units - (filled - rank - 1))  # a unit is left for each rank that follows
         stops.append(start)
     return stops + [units] * (cp_size - filled)
-
-
-def _fits(running: Sequence[int], cp_size: int, limit: int) -> bool:
-    """Whether ranks of at most `limit` hold all units, where no unit is above it."""
-    start = 0
-    for _ in range(cp_size):
-        start = bisect.bisect_right(running, running[start] + limit, start) - 1
-    return start == len(running) - 1
 
 
 def units_of(table: np.ndarray, cum_crop_bounds: np.ndarray, rank: int) -> range:

@@ -68,7 +68,11 @@ class MockRules:
         cuts = np.sort(rng.choice(np.arange(1, total), count - 1, replace=False))
         padded = np.diff(np.concatenate(([0], cuts, [total])))
         true = padded - (rng.integers(0, np.minimum(padded, 4)) if self.ragged else 0)
-        starts = [_branch_starts(rng, length, self.mask) for length in true.tolist()]
+        starts: list[list[int]] = [[] for _ in true]  # where the branches of each document begin
+        for begins, length in zip(starts, true.tolist(), strict=True):
+            if self.mask in ("branches", "mixed") and length >= 2 and rng.random() >= 0.3:
+                chosen = int(rng.integers(1, min(3, length - 1) + 1))
+                begins += np.sort(rng.choice(np.arange(1, length), chosen, replace=False)).tolist()
         runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
             (segment, branch, start, stop)
             for segment, (places, length) in enumerate(zip(starts, true.tolist(), strict=True))
@@ -91,15 +95,6 @@ class MockRules:
             read_only = tokens >= self.vocab_size  # tokens of images are not predicted
             weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
         return Pack(i, tokens, weights, segments, branches if len(branches) else None, images)
-
-
-def _branch_starts(rng: np.random.Generator, length: int, mask: str) -> list[int]:
-    """Where the branches of a document of `length` tokens begin; none for masks without branches."""
-    if mask not in ("branches", "mixed") or length < 2 or rng.random() < 0.3:
-        return []
-    count = int(rng.integers(1, min(3, length - 1) + 1))
-    places: list[int] = np.sort(rng.choice(np.arange(1, length), count, replace=False)).tolist()
-    return places
 
 
 def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:

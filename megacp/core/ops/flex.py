@@ -123,7 +123,8 @@ def host_mask(table: TileTable, size: int) -> HostMask:
 
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
     """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
-    arrays = _arrays(host, device)
+    content, starts = to_device(host.content, device), _starts(host.lengths)
+    arrays = (content[start : start + length] for start, length in zip(starts, host.lengths, strict=False))
     rule = _rule(*(next(arrays).clone() for _ in range(8)))  # tensors of their own, as kernels compiled for them expect
     by_queries, by_keys = host.blocks, host.blocks[::-1]
     lists = (_dense(arrays, shape) for shape in (by_queries, by_queries, by_keys, by_keys))
@@ -154,12 +155,6 @@ def _dense(arrays: Iterator[torch.Tensor], shape: tuple[int, int]) -> tuple[torc
 
 def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(padded(length, _ALIGNED) for length in lengths)]
-
-
-def _arrays(host: HostMask, device: torch.device) -> Iterator[torch.Tensor]:
-    content = to_device(host.content, device)
-    for start, length in zip(_starts(host.lengths), host.lengths, strict=False):
-        yield content[start : start + length]
 
 
 def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:

@@ -77,24 +77,19 @@ def agree(
     row = [grid.dp.rank if replica is None else replica, fingerprint, weights, tokens, *own]
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)
     table = all_gather(table, grid.world).cpu()  # [1, 10] -> [world, 10]
-    first = _first_rank_of_each_replica(table)
+    leaders: dict[float, int] = {}  # the first rank of each replica
+    for rank, (number, fingerprint) in enumerate(table[:, :2].tolist()):
+        leader = leaders.setdefault(number, rank)
+        expected = float(table[leader, 1])
+        if fingerprint != expected:
+            raise ValueError(
+                f"ranks {leader} and {rank} of replica {int(number)} read different packs (fingerprints "
+                f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same --data-path?"
+            )
+    first = list(leaders.values())
     weight, total = table[first, 2:4].sum(0).tolist()
     told: dict[str, Any] = {}
     for field, column in zip(dataclasses.fields(RankReport), table[:, 4:].T, strict=True):
         value = column.sum() if field.name in _SUMMED else column.max()
         told[field.name] = type(getattr(RankReport, field.name))(value.item())
     return StepAgreement(weight, int(total), RankReport(**told))
-
-
-def _first_rank_of_each_replica(table: torch.Tensor) -> list[int]:
-    """The first rank of each replica; raises when its peers' fingerprints (column 1) differ."""
-    first: dict[float, int] = {}
-    for rank, (replica, fingerprint) in enumerate(table[:, :2].tolist()):
-        leader = first.setdefault(replica, rank)
-        expected = float(table[leader, 1])
-        if fingerprint != expected:
-            raise ValueError(
-                f"ranks {leader} and {rank} of replica {int(replica)} read different packs (fingerprints "
-                f"{int(expected):012x} and {int(fingerprint):012x}); do all machines see the same --data-path?"
-            )
-    return list(first.values())

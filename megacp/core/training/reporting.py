@@ -10,7 +10,6 @@ import torch
 from megacp.core.checkpoint.agree import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.data.blend import PackBlend
-from megacp.core.data.loader import PackSource
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
@@ -68,7 +67,12 @@ def opening_lines(
     config: RunConfig, grid: ProcessGrid, sources: Sources, chosen: Sequence[str], start: Start, resumed: Resumed | None
 ) -> list[str]:
     """What runs where, what it starts from, and what is not as it was."""
-    lines = [heading(config, grid), *chosen, *blend_heading(sources.train)]
+    lines, source = [heading(config, grid), *chosen], sources.train
+    if isinstance(source, PackBlend):
+        firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
+        for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
+            told = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
+            lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {told}")
     lines += [start.note] if start.note else []
     if resumed is None:
         rank = config.model.lora_rank
@@ -82,17 +86,6 @@ def opening_lines(
     if last <= step:
         lines.append(f"--train-iters {last} is not above step {step} of the checkpoint: nothing is trained")
     return lines
-
-
-def blend_heading(source: PackSource) -> list[str]:
-    """What is blended, one line for each dataset; nothing where there is one dataset alone."""
-    if not isinstance(source, PackBlend):
-        return []
-    firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
-    return [
-        f"blend: {one.name} gives {one.share:.4%} of the samples; {stop - first:,} packs, numbers {first} to {stop - 1}"
-        for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False)
-    ]
 
 
 def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) -> tuple[str, dict[str, float]]:

@@ -94,7 +94,12 @@ class BatchMask:
                 alike = (np.diff(owner[order]) == 0) & (owner[order][1:] >= 0)
                 falls += int(((np.diff(position[order]) < 0) & alike).sum())
             return f"position_ids go back {falls} times within a document" if falls else ""
-        real, number = document >= 0, self.of(_numbers_in_documents(self.document), local)
+        numbers = np.zeros_like(self.document)  # [rows, S]: how many earlier tokens of its document each token has
+        for row, counts in zip(self.document, numbers, strict=True):
+            order = np.argsort(row, kind="stable")  # [S], documents side by side
+            first = np.flatnonzero(np.diff(row[order], prepend=row[order[:1]] - 1))  # [documents], where each begins
+            counts[order] = np.arange(len(row)) - np.repeat(first, np.diff(np.append(first, len(row))))
+        real, number = document >= 0, self.of(numbers, local)
         right = any((positions == np.broadcast_to(count, shape))[real].all() for count in (number, place))
         return "" if right else "position_ids do not count up by one through the tokens of each document, nor the row"
 
@@ -159,13 +164,3 @@ def _numbered(values: np.ndarray, none: int) -> np.ndarray:
     numbered = np.full(values.shape, none, np.int64)
     numbered[given] = np.unique(values[given], return_inverse=True)[1].reshape(-1) + none + 1
     return numbered
-
-
-def _numbers_in_documents(document: np.ndarray) -> np.ndarray:
-    """int64 `[rows, S]`: how many earlier tokens of its row's document each token has."""
-    found = np.zeros_like(document)
-    for row, numbers in zip(document, found, strict=True):
-        order = np.argsort(row, kind="stable")  # [S], documents side by side
-        first = np.flatnonzero(np.diff(row[order], prepend=row[order[:1]] - 1))  # [documents], where each begins
-        numbers[order] = np.arange(len(row)) - np.repeat(first, np.diff(np.append(first, len(row))))
-    return found

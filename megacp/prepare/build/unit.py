@@ -29,6 +29,11 @@ from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, rea
 from megacp.prepare.records.record import Record, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
+_UNWRITTEN = (
+    "a record with messages, and {template} has a chat template, which is not applied: messages are written as "
+    "<|ROLE|> newline CONTENT, so a model that is served by the template is asked in other tokens than it learns here; "
+    "give --chat-template auto to apply it, or ignore if you want that"
+)
 _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
 WINDOW_DOCUMENTS = 1 << 18
@@ -162,7 +167,9 @@ class _UnitRun:
                 place = _Place(extent, item.line, item.offset)
                 try:
                     sample = parse_record(item.value, self._rules, self._builder.template)
-                    self._check_template(sample, place)
+                    template = self._builder.tokenizer.chat_template
+                    if template is not None and settings.chat_template == "refuse" and sample.talks:
+                        raise ValueError(str(place.refusal(_UNWRITTEN.format(template=template))))
                     self._in_context += sample.in_context
                     before = (sample.before_answers, self._before_answers)
                     self._before_answers = min((each for each in before if each is not None), default=None)
@@ -176,18 +183,6 @@ class _UnitRun:
                     chunk, characters = [], 0
         if chunk:
             yield chunk
-
-    def _check_template(self, sample: Sample, place: _Place) -> None:
-        """ValueError for messages that a server would write by the tokenizer's template."""
-        template = self._builder.tokenizer.chat_template
-        if template is None or self._settings.chat_template != "refuse" or not sample.talks:
-            return
-        what = (
-            f"a record with messages, and {template} has a chat template, which is not applied: messages are written "
-            "as <|ROLE|> newline CONTENT, so a model that is served by the template is asked in other tokens than it "
-            "learns here; give --chat-template auto to apply it, or ignore if you want that"
-        )
-        raise ValueError(str(place.refusal(what)))
 
     def _expanded(
         self, sample: Sample, members: dict[str, bytes]

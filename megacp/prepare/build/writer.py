@@ -243,8 +243,11 @@ class ShardWriter:
         first_unit = len(self._units) // _UNIT_ROW.size
         if self._images is None and not units:
             return 0, 0, 0
-        if self._images is None:
-            self._images = self._start_images()
+        if self._images is None:  # an empty document and empty boundaries for each pack that is there already
+            self._images, none = IndexedWriter(self._temporary / "images", np.dtype(np.uint8)), np.zeros(0, np.int64)
+            for _ in range(self.num_packs):
+                self._images.end_document()
+                self._add_boundaries(none, none)
         crops = np.cumsum([unit.num_crops for unit in units], dtype=np.int64)
         pooled = np.cumsum([unit.num_pooled for unit in units], dtype=np.int64)
         self._add_boundaries(crops, pooled)
@@ -269,15 +272,6 @@ class ShardWriter:
                 row += 1
         self._images.end_document()
         return first_unit, len(units), int(crops[-1]) if len(units) else 0
-
-    def _start_images(self) -> IndexedWriter:
-        """Open images.bin, with an empty document and empty boundaries for each pack that is already in the shard."""
-        writer = IndexedWriter(self._temporary / "images", np.dtype(np.uint8))
-        none = np.zeros(0, np.int64)
-        for _ in range(self.num_packs):
-            writer.end_document()
-            self._add_boundaries(none, none)
-        return writer
 
     def _add_boundaries(self, crops: np.ndarray, pooled: np.ndarray) -> None:
         for degree, rows in self._boundaries.items():
