@@ -119,29 +119,18 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     rows, after = residual // model.hidden_size, model.norm_position == "after"
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
     elements = (4 if after else 4 - tiled if cheap else 2) * residual + tokens * sharded // tp
-    dropped = _of_dropout(config)
-    elements += dropped + _of_pairs(config) - sum(_left_out(config, granularity))
+    # what the first products of pairs give, `rank` a token and pair; their dropout makes anew what they are given
+    dropped, asked = 0, set(model.lora_linears)
+    kept = [name for name in model.lora_linears if not (tiled and name in ("gate", "up", "down"))]
+    elements += model.lora_rank * sum(rows if name in ("output", "down") else tokens for name in kept)
+    if model.lora_dropout > 0:
+        columns = sum(not asked.isdisjoint(linears) for linears in (("q", "k", "v"), ("gate", "up")))
+        narrow = sum(model.linear_sizes[name][0] for name in asked & {"output", "down"})
+        dropped = columns * residual + tokens // tp * narrow  # its masks have as many bytes
+    elements += dropped - sum(_left_out(config, granularity))
     wide_elements = (2 - (tiled and not after)) * rows + tokens * wide_heads // tp
     wide_elements += 2 * tokens * (model.qk_layernorm == "all_heads")
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks + dropped
-
-
-def _of_pairs(config: RunConfig) -> int:
-    """Elements that the low-rank pairs of a layer keep: what their first product gives, `rank` a token and pair."""
-    model, tiled = config.model, config.training.mlp_chunk_tokens > 0
-    rows = residual_elements(config) // model.hidden_size
-    kept = [name for name in model.lora_linears if not (tiled and name in ("gate", "up", "down"))]
-    return model.lora_rank * sum(rows if name in ("output", "down") else tokens_per_rank(config) for name in kept)
-
-
-def _of_dropout(config: RunConfig) -> int:
-    """Elements of what the pairs of a layer are given, which their dropout makes anew; its masks have as many bytes."""
-    model, rows = config.model, tokens_per_rank(config) // config.parallel.tensor_model_parallel_size
-    if model.lora_dropout == 0:
-        return 0
-    asked, residual = set(model.lora_linears), residual_elements(config)
-    columns = sum(not asked.isdisjoint(linears) for linears in (("q", "k", "v"), ("gate", "up")))
-    return columns * residual + rows * sum(model.linear_sizes[name][0] for name in asked & {"output", "down"})
 
 
 def _read_again(config: RunConfig, *linears: str) -> bool:
@@ -179,14 +168,6 @@ def key_value_share(config: RunConfig) -> float:
     return math.lcm(groups, ranks) / groups
 
 
-def _key_copies(config: RunConfig) -> float:
-    """How many times the K/V of a rank's own tokens are at hand during backward."""
-    cp = config.parallel.context_parallel_size
-    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // heads_group(config)}
-    ranks = ring.get(config.parallel.cp_comm_type)
-    return cp if ranks is None else min(ranks, 2) * key_value_share(config)
-
-
 def attention_work(config: RunConfig) -> int:
     """Bytes that one layer's attention needs while its backward runs: K/V of others and gradients.
 
@@ -200,7 +181,8 @@ def attention_work(config: RunConfig) -> int:
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
     tokens, cp = tokens_per_rank(config), p.context_parallel_size
     key_values = 2 * tokens * model.query_groups * model.head_dim // tp
-    copies = _key_copies(config)
+    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // heads_group(config)}.get(p.cp_comm_type)
+    copies = cp if ring is None else min(ring, 2) * key_value_share(config)  # of the K/V of a rank's own tokens
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0

@@ -169,22 +169,17 @@ def point_and_prune(final: Place, keep_last: int) -> list[str]:
     older = [folder for folder in committed(final.parent) if folder != final] if keep_last > 0 else []
     notes = []
     for folder in older[keep_last - 1 :]:
-        try:
-            _remove(folder)
+        try:  # so that no half of it is ever taken for one
+            if isinstance(folder, Url):
+                (folder / MANIFEST_FILE).unlink()
+                folder.remove_below()
+                continue
+            doomed = temporary(folder)
+            folder.rename(doomed)
+            doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
         except (OSError, ValueError) as error:
             notes.append(f"the old checkpoint {folder} could not be removed: {error}")
     return notes
-
-
-def _remove(folder: Place) -> None:
-    """Remove a committed checkpoint, or a link to one, so that no half of it is ever taken for one."""
-    if isinstance(folder, Url):
-        (folder / MANIFEST_FILE).unlink()
-        folder.remove_below()
-        return
-    doomed = temporary(folder)
-    folder.rename(doomed)
-    doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
 
 
 def remove_leftovers(directory: Path | str) -> list[str]:

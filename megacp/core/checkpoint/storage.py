@@ -221,10 +221,13 @@ class Payload:
         for box in boxes:
             found = 0
             for position in self._positions[box.name] if box.tensor.numel() else []:
-                shared = _shared(position, box)
-                if shared is not None:
-                    reads[position.file].append(shared)
-                    found += math.prod(shared.extents)
+                stored = position.box
+                low = tuple(map(max, stored.offsets, box.offsets))  # the first of the elements that both have
+                ends = zip(stored.offsets, stored.extents, box.offsets, box.tensor.shape, strict=True)
+                extents = tuple(min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True))
+                if all(extent > 0 for extent in extents):
+                    reads[position.file].append(_Read(position, box, low, extents))
+                    found += math.prod(extents)
             if found != box.tensor.numel():
                 raise ValueError(f"the checkpoint index does not cover {box.name}: {found} elements found")
         for file, of_file in sorted(reads.items()):
@@ -251,14 +254,6 @@ class _Read(NamedTuple):
     offsets: tuple[int, ...]
     """In the global tensor."""
     extents: tuple[int, ...]
-
-
-def _shared(position: Position, wanted: TensorBox) -> _Read | None:
-    stored = position.box
-    low = tuple(map(max, stored.offsets, wanted.offsets))
-    ends = zip(stored.offsets, stored.extents, wanted.offsets, wanted.tensor.shape, strict=True)
-    extents = tuple(min(a + n, b + m) - begin for (a, n, b, m), begin in zip(ends, low, strict=True))
-    return _Read(position, wanted, low, extents) if all(extent > 0 for extent in extents) else None
 
 
 def _fill(stream: BufferedReader, begin: int, read: _Read, path: Place) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from megacp.core.config.model import VisionConfig
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.config.training import DataConfig
 from megacp.core.data.batch import PackedBatch
-from megacp.core.data.blend import PackBlend
+from megacp.core.data.blend import PackBlend, contradictions
 from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
@@ -93,8 +93,10 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     for flag, source in (("--data-path", train), ("--valid-data-path", valid)):
         for dataset in _members(source):
             reasons += _misfits(flag, str(dataset.directory), dataset, config)
-    if valid is not None:
-        reasons += _strangers(_members(train), _members(valid))
+    both = {"--data-path": _members(train), "--valid-data-path": _members(valid)}
+    names, manifests = zip(*((flag, one.manifest) for flag, of in both.items() for one in of), strict=True)
+    told = contradictions(names, manifests) if valid is not None else []
+    reasons += [text for text in told if "--seq-length" not in text and "--pad-multiple" not in text]
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
@@ -103,23 +105,6 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         raise ValueError("\n".join(reasons))
     decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
     return config, Sources(train, valid, train.fingerprint, first.tokenizer.sha256, decoder, values)
-
-
-def _strangers(train: Sequence[PackedDataset], valid: Sequence[PackedDataset]) -> list[str]:
-    """In what the validation packs differ from the training packs and must not; those of a flag fit each other."""
-    one, other = train[0].manifest, valid[0].manifest
-    rules = [next((d.manifest.image_rules for d in of if d.manifest.image_rules), None) for of in (train, valid)]
-    pairs = {
-        "another tokenizer": (one.tokenizer.sha256, other.tokenizer.sha256),
-        "another first token (--prepend-bos)": (one.tokenizer.begins_with, other.tokenizer.begins_with),
-        "another last token (--eod-token, --append-eod)": (one.ends_with, other.ends_with),
-        "another --chat-template": (
-            (one.chat_template or {}).get("default"),
-            (other.chat_template or {}).get("default"),
-        ),
-        "other image rules": (rules[0] or rules[1], rules[1] or rules[0]),
-    }
-    return [f"--valid-data-path was built with {what} than --data-path" for what, (a, b) in pairs.items() if a != b]
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:

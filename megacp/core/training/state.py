@@ -141,7 +141,16 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
     loaded = load_checkpoint(start.path, model.grid.world)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
-    reasons = [] if start.weights_only else _other_data(loaded, state, config)
+    reasons, was = list[str](), stored_state(loaded)
+    if not start.weights_only and not {"updates", "data_fingerprint"} <= set(loaded.extra):
+        reasons = [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
+    elif not start.weights_only:
+        path = config.data.data_path
+        what = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
+        if was.data_fingerprint != state.data_fingerprint:
+            reasons.append(f"{loaded.path} was trained on {what} than --data-path {shown_path(path)}")
+        if was.seed != state.seed:
+            reasons.append(f"{loaded.path} was trained with --seed {was.seed}, this run has --seed {state.seed}")
     function = other_function(stored, config, start.weights_only)
     reasons += [misfit(loaded.path, name, before[name], now[name]) for name in function]
     if reasons:
@@ -207,21 +216,6 @@ def last_token(state: RunState, by_files: int | None) -> int | None:
     `by_files`: that of the tokenizer's own files, for weights whose training is not known to have ended them otherwise.
     """
     return by_files if state.document_end is None else state.document_end.get("token")
-
-
-def _other_data(loaded: LoadedCheckpoint, state: RunState, config: RunConfig) -> list[str]:
-    """Why a run cannot go on with the samples of a checkpoint where that one stopped."""
-    if not {"updates", "data_fingerprint"} <= set(loaded.extra):
-        return [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
-    stored = stored_state(loaded)
-    reasons = []
-    if stored.data_fingerprint != state.data_fingerprint:
-        path = config.data.data_path
-        what = "other datasets or weights" if isinstance(path, tuple) else "another dataset"
-        reasons.append(f"{loaded.path} was trained on {what} than --data-path {shown_path(path)}")
-    if stored.seed != state.seed:
-        reasons.append(f"{loaded.path} was trained with --seed {stored.seed}, this run has --seed {state.seed}")
-    return reasons
 
 
 def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:

@@ -103,7 +103,10 @@ class Trainer:
             ) as loader:
                 while (step := self.state.step) < training.train_iters:
                     if reason := self.train_step(loader):
-                        return self._stop(reason)
+                        self._end_trace()
+                        self._save(REASONS[reason])
+                        self.saver.finish(self.log.say)
+                        return STOPPED
                     step, last = step + 1, step + 1 == training.train_iters
                     if training.eval_interval and (step % training.eval_interval == 0 or last):
                         self._validate()
@@ -248,13 +251,6 @@ class Trainer:
     def _save(self, reason: str) -> None:
         state = dataclasses.replace(self.state, health=self.health.state())
         self.saver.save(self.model, state, self.log.say, reason)
-
-    def _stop(self, reason: int) -> int:
-        """Save and end in order."""
-        self._end_trace()
-        self._save(REASONS[reason])
-        self.saver.finish(self.log.say)
-        return STOPPED
 
     def _end_at_anomaly(self, reason: str) -> int:
         """Commit what was pending, say why the run ends and from where to go on; the exit status."""

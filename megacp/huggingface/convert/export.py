@@ -247,7 +247,14 @@ class OtherModelError(Exception):
 
 def convert(request: Request, world: Axis) -> None:
     """Do what the request says, with the bytes of one process. ValueError on all ranks of `world`."""
-    loaded = read_input(request, world)
+    path = request.input
+    try:
+        if request.source == "megacp":
+            on_each(world, lambda: refuse_other_input(path, "megacp"))
+        loaded = read_checkpoint(path, world) if request.source == "megacp" else on_each(world, lambda: read_hf(path))
+    except (ValueError, OSError) as error:
+        told = str(error).removeprefix(f"--load {path}: ")
+        raise ValueError(told if request.source == "hf" else f"--input {path}: {told}") from error
     if request.target == "peft":
         on_first(world, lambda: _export_pairs(loaded, request))
         return
@@ -299,15 +306,3 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
         links = loaded.family.links(loaded.values)
         elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
     print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")
-
-
-def read_input(request: Request, world: Axis) -> Loaded:
-    """The model in --input. ValueError names the flag, the path and what is wrong. Collective over `world`."""
-    path = request.input
-    if request.source == "hf":
-        return on_each(world, lambda: read_hf(path))
-    try:
-        on_each(world, lambda: refuse_other_input(path, "megacp"))
-        return read_checkpoint(path, world)
-    except (ValueError, OSError) as error:
-        raise ValueError(f"--input {path}: {str(error).removeprefix(f'--load {path}: ')}") from error

@@ -216,6 +216,7 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     original cannot be expressed, or a text of `probe` gets other ids.
     """
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
     content, own = _content(given)
     run, special, copied = given.tokenizer, {**own, **given.special}, given.tokenizer.kind == "huggingface"
@@ -241,19 +242,12 @@ def write_tokenizer(given: Given, folder: Path, max_length: int, probe: Sequence
     config |= {name: text for name, text in named.items() if text is not None or name == "eos_token"}
     write_json(folder / "tokenizer_config.json", config)
     refuse_difference(given, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, probe)
-    refuse_difference(given, library_encoder(folder), ())
-    return names
-
-
-def library_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
-    """How CLASS encodes a text, reading a folder; nothing is added to it. ValueError when it cannot read it."""
-    from transformers import PreTrainedTokenizerFast
-
     try:
         library = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, model_max_length=1 << 30)
     except Exception as error:  # settings of a foreign folder may fail anywhere in it
         raise ValueError(f"the transformers library does not read the exported tokenizer: {error}") from error
-    return lambda text: library.encode(text, add_special_tokens=False)
+    refuse_difference(given, lambda text: library.encode(text, add_special_tokens=False), ())
+    return names
 
 
 def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], probe: Sequence[str]) -> None:
@@ -262,7 +256,14 @@ def refuse_difference(given: Given, encode: Callable[[str], Sequence[int]], prob
     A Unigram model may cut a run like `-----` in several ways of the same score. Such a tie is no difference.
     """
     model = spm_model(given.file) if given.tokenizer.kind == "sentencepiece" else None
-    for text in [*probe, *_symbol_texts(given, model)]:
+    symbols, plain = sorted(given.added), list[str]()  # texts around these, and pieces that look like one
+    if model is not None:
+        controls = {piece.piece for piece in model.pieces if piece.type == _CONTROL}
+        symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED][:200]
+        plain = ["<unk>", "<0x41>", "a <0x0A> b", _SPACE, f" {_SPACE}{_SPACE} a{_SPACE}", f"a {_SPACE}"]
+        plain = [text for text in plain if text not in controls]
+    around = (text for x in symbols for text in (x, f"a{x}b", f" {x} {x}{x}  word {x}"))
+    for text in [*probe, *plain, *around]:
         expected, found = given.encode(text), list(map(int, encode(text)))
         if expected == found or (model is not None and are_tied(model, expected, found)):
             continue
@@ -283,14 +284,3 @@ def are_tied(model: Any, first: list[int], second: list[int]) -> bool:
     sums = [math.fsum(model.pieces[i].score for i in ids) for ids in normal]
     rounding = 2.0**-24 * max(len(first), len(second)) * max(map(abs, sums))  # n additions, each 2^-24 of the sum
     return others[0] == others[1] and abs(sums[0] - sums[1]) <= rounding
-
-
-def _symbol_texts(given: Given, model: Any) -> list[str]:
-    """Texts around symbols, and around pieces that look like one but are plain."""
-    symbols, plain = sorted(given.added), list[str]()
-    if model is not None:
-        controls = {piece.piece for piece in model.pieces if piece.type == _CONTROL}
-        symbols = [piece.piece for piece in model.pieces if piece.type == _USER_DEFINED][:200]
-        plain = ["<unk>", "<0x41>", "a <0x0A> b", _SPACE, f" {_SPACE}{_SPACE} a{_SPACE}", f"a {_SPACE}"]
-        plain = [text for text in plain if text not in controls]
-    return [*plain, *(text for x in symbols for text in (x, f"a{x}b", f" {x} {x}{x}  word {x}"))]

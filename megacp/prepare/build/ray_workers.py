@@ -36,7 +36,6 @@ def run_on_ray(
     settings: Any,
     tasks: Sequence[Any],
     workers: int,
-    describe: Callable[[Any], str],
     address: str | None = None,
 ) -> Iterator[Any]:
     """As `workers.run_tasks`, on the cluster at `address`, or on a Ray of `workers` CPUs that lives as long as this.
@@ -77,10 +76,10 @@ def run_on_ray(
                 except lost as error:
                     if number == _TRIES:
                         reason = str(error).strip().splitlines()[0]
-                        raise WorkerFailed(f"{_TRIES} workers were lost {describe(task)}: {reason}") from error
+                        raise WorkerFailed(f"{_TRIES} workers were lost while working on {task}: {reason}") from error
                     waiting.appendleft((task, number + 1))
                     continue
-                yield result_of(outcome, describe(task))
+                yield result_of(outcome, f"while working on {task}")
     finally:
         for answer in flying:
             with contextlib.suppress(Exception):  # the connection may be what failed

@@ -34,7 +34,7 @@ from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_pro
 from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.read import Extent, Unit, identity, is_plain, plan_units, read_extent
+from megacp.prepare.records.read import Extent, identity, is_plain, plan_units, read_extent
 from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -127,7 +127,7 @@ def _build(
 
         run = functools.partial(run_on_ray, address=settings.ray_address)
     try:
-        for result in run(UnitBuilder, settings, missing, settings.workers, _describe):
+        for result in run(UnitBuilder, settings, missing, settings.workers):
             journal.add(result)
             done.append(result)
             _check_refusals(settings, done)
@@ -223,6 +223,10 @@ def _write(
     for path in tokenizer.files:  # so that a dataset can be read as text wherever it goes
         (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
         files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
+    kept = None if template is None else {"default": template.text}
+    empty = min((result.before_answers for result in results if result.before_answers is not None), default="")
+    if kept is not None and empty:  # behind which all answers were learned
+        kept["before_answers"] = empty
     manifest = DatasetManifest(
         config_fingerprint=fingerprint,
         tokenizer=tokenizer.info(),
@@ -233,19 +237,8 @@ def _write(
         num_rejected=len(rejected),
         image_rules=None if settings.image_rules is None else settings.image_rules.to_dict(),
         cp_degrees=settings.cp_degrees,
-        chat_template=None if template is None else _kept(template, results),
+        chat_template=kept,
         document_end={"token": tokenizer.eos_id if settings.append_eod else None},
     )
     manifest.write(directory)
     return manifest
-
-
-def _kept(template: ChatTemplate, results: Sequence[UnitResult]) -> dict[str, str]:
-    """What the manifest keeps of a template: its text, and the empty thought behind which all answers were learned."""
-    empty = min((r.before_answers for r in results if r.before_answers is not None), default="")
-    return {"default": template.text} | ({"before_answers": empty} if empty else {})
-
-
-def _describe(unit: Unit) -> str:
-    parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in unit.extents]
-    return f"while working on unit {unit.index}: {', '.join(parts)}"

@@ -26,13 +26,12 @@ def run_tasks(
     settings: Any,
     tasks: Sequence[Any],
     workers: int,
-    describe: Callable[[Any], str],
 ) -> Iterator[Any]:
     """Yield `start(settings)(task)` for every task, in the order in which they finish.
 
     `start` is called once in each worker; it, settings, tasks and results must pickle. With one worker, or one task,
     everything runs in this process. ValueError and OSError of a handler are raised here as they are; WorkerFailed: a
-    worker died, or raised anything else; `describe(task)` says what it was working on.
+    worker died, or raised anything else, and the message says at which task.
     """
     if not tasks:
         return
@@ -51,9 +50,9 @@ def run_tasks(
             processes = list(pool._processes.values())
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 answer = done.result()
-                yield result_of(answer, describe(running.pop(done)))
+                yield result_of(answer, f"while working on {running.pop(done)}")
     except BrokenProcessPool as error:  # of `submit` too, where the worker died before
-        at = "; ".join(describe(task) for task in running.values() or waiting[-1:])
+        at = "; ".join(f"while working on {task}" for task in running.values() or waiting[-1:])
         raise WorkerFailed(f"a worker was killed or ended (out of memory?) {at}") from error
     finally:
         for process in processes:

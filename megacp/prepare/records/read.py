@@ -76,6 +76,10 @@ class Unit:
     index: int
     extents: tuple[Extent, ...]
 
+    def __str__(self) -> str:
+        parts = [f"{extent.path} (bytes {extent.start} to {extent.stop})" for extent in self.extents]
+        return f"unit {self.index}: {', '.join(parts)}"
+
 
 def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
     """Cut input files into units of about `unit_bytes`: large plain files into ranges, small files grouped in order."""

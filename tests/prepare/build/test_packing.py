@@ -215,12 +215,8 @@ def _start(settings: str) -> Any:
     return handle
 
 
-def _where(task: int) -> str:
-    return f"at task {task}"
-
-
 def test_tasks_are_all_done_by_several_workers() -> None:
-    assert sorted(run_tasks(_start, "fine", list(range(7)), 3, _where)) == [n * n for n in range(7)]
+    assert sorted(run_tasks(_start, "fine", list(range(7)), 3)) == [n * n for n in range(7)]
 
 
 def _start_asking(settings: str) -> Any:
@@ -228,18 +224,18 @@ def _start_asking(settings: str) -> Any:
 
 
 def test_workers_do_not_import_torch() -> None:
-    assert list(run_tasks(_start_asking, "torch", [1, 2], 2, _where)) == [False, False]
+    assert list(run_tasks(_start_asking, "torch", [1, 2], 2)) == [False, False]
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("killed", "a worker was killed or ended .*at task 2"),
-        ("exits", "a worker was killed or ended .*at task 2"),
-        ("raises", "(?s)failed at task 2.*KeyError: 'surprise'"),
+        ("killed", "a worker was killed or ended .*while working on 2"),
+        ("exits", "a worker was killed or ended .*while working on 2"),
+        ("raises", "(?s)failed while working on 2.*KeyError: 'surprise'"),
     ],
 )
 def test_a_worker_that_dies_ends_the_job_with_its_place(how: str, message: str) -> None:
     with pytest.raises(WorkerFailed, match=message):
-        list(run_tasks(_start, how, list(range(6)), 2, _where))
+        list(run_tasks(_start, how, list(range(6)), 2))

@@ -97,7 +97,7 @@ def _start(settings_: str) -> Any:
 
 
 def squares(settings_: str = "fine", count: int = 9, **more: Any) -> list[int]:
-    return sorted(run_on_ray(_start, settings_, list(range(count)), 2, lambda task: f"at task {task}", **more))
+    return sorted(run_on_ray(_start, settings_, list(range(count)), 2, **more))
 
 
 def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_way(fake: FakeRay) -> None:
@@ -108,7 +108,7 @@ def test_lost_workers_are_replaced_and_no_more_than_two_tasks_a_cpu_are_under_wa
 
 def test_a_task_whose_workers_are_lost_again_and_again_ends_the_build(fake: FakeRay) -> None:
     fake.lose = {2: 99}
-    with pytest.raises(WorkerFailed, match="^4 workers were lost at task 2: the worker died$"):
+    with pytest.raises(WorkerFailed, match="^4 workers were lost while working on 2: the worker died$"):
         squares()
     assert fake.ended and fake.flying == 0
 
@@ -116,7 +116,7 @@ def test_a_task_whose_workers_are_lost_again_and_again_ends_the_build(fake: Fake
 def test_errors_are_not_tried_again(fake: FakeRay) -> None:
     with pytest.raises(ValueError, match="^a.jsonl:4: not a record$"):
         squares("refuses")
-    with pytest.raises(WorkerFailed, match="(?s)a worker failed at task 3:.*KeyError: 'surprise'"):
+    with pytest.raises(WorkerFailed, match="(?s)a worker failed while working on 3:.*KeyError: 'surprise'"):
         squares("raises")
     assert fake.ended and fake.flying == 0
 

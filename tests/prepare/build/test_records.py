@@ -11,8 +11,6 @@ import pytest
 
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
-from megacp.huggingface.convert.chat import TEMPLATE_FILE
-from megacp.huggingface.convert.chat import template as template_text
 from megacp.huggingface.generation.prompt import PromptMaker
 from megacp.prepare.describe import statistics, statistics_text
 from megacp.prepare.records.documents import DocumentMaker
@@ -237,7 +235,7 @@ def test_messages_are_refused_where_the_tokenizer_has_a_template_for_them(
     assert run([a], tmp_path / "d", tokenizer=str(path), chat_template="ignore").documents == 2
     text = write(tmp_path / "b.jsonl", {"text": "a"})
     assert run([text], tmp_path / "e", tokenizer=str(path)).documents == 1
-    (path.parent / TEMPLATE_FILE).write_text(template_text(True, "<s>"))  # by the converter, of what a build does
+    (path.parent / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
     assert run([a], tmp_path / "f", tokenizer=str(path)).documents == 2
 
 

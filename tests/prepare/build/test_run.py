@@ -158,7 +158,7 @@ def spoiled(path: Path, position: int, line: bytes) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("line", "workers"),
-    [(b"", 1), (b"{", 1), (b'{"text": 1}', 1), (b'{"t": "x"}', 1), (b'{"text": "\xff"}', 1), (b"{", 2)],
+    [(b"{", 1), (b'{"text": 1}', 1), (b'{"t": "x"}', 1), (b'{"text": "\xff"}', 1), (b"{", 2)],
 )
 def test_a_bad_line_ends_the_build_with_its_place(tmp_path: Path, line: bytes, workers: int) -> None:
     a = tmp_path / "a.jsonl"
