@@ -324,20 +324,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 28_210,
-    "megacp/core": 16_800,
-    "megacp/prepare": 4_725,
-    "megacp/huggingface": 4_725,
+    "megacp": 28_510,
+    "megacp/core": 16_710,
+    "megacp/prepare": 5_045,
+    "megacp/huggingface": 4_810,
     "megacp/verify": 941,
-    "megacp/plan": 800,
+    "megacp/plan": 720,
     "bench tools": 2_705,
-    "tests": 28_950,
+    "tests": 29_330,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 17_850)}
+REACHED = {"megacp.train": (130, 17_750)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 10_500
-FLAGS = 105
+WORDS_OF_DOCS = 10_000
+FLAGS = 107
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

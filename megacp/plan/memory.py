@@ -85,13 +85,6 @@ def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: boo
     return sum(part.trained if trained else part.parameters for part in parts)
 
 
-def sharing_ranks(config: RunConfig, world_size: int) -> int:
-    """W: ranks that share among themselves."""
-    p = config.parallel
-    ranks = config.data_parallel_size(world_size) * p.context_parallel_size
-    return ranks // p.num_distributed_optimizer_instances
-
-
 @dataclass(frozen=True)
 class StateMemory:
     """Bytes of parameters, gradients and moments on one rank, and of their copies on the way."""
@@ -121,7 +114,8 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     before it computes. `whole` are those of the block that is just done. In both places its gradients may stand.
     """
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    ranks, instances = sharing_ranks(config, world_size), config.parallel.num_distributed_optimizer_instances
+    instances = config.parallel.num_distributed_optimizer_instances
+    ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     share, narrow = -(-trained // ranks), size < wide
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed

@@ -101,7 +101,7 @@ def _figures(pack: Pack, segment: int, rules: ImageRules) -> Iterator[str]:
     from PIL import Image
 
     assert pack.images is not None
-    units = pack.images.units
+    units, side = pack.images.units, rules.image_size
     yield '<div class="grid">'
     for item, rows in itertools.groupby(units[units["segment"] == segment], key=lambda unit: int(unit["item"])):
         taken, data = list(rows), pack.images.read(item)
@@ -113,17 +113,11 @@ def _figures(pack: Pack, segment: int, rules: ImageRules) -> Iterator[str]:
             url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
             width = image.width * max(1, _THUMBNAIL // (2 * max(image.size)))  # a small one is enlarged, pixel by pixel
             caption, crops = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}", ""
-            if unit["frame"] < 0:
-                caption, crops = _crops(caption, pixels, rules)
+            (high, wide), origins = crop_origins(pixels.shape[1], pixels.shape[0], rules)
+            if unit["frame"] < 0 and len(origins) > 1:  # the overlapping frames of its high-resolution crops
+                frames = "".join(f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>' for y, x in origins)
+                crops = f'<svg viewBox="0 0 {wide} {high}" width="{_THUMBNAIL // 4}">{frames}</svg>'
+                caption = f"{caption}, {len(origins)} crops"
             yield f'<figure><img src="{url}" width="{width}" alt="{caption}">{crops}<figcaption>{caption}</figcaption>'
             yield "</figure>"
     yield "</div>"
-
-
-def _crops(caption: str, pixels: np.ndarray, rules: ImageRules) -> tuple[str, str]:
-    """The caption with the number of high-resolution crops, and their overlapping frames as a drawing."""
-    (height, width), origins = crop_origins(pixels.shape[1], pixels.shape[0], rules)
-    side = rules.image_size
-    frames = "".join(f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>' for y, x in origins)
-    drawing = f'<svg viewBox="0 0 {width} {height}" width="{_THUMBNAIL // 4}">{frames}</svg>'
-    return (f"{caption}, {len(origins)} crops", drawing) if len(origins) > 1 else (caption, "")

@@ -125,10 +125,6 @@ class ProcessGrid:
         """Every distinct axis, for reports of traffic."""
         return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
 
-    def split_axes(self) -> list[Axis]:
-        """What `split_axis` has made of axes, in one order on all ranks."""
-        return [part for axis in self.all_axes() for pair in list(axis.parts.values()) for part in pair]
-
 
 def connect(axes: Sequence[Axis], device: torch.device) -> None:
     """Let all ranks of every axis meet once; all ranks call it with axes in one order.

@@ -66,7 +66,7 @@ class ParallelModel:
         width = config.model.hidden_size
         self.hidden = HiddenStates(lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype)
         open_channels(grid, len(self.chunks))
-        connect(grid.split_axes(), grid.device)
+        connect([part for axis in grid.all_axes() for pair in axis.parts.values() for part in pair], grid.device)
 
     def plan(self, batch: PackedBatch) -> PlannedRow:
         """What a microbatch asks of this rank, worked out on the host; called from the loader's threads."""

@@ -26,7 +26,7 @@ from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
-from megacp.prepare.records.record import Record, RecordError, RecordRules, Refusal, Sample
+from megacp.prepare.records.record import RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
 _UNWRITTEN = (
@@ -82,14 +82,6 @@ class _Entry(NamedTuple):
     """Prefix, then branches."""
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""
-
-
-def _is_for_validation(item: Record | Refusal, share: float) -> bool:
-    """Whether a record is of --valid-share: by a hash of all it says, so it and its copies are in every build."""
-    if isinstance(item, Refusal):
-        return False
-    said = repr((item.value, item.members)).encode(errors="surrogatepass")
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest()) < share * 2**64
 
 
 class UnitBuilder:
@@ -159,7 +151,12 @@ class _UnitRun:
         settings, chunk, characters = self._settings, list[_Entry](), 0
         for extent in self._unit.extents:
             for item in read_extent(extent, settings.max_record_bytes, self._media is not None):
-                if settings.valid_share and _is_for_validation(item, settings.valid_share) != settings.is_valid:
+                is_valid = False
+                if settings.valid_share and not isinstance(item, Refusal):  # by all it says: copies stay together
+                    said = repr((item.value, item.members)).encode(errors="surrogatepass")
+                    drawn = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest())
+                    is_valid = drawn < settings.valid_share * 2**64
+                if is_valid != settings.is_valid:
                     continue
                 if isinstance(item, Refusal):
                     self._refuse(item)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -161,10 +160,10 @@ def test_prompts_begin_as_the_documents_of_training_did(
     sizes = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 16 --seq-length 16".split()
     run = ["--data-path", str(tmp_path / "d"), "--global-batch-size", "1", "--train-iters", "1"]
     assert main([*sizes, *run, "--save", str(tmp_path / "out")]) == 0
-    arguments = argparse.Namespace(tokenizer=str(tmp_path / "tokenizer.json"), checkpoint=str(tmp_path / "out"))
-    assert generate.load(arguments)[1].begins_with == (first if begins else None)
+    arguments = generate.parsed(["--checkpoint", str(tmp_path / "out"), "--prompt", "a"])
+    assert generate.Session(arguments).tokenizer.begins_with == (first if begins else None)
     flags = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--output", str(tmp_path / "hf")]
-    assert convert.main([*flags, "--tokenizer", arguments.tokenizer]) == 0
+    assert convert.main([*flags, "--tokenizer", str(tmp_path / "tokenizer.json")]) == 0
     assert ("first token: documents of training began with none" in capsys.readouterr().out) == (not begins)
 
 
