@@ -26,7 +26,7 @@ help:
 	@echo 'make test       all tests but the long faults and the fences (8 minutes on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
-	@echo 'make mutants    break the code in 209 places, and see which of them no fast test sees (half an hour)'
+	@echo 'make mutants    break the code in 218 places, and see which of them no fast test sees (half an hour)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'

@@ -1,4 +1,4 @@
-"""Breaks the code in more than 150 places, one at a time, and says which of them the fast tests do not see.
+"""Breaks the code in more than 200 places, one at a time, and says which of them the fast tests do not see.
 
 `make mutants` takes half an hour on two cores. `python tests/mutants.py ring mask` takes the breaks whose file or
 sentence holds one of these words. Each is made in a copy of the tree, whose tests are first run unbroken. The exit
@@ -317,6 +317,27 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('np.argsort(-lengths, kind="stable")', 'np.argsort(lengths, kind="stable")', "the shortest first"),
         ("(start + longest, lengths[document])", "(start + longest, start + longest)", "the last piece is too long"),
         ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
+    ],
+    ("prepare/build/unit.py", "tests/prepare/test_public_chats.py"): [
+        ("if is_valid != settings.is_valid", "if is_valid < settings.is_valid", "what is validated is learned too"),
+    ],
+    ("prepare/records/read.py", "tests/prepare/test_public_chats.py tests/prepare/records/test_read.py"): [
+        ('line + element.count("\\n"), offset + size', "line, offset + size", "lines inside an element do not count"),
+        ("stop is not None and offset >= stop:", "stop is not None and offset > stop:", "an element is in two units"),
+        ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
+        ("                    start = empty.end()", "                    pass", "an empty thought is learned"),
+        ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
+        ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
+    ],
+    ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
+        ("self.before_answers if prompt else", "self.before_answers if False else", "nothing stands behind a prompt"),
+    ],
+    ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
+        ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),
+        ("= self._videos.pop(data, {})", "= self._videos.pop(data[:0], {})", "kept frames are forgotten"),
+        ("(len(v) + 3 *", "(0 * len(v) + 3 *", "kept files cost nothing"),
     ],
     ("core/data_parallel/full_shard.py", GOLDEN): [
         ("* (parameter.numel() // shape[0])", "", "a part's place counts rows, not elements"),

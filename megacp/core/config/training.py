@@ -206,4 +206,4 @@ class DataConfig:
 
     num_workers: NotNegative[int] = 1
     """Threads that read packs and decode images, each a step ahead of the others; 0 does it when they are needed. A
-    rank keeps up to 512 MiB of frames of videos, so that one in several rows is decoded once."""
+    rank keeps up to 512 MiB of videos and frames, so that one in several rows is decoded once."""

@@ -47,7 +47,7 @@ _RATE_TOLERANCE = 0.1
 _CUT_SECONDS, _CUT_SHARE = 1.0, 0.02
 """By how much headers are off in whole files."""
 KEPT_BYTES = 512 << 20
-"""Of the frames that a decoder keeps."""
+"""Of videos and their frames that a decoder keeps beside the last."""
 _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
@@ -280,7 +280,7 @@ class RulesDecoder:
             for i, pixels in zip(missing, video_pixels(data, self._rules, missing), strict=False):
                 known[i] = resized(pixels, size, size)
         with self._lock:
-            while len(self._videos) > 1 and sum(map(len, self._videos.values())) * 3 * size**2 > KEPT_BYTES:
+            while sum(len(v) + 3 * size**2 * len(k) for v, k in [*self._videos.items()][:-1]) > KEPT_BYTES:
                 del self._videos[next(iter(self._videos))]
         crops = [np.zeros((0, size, size, 3), np.uint8), *(known[i][None] for i in frames if i in known)]
         patches = patches_of(np.concatenate(crops), self._rules)
