@@ -93,11 +93,6 @@ def tile_work(config: RunConfig) -> int:
     return elements * t.element_bytes + rows * t.accumulation_bytes
 
 
-def _flex(config: RunConfig) -> bool:
-    kernel = config.training.attention_kernel
-    return kernel in ("flex", "flex_flash") or (kernel == "auto" and config.training.dtype != "float64")
-
-
 def layer_activations(config: RunConfig, granularity: str) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     model, p = config.model, config.parallel
@@ -186,7 +181,8 @@ def attention_work(config: RunConfig) -> int:
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
-    if _flex(config) and cp > 1 and p.cp_comm_type != "a2a":  # else it is one call, which computes nothing again
+    flex = kernel in ("flex", "flex_flash") or (kernel == "auto" and not double)
+    if flex and cp > 1 and p.cp_comm_type != "a2a":  # else it is one call, which computes nothing again
         part = 2 * queries * (size + wide)
     if kernel == "math" or (kernel == "auto" and double):
         keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)

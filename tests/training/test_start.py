@@ -304,4 +304,6 @@ def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.
     assert main([*flags, "--train-epochs", "1.5", "--save", str(tmp_path / "run"), "--lr", "0.1"]) == 0
     said = capsys.readouterr().out
     assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.60" in said
+    assert main([*flags, "--train-epochs", "0.4"]) == 2  # a step whose learning rate is 0
+    assert "--train-epochs 0.4 is 1 steps of --global-batch-size 4, as" in capsys.readouterr().err
     assert main([*TINY, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err

@@ -109,7 +109,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
-    a note; both as they were where there is no such dataset, which is told later.
+    a note; both as they were where there is no such dataset, which is told later. ValueError for a step or less.
     """
     try:
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -119,8 +119,11 @@ def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunCo
     if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
         found["seq_length"] = manifests[0].seq_length
     if manifests and training.train_epochs is not None:
-        steps = training.train_epochs * sum(one.num_packs for one in manifests) / training.global_batch_size
-        found["train_iters"] = max(1, math.ceil(round(steps, 6)))
+        packs, batch = sum(one.num_packs for one in manifests), training.global_batch_size
+        if (steps := training.train_epochs * packs / batch) <= 1:  # the last step has --min-lr, which may be 0
+            told = f"--train-epochs {training.train_epochs:g} is {steps:g} steps of --global-batch-size {batch}"
+            raise ValueError(f"{told}, as --data-path has {packs} packs: lower --global-batch-size")
+        found["train_iters"] = math.ceil(round(steps, 6))
     note = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
     return with_values(config, found), f"{note}, as --data-path was packed" if note else ""
 
