@@ -34,15 +34,13 @@ from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_pro
 from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult
 from megacp.prepare.build.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.read import Extent, identity, is_plain, plan_units, read_extent
-from megacp.prepare.records.record import Record
+from megacp.prepare.records.read import SAMPLED_BYTES, Extent, identity, is_plain, plan_units, read_extent
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 RECORD_RULES = 5
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
-_FIRST_RECORDS = 256
 
 
 def build(
@@ -146,15 +144,16 @@ def _build(
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file.
+    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file that is not empty.
 
     A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
     """
     plain = ((path, size) for path in settings.input if is_plain(path) and (size := size_of(place_of(path))))
-    extents = (Extent(0, path, 0, size) for path, size in plain)
-    items = itertools.islice((item for extent in extents for item in read_extent(extent)), _FIRST_RECORDS)
-    sizes = [item.size for item in items if isinstance(item, Record)]
-    return RECORDS_OF_A_SHARD * max(1, sum(sizes) // len(sizes)) if sizes else settings.bytes_per_unit
+    if (first := next(plain, None)) is None:
+        return settings.bytes_per_unit
+    begins = (item.offset for item in read_extent(Extent(0, first[0], 0, first[1])))
+    count = sum(begin > 0 for begin in itertools.takewhile(SAMPLED_BYTES.__ge__, begins))
+    return RECORDS_OF_A_SHARD * max(1, min(first[1], SAMPLED_BYTES) // max(1, count))
 
 
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
