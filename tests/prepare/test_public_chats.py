@@ -144,7 +144,9 @@ def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
     assert bad.line == found[4321].line and "surrogate" in bad.reason
 
 
-def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(model: Path, tmp_path: Path) -> None:
+def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By what a record says: copies go together, and more input moves none."""
     lines = [json.dumps({"text": f"document {i % 150}"}) + "\n" for i in range(200)]
 
@@ -158,3 +160,5 @@ def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(model: Path,
     train, valid = texts("a", ".", 200), texts("a", "valid", 200)
     assert len(train) + len(valid) == 200 and not {*train} & {*valid} and 15 < len(valid) < 65
     assert {*texts("b", "valid", 100)} == {*valid} & {f"document {i}</s>" for i in range(100)}
+    assert build(model, tmp_path / "c", tmp_path / "b.jsonl", valid_share=1e-9) == 2
+    assert "--valid-share 1e-09 leaves no record for" in capsys.readouterr().err
