@@ -3,6 +3,9 @@
 First what must be equal (training against float64 on the CPU, Transformer Engine, several ranks on the one GPU), then
 what is measured (tokens/s and utilisation of a 1B model). `report.json` and `report.md` hold the versions beside every
 figure. `--dry-run` needs no GPU: it prints what would run. Exit status 1 when something was not equal.
+
+`--fake --world-size N --config FILE ...` needs no GPU either: with any flag of a run it trains one step of `--rank` and
+the ranks beside it on a device that is not there, and prints what they hold (`megacp/verify/fake_step.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +15,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from megacp.verify.gpu_report import check, parts
+from megacp.verify import fake_cuda
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if "--fake" in arguments:
+        arguments.remove("--fake")
+        try:
+            fake_cuda.load()  # before torch
+            from megacp.verify import fake_step
+
+            return fake_step.main(arguments)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    import torch
+
+    from megacp.verify.gpu_report import check, parts
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="folder for report.json and report.md")
     parser.add_argument("--minutes", type=float, default=7.0, help="parts that would begin later are left out")
@@ -26,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cpu runs small sizes: a check of this file"
     )
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     if options.dry_run:
         print("\n".join(parts(options.device)))
         return 0

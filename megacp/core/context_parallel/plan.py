@@ -102,18 +102,15 @@ class AttentionPlan:
 
     def arrival(self, size: int, device: torch.device) -> torch.Tensor:
         """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into `grouped(size)`'s."""
-
-        def build() -> np.ndarray:
-            first = self.cp_rank // size * size
-            return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
-
-        return self.on_device(f"arrival of {size}", device, build)
+        return self.on_device(f"arrival of {size}", device, lambda: self._arrival(size))
 
     def departure(self, size: int, device: torch.device) -> torch.Tensor:
         """The inverse of `arrival`."""
-        return self.on_device(
-            f"departure of {size}", device, lambda: np.argsort(self.arrival(size, torch.device("cpu")).numpy())
-        )
+        return self.on_device(f"departure of {size}", device, lambda: np.argsort(self._arrival(size)))
+
+    def _arrival(self, size: int) -> np.ndarray:
+        first = self.cp_rank // size * size
+        return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
 
     def part(self, name: str, build: Callable[[], Part]) -> Part:
         """What a transport derives from this plan, built once for all layers."""

@@ -54,7 +54,7 @@ class LocalBatch:
 
     def to(self, device: torch.device, key: int) -> LocalBatch:
         """This batch, made on the host, with its tensors on `device` and the `key` of its step."""
-        moved: dict[str, Any] = {name: to_device(getattr(self, name).numpy(), device) for name in _TENSORS}
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in _TENSORS}
         vision = None if self.vision is None else self.vision.to(device)
         return dataclasses.replace(self, **moved, key=key, vision=vision)
 

@@ -242,7 +242,8 @@ class FlatBuckets(ShardedParameters):
         if self._each_microbatch:
             self._collect(1)  # this bucket's buffer and one more are all that exists
         gradients = bucket.take_gradients() if self._each_microbatch else bucket.gradients
-        self._pending.append((index, start_reduce_scatter(gradients, self.axis)))
+        pending = start_reduce_scatter(gradients, self.axis, in_place=not self._each_microbatch)
+        self._pending.append((index, pending))
 
     def _collect(self, left: int) -> None:
         """Wait for reductions until only `left` are under way; their sums are added to this rank's slices."""

@@ -106,8 +106,12 @@ def all_gather(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return start_all_gather(x, axis).wait()
 
 
-def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
-    """`[size * n, ...] -> [n, ...]`: this rank's block of the sum over the axis."""
+def start_reduce_scatter(x: torch.Tensor, axis: Axis, *, in_place: bool = False) -> Pending:
+    """`[size * n, ...] -> [n, ...]`: this rank's block of the sum over the axis.
+
+    `in_place`: the sum may stand in this rank's block of contiguous `x`, of which the rest then means nothing (NCCL's
+    in-place form); gloo gives it memory of its own all the same.
+    """
     assert x.shape[0] % axis.size == 0, f"reduce-scatter of {tuple(x.shape)} over {axis.size} ranks"
     x = x.contiguous()
     if axis.size == 1:
@@ -115,7 +119,8 @@ def start_reduce_scatter(x: torch.Tensor, axis: Axis) -> Pending:
     axis.traffic["reduce_scatter"] += x.nbytes // axis.size * (axis.size - 1)
     if axis.backend == "gloo":
         return _start_sum(x, axis)
-    out = x.new_empty(x.shape[0] // axis.size, *x.shape[1:])
+    own = x.tensor_split(axis.size)[axis.rank]
+    out = own if in_place else torch.empty_like(own)
     return Pending([_reduce_scatter_single(out, x, group=axis.group, async_op=True)], lambda: out)
 
 

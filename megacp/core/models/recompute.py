@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 Recipe = Callable[[], torch.Tensor]
-Key = tuple[int, torch.Size, tuple[int, ...]]
+Key = tuple[Any, ...]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What autograd holds instead of a tensor that is saved, and how it becomes the tensor again."""
 HELD: Hooks = (lambda x: x, lambda x: x)
@@ -37,7 +37,7 @@ class Recomputation:
         """`function(*inputs)`, stored by autograd as a recipe wherever the result is an input of something else."""
         output = function(*inputs)
         self._registered[self._key(output)] = function, tuple(x.detach() for x in inputs)
-        self._outputs.append(output.detach())  # holds the address until the block is done, so no key is met twice
+        self._outputs.append(output.detach())  # holds the storage until the block is done, so no key is met twice
         return output
 
     @contextlib.contextmanager
@@ -50,7 +50,7 @@ class Recomputation:
 
     @staticmethod
     def _key(x: torch.Tensor) -> Key:
-        return x.data_ptr(), x.shape, x.stride()
+        return x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride()
 
     def _pack(self, x: torch.Tensor) -> Any:
         registered = self._registered.get(self._key(x))

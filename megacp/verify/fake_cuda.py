@@ -1,0 +1,43 @@
+"""A CUDA device that is not there: with it, FakeTensorMode has a device `cuda` on a CPU build of torch.
+
+`load` builds fake_cuda.cpp once (g++, seconds) and loads it. It must come before the first import of torch, which asks
+for its CUDA hooks once. Backward then runs in the thread of that device, as it does on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+
+
+def load() -> None:
+    """Make torch believe in the device. Raises ValueError where it cannot be built or torch has its own."""
+    assert "torch" not in sys.modules, "torch was imported before the stand-in of its device"
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.submodule_search_locations, "torch is a requirement"
+    home = Path(spec.submodule_search_locations[0])
+    if (home / "lib" / "libtorch_cuda.so").exists():
+        raise ValueError(f"--fake needs a CPU build of torch, {home} is one for CUDA")
+    key = hashlib.sha256(SOURCE.read_bytes() + f"{home} {version('torch')}".encode()).hexdigest()[:16]
+    library = Path.home() / ".cache" / "megacp" / f"fake_cuda_{key}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        partial = library.with_suffix(f".{os.getpid()}")
+        headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
+        command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", *headers, str(SOURCE), "-o", str(partial)]
+        try:
+            subprocess.run([*command, f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            told = getattr(error, "stderr", b"").decode().strip() or error
+            raise ValueError(f"--fake builds {SOURCE.name} with g++: {told}") from error
+        partial.rename(library)
+    for path in (*(home / "lib" / f"lib{name}.so" for name in ("torch_global_deps", "c10", "torch_cpu")), library):
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

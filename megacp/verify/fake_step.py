@@ -1,0 +1,319 @@
+"""One training step of any rank of any world, on a GPU that is not there: what it holds, and what it sends to whom.
+
+The model, its plan, schedule and optimizer are the real ones; tensors are FakeTensors of a device `cuda` and have no
+numbers, process groups send nothing (torch's "fake" backend). An operator refuses tensors of two devices, the device's
+thread runs backward, and Dynamo traces every chain that a GPU would compile; the compiled kernel itself is faked.
+
+Memory is the bytes of all storages on the device, by the phase that allocated them; a compiled chain holds its results
+alone. Fragmentation, communicators and the kernels' own buffers are not in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch._dynamo.trace_rules
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from megacp.core.backends.select import backend_problems
+from megacp.core.config.checks import require
+from megacp.core.config.cli import parse
+from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.choose import resolve_auto
+from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
+from megacp.core.data.mock import MASKS, MockRules, mock_batch
+from megacp.core.distributed.fake_world import Call, differences, fake_world, recorded
+from megacp.core.distributed.fully_shard import shard_of
+from megacp.core.distributed.grid import AXES, GridShape, build_grid
+from megacp.core.models import build
+from megacp.core.models.costs import WINDOW, planned_images
+from megacp.core.training.sources import open_sources
+from megacp.core.training.step import ParallelModel
+from megacp.plan.memory import stage_memory
+
+STATE = ("weights", "gradients", "optimizer")
+
+
+class Watch(TorchDispatchMode):
+    """Bytes on the device by category, and all calls of collectives, in every thread of autograd."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True: Dynamo compiles under it."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, likewise: it is told of results by `chain`."""
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget all; what still dies counts no more."""
+        self.category, self.chains = "other", 0
+        self.held: Counter[str] = Counter()
+        self.peak: dict[str, int] = {}
+        self.calls: list[Call] = []
+        self._known: dict[int, tuple[str, int]] = {}  # storage -> category, bytes
+        self._most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if (call := recorded(function, args, kwargs or {})) is not None:
+            self.calls.append(call)
+        if not self.chains:
+            for x in tree_iter(result):
+                if isinstance(x, torch.Tensor):
+                    self.see(x)
+        return result
+
+    def see(self, x: torch.Tensor, category: str = "") -> None:
+        """Count the storage of a tensor, once; a category moves it there."""
+        if x.device.type != "cuda":
+            return
+        storage = shard_of(x).untyped_storage()  # a DTensor's own would be as large as the whole
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = self.category, 0
+            weakref.finalize(storage, self._count, key, "", 0)
+        self._count(key, category or self._known[key][0], storage.nbytes())
+
+    def _count(self, key: int, category: str, size: int) -> None:
+        if key not in self._known:
+            return
+        before, old = self._known.pop(key)
+        self.held[before] -= old
+        if category:
+            self._known[key] = category, size
+            self.held[category] += size
+        if (total := sum(self.held.values())) > self._most:
+            self._most, self.peak = total, dict(self.held)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What is allocated meanwhile counts as that phase's; what forward leaves behind are activations."""
+        before, self.category = self.category, {"forward": "activations", "shard": "rows"}.get(name, name)
+        try:
+            yield
+        finally:
+            self.category = before
+
+    def chain(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        """A compiled function of which only the results are counted: the compiler's backend."""
+
+        def call(*args: Any) -> Any:
+            self.chains += 1
+            try:
+                results = graph(*args)
+            finally:
+                self.chains -= 1
+            for x in tree_iter(results) if not self.chains else ():
+                if isinstance(x, torch.Tensor):
+                    self.see(x)
+            return results
+
+        return call
+
+
+class _Nothing:
+    """A stream, an event or a device context where nothing runs."""
+
+    def __init__(self, *args: Any, **named: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: None
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """torch's choice on a GPU for crops without a mask, which a CPU build does not make."""
+    if q.dtype == torch.bfloat16:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[0]
+
+
+@contextlib.contextmanager
+def _device(watch: Watch, rank: int) -> Iterator[None]:
+    """torch.cuda of a Hopper GPU whose kernels are faked; numbers that the host reads of it are 1."""
+    item, resize, compile = torch.Tensor.item, torch.UntypedStorage.resize_, torch.compile
+
+    def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result = resize(storage, size)
+        if storage._cdata in watch._known:
+            watch._count(storage._cdata, watch._known[storage._cdata][0], size)
+        return result
+
+    nothing = lambda *args, **named: None  # noqa: E731
+    hopper = mock.Mock(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
+    patches: dict[str, dict[str, Any]] = {
+        "torch.cuda": {
+            "is_available": lambda: True,
+            "device_count": lambda: 8,
+            "current_device": lambda: rank % 8,
+            **dict.fromkeys(("set_device", "synchronize", "get_rng_state", "set_rng_state", "_lazy_init"), nothing),
+            "get_device_capability": lambda device=None: (9, 0),
+            "get_device_properties": lambda device=None: hopper,
+            **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _Nothing),
+        },
+        "torch.Tensor": {
+            "item": lambda x: 1.0 if isinstance(x, FakeTensor) else item(x),
+            "pin_memory": lambda x, *device: x,
+            "record_stream": nothing,
+        },
+        "torch.nn.functional": {"scaled_dot_product_attention": _attention},
+        "torch": {"compile": lambda function, **named: compile(function, **{**named, "backend": watch.chain})},
+        "torch.UntypedStorage": {"resize_": resized},
+        "torch._subclasses.fake_tensor.FakeTensorMode": {"avoid_device_init": True},
+    }
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()  # made once, of what is not patched yet
+    with contextlib.ExitStack() as stack:
+        for owner, values in patches.items():
+            stack.enter_context(mock.patch.multiple(owner, **values))
+        stack.enter_context(mock.patch.object(build, "initialise", nothing))  # numbers that nobody reads
+        yield
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank did in a step."""
+
+    rank: int
+    peak: dict[str, int]
+    """Bytes by category when they were most: weights, gradients, optimizer, activations, rows, else the phase."""
+    state: dict[str, int]
+    """The first three of them between steps."""
+    calls: list[Call]
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.peak.values())
+
+
+def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] | None) -> PackedBatch:
+    """A row of random packs of full length with the planned images; `encoder`: which of how many ranks decodes them,
+    None for a rank of another stage.
+    """
+    rules = MockRules(config.model.vocab_size, config.data.seq_length, mask)
+    batch = mock_batch(range(packs), rules)
+    crops, pooled = (packs * count for count in planned_images(config))
+    if not config.vision.vision_num_layers:
+        return batch
+    edges = np.arange(1, crops + 1)
+    bounds = edges, edges * pooled // max(crops, 1)
+    rank, ranks = encoder or (0, 1)
+    mine = compute_image_shard_boundaries(*bounds, ranks)[rank]
+    here = [
+        int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None) for kind in ("image", "pool")
+    ]
+    shape = config.vision.patches_per_crop, config.vision.patch_dim
+    windows = np.zeros((here[1], WINDOW), np.int64)
+    pixels, strategy = np.zeros((here[0], *shape), np.float32), config.parallel.vision_shards
+    images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy)
+    return dataclasses.replace(batch, vision=images)
+
+
+def microbatches(config: RunConfig, world_size: int) -> int:
+    """How many a rank computes here: its schedule holds no more at once with those that only continue it."""
+    stages = config.parallel.pipeline_model_parallel_size
+    return min(config.num_microbatches(world_size), 2 * stages * config.parallel.num_virtual_stages_per_pipeline_rank)
+
+
+def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch) -> Rank:
+    """Build the model of a checked config on a rank and train it for one step, of equal rows."""
+    gc.collect()
+    watch.begin()
+    with fake_world(rank, world_size):
+        grid = build_grid(build.grid_shape(config, world_size), rank, torch.device("cuda", rank % 8))
+        with _device(watch, rank):
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, watch:
+                model = ParallelModel(config, grid, watch.phase)
+                state = _state(model, watch)
+            first = 0 if config.parallel.vision_shards == REPLICATE else model.rows.axis.rank
+            encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size
+            row = model.plan(full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None))
+            with mode, watch:
+                model.train([row] * microbatches(config, world_size), 1, 1.0)
+        return Rank(rank, watch.peak, state, watch.calls)
+
+
+def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
+    """Sort what a rank keeps between steps into STATE, and count it."""
+    kept: dict[str, list[torch.Tensor]] = {name: [] for name in STATE}
+    kept["weights"] += [shard_of(p) for chunk in model.chunks for p in chunk.parameters()]
+    kept["weights"] += [s.values for s in model.parameters.shards]
+    adamw = model.optimizer._adamw
+    kept["optimizer"] += [*adamw.slices, *adamw.exp_avg, *adamw.exp_avg_sq]
+    kept["gradients"] += [bucket.gradients for bucket in getattr(model.parameters, "buckets", ())]
+    weights = {x.untyped_storage()._cdata for x in kept["weights"]}
+    for name, tensors in kept.items():
+        for x in tensors:
+            if name == "weights" or x.untyped_storage()._cdata not in weights:
+                watch.see(x, name)
+    return {name: watch.held[name] for name in STATE}
+
+
+def neighbours(shape: GridShape, rank: int) -> list[int]:
+    """The next rank on each axis that has several."""
+    axes = [shape.members(rank, (name,)) for name in ("tp", "cp", "dp", "pp")]
+    return [one[(one.index(rank) + 1) % len(one)] for one in axes if len(one) > 1]
+
+
+def _figures(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / 2**30:.2f}" for name, size in sizes.items() if size >= 5 << 20)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line: `--rank`, `--mask` and the flags of a run; the exit status."""
+    parser = argparse.ArgumentParser(prog="check_gpu.py --fake", allow_abbrev=False)
+    parser.add_argument("--rank", type=int, default=0, help="rank whose step is run, and those beside it (default 0)")
+    parser.add_argument("--mask", choices=MASKS, default="mixed", help="of the random packs (default mixed)")
+    own, rest = parser.parse_known_args(argv)
+    config = parse(rest, parser.prog)
+    world_size = config.world_size or config.model_ranks
+    require(config, world_size, backend_problems(config, None))
+    config, _ = open_sources(config)
+    config, chosen = resolve_auto(config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)])
+    shape, watch = build.grid_shape(config, world_size), Watch()
+    if not 0 <= own.rank < world_size:
+        raise ValueError(f"--rank {own.rank} is none of --world-size {world_size}")
+    if chosen:
+        print(chosen)
+    ranks = [own.rank, *neighbours(shape, own.rank)]
+    found, wrong = [step(config, world_size, rank, own.mask, watch) for rank in ranks], []
+    counts = microbatches(config, world_size), config.num_microbatches(world_size)
+    print(f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, mask {own.mask}")
+    for one in found:
+        at = shape.coordinates(one.rank)
+        planned = stage_memory(config, at["pp"], build.stage_layers(config, world_size)[at["pp"]], world_size)
+        place = ", ".join(f"{name} {at[name]}" for name in reversed(AXES))
+        print(
+            f"rank {one.rank} ({place}): peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)}); the dry run "
+            f"estimates {planned.total / 2**30:.2f}; {len(one.calls):,} calls of collectives"
+        )
+        wrong += differences(own.rank, found[0].calls, one.rank, one.calls) if one is not found[0] else []
+    print("\n".join(["DIFFERENT:", *wrong]) if wrong else f"THE SAME CALLS on rank {own.rank} and those beside it")
+    return int(bool(wrong))
