@@ -193,6 +193,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('Channel("backward", stage, before)', 'Channel("backward", stage, after)', "gradients go forward"),
         ("warmup = 2 * warmup +", "warmup = warmup +", "interleaved stages warm up half as long"),
         ("stage > 0 or num_chunks > 1", "True", "the first stage defers for nothing"),
+        ('"first 1f1b": one_at_a_time', '"first 1f1b": one_f_one_b', "a first step may hang on a GPU"),
         ("RECV_FORWARD if place > 0", "RECV_FORWARD if place >= 0", "the first stage receives"),
     ],
     ("core/pipeline_parallel/runtime.py", PP): [
@@ -200,7 +201,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("[self.output_gradients.pop(key)]", "[self.output_gradients.pop(key) * 2]", "a gradient doubles at a stage"),
         ("outgoing[key] = gradient", "outgoing[key] = gradient.clone().zero_()", "stages before get no gradient"),
         ("final[action.kind, action.chunk] == action", "True", "every backward is called the last"),
-        ("bisect_left(computes, place) - lookahead", "bisect_left(computes, place) - 0", "receives are posted late"),
     ],
     ("core/pipeline_parallel/partition.py", PP): [
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),

@@ -24,6 +24,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch._dynamo.trace_rules
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -179,7 +180,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             **dict.fromkeys(("Stream", "Event", "device", "stream", "current_stream"), _Nothing),
         },
         "torch.Tensor": {
-            "item": lambda x: 1.0 if isinstance(x, FakeTensor) else item(x),
+            "item": lambda x: 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x),
             "pin_memory": lambda x, *device: x,
             "record_stream": nothing,
         },

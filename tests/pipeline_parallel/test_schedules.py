@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megacp.core.pipeline_parallel.partition import partition
 from megacp.core.pipeline_parallel.schedules import Action, Kind, schedule
 from tests.reference.pipeline import every_partition
-from tests.reference.schedule_simulator import in_flight_bound, simulate
+from tests.reference.schedule_simulator import hangs_where_computes_wait, in_flight_bound, simulate
 
 times = st.sampled_from([0.25, 0.5, 1.0, 2.0, 3.5])
 
@@ -46,6 +46,22 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], wind
     waiting = simulate(zero_bubble(*size), num_chunks, send_window=window)
     assert waiting.peak_in_flight <= result.peak_in_flight
     assert waiting.peak_put_off == tuple(min(s, num_microbatches * num_chunks - 1) for s in range(num_stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "most_chunks"),
+    [("1f1b", 1), ("zero_bubble", 1), ("forward_only", 4), ("first 1f1b", 4), ("first zero_bubble", 4)],
+)
+def test_stages_end_though_every_compute_waits_for_its_device(name: str, most_chunks: int) -> None:
+    """Interleaved stages would not, under 1F1B: their first step, in which kernels are loaded, is `first`."""
+    for chunks in range(1, most_chunks + 1):
+        for stages in range(2, 9):
+            for microbatches in (1, 2, 3, 5, 8):
+                lists = lists_of(name, stages, microbatches, chunks)
+                assert hangs_where_computes_wait(lists) == [], f"{stages} stages, {microbatches} microbatches"
+                if name.startswith("first"):
+                    simulate(lists, chunks)
+    assert hangs_where_computes_wait(lists_of("1f1b", 2, 4, 2)), "so it needs the first step"
 
 
 @settings(deadline=None, derandomize=True)

@@ -7,12 +7,13 @@ an error, since real ranks would take it for the other one.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
+    RECEIVES,
     SENDS,
     Action,
     Channel,
@@ -154,3 +155,30 @@ def _needs(kind: Kind, has_before: bool, has_after: bool) -> list[Kind]:
         Kind.SEND_FORWARD: [Kind.FORWARD],
         Kind.RECV_BACKWARD: [Kind.FORWARD],
     }.get(kind, [])
+
+
+def hangs_where_computes_wait(stages: Sequence[Sequence[Action]]) -> list[Action]:
+    """What stages stand before for ever when every compute waits for the whole device; [] when all end.
+
+    On NCCL a message is a kernel on both sides: a compute that waits for its device waits for every message that its
+    stage has sent or asked for, until the other side has come. A receive is asked for right before it is needed.
+    """
+    at, sent, asked = [0] * len(stages), Counter[Channel](), Counter[Channel]()
+
+    def goes_on(stage: int) -> bool:
+        action = stages[stage][at[stage]] if at[stage] < len(stages[stage]) else None
+        if action is None:
+            return False
+        if action.kind in COMPUTE:
+            mine = [channel for channel in sent | asked if stage in (channel.source, channel.destination)]
+            late = [c for c in mine if (sent[c] > asked[c] if c.source == stage else asked[c] > sent[c])]
+            if late:
+                return False
+        elif action.kind in SENDS | RECEIVES:
+            (sent if action.kind in SENDS else asked)[channel_of(action, stage, len(stages))] += 1
+        at[stage] += 1
+        return True
+
+    while any([goes_on(stage) for stage in range(len(stages))]):
+        pass
+    return [actions[place] for actions, place in zip(stages, at, strict=True) if place < len(actions)]

@@ -1,8 +1,12 @@
 """Execute any action list on real ranks: the one loop behind every pipeline schedule.
 
-The loop knows no schedule. Receives are posted some computes ahead, so messages travel while a stage computes. Sends
-run in the background and hold their tensor until they are through. Only hidden states travel, and both sides know their
-shape from the batch, so the microbatches of a step may differ in length.
+The loop knows no schedule. A receive is posted where the list has it, right before the compute that needs it. On NCCL
+a posted receive, or a send, is a kernel that spins until the other side comes: a compute that waits for the whole
+device then waits for that side. With one chunk a stage, every schedule ends even if all computes do. Interleaved ones
+might not, so a run's first step takes `one_at_a_time`, in which kernels are compiled and loaded.
+
+Sends run in the background and hold their tensor until they are through. Only hidden states travel, and both sides
+know their shape from the batch, so the microbatches of a step may differ in length.
 
 Between a forward and its backward the input and the autograd graph stay in memory. Of the output only the graph's edge
 is kept, so its storage is free as soon as it is sent.
@@ -10,7 +14,6 @@ is kept, so its storage is free as soon as it is sent.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +27,6 @@ from megacp.core.distributed.collectives import Pending, irecv, isend
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.pipeline_parallel.schedules import (
-    COMPUTE,
-    RECEIVES,
     Action,
     Channel,
     Kind,
@@ -33,8 +34,6 @@ from megacp.core.pipeline_parallel.schedules import (
     virtual_stage,
 )
 
-LOOKAHEAD = 1
-"""A receive is posted this many computes before the one that needs it."""
 SEND_WINDOW = 2
 """Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""
 
@@ -121,9 +120,7 @@ def run(
     final = {(a.kind, a.chunk): a for a in actions}
     if deferred is not None:
         deferred.begin()
-    for action, posts in zip(actions, posting_plan(actions, LOOKAHEAD), strict=True):
-        for receive in posts:
-            stage.post(receive)
+    for action in actions:
         key, last = (action.microbatch, action.chunk), final[action.kind, action.chunk] == action
         match action.kind:
             case Kind.FORWARD:
@@ -143,10 +140,10 @@ def run(
                     deferred.add(key, last)
             case Kind.RECV_FORWARD:
                 with phase("pipeline exchange"):
-                    stage.inputs[key] = stage.receiving.pop(action).wait().requires_grad_(trains)
+                    stage.inputs[key] = stage.receive(action).requires_grad_(trains)
             case Kind.RECV_BACKWARD:
                 with phase("pipeline exchange"):
-                    stage.output_gradients[key] = stage.receiving.pop(action).wait()
+                    stage.output_gradients[key] = stage.receive(action)
             case Kind.SEND_FORWARD | Kind.SEND_BACKWARD:
                 with phase("pipeline exchange"):
                     stage.send(action, stage.outgoing.pop(key))
@@ -156,22 +153,6 @@ def run(
                     (parameters.unshard if action.kind is Kind.UNSHARD else parameters.reshard)(action.chunk)
     stage.finish()
     return [stage.losses[microbatch] for microbatch in sorted(stage.losses)]
-
-
-def posting_plan(actions: Sequence[Action], lookahead: int) -> list[list[Action]]:
-    """For each action the receives to post before it: each `lookahead` computes ahead of its own place, in list order.
-
-    List order within a channel is kept, so the k-th posted receive still meets the k-th send.
-    """
-    computes = [place for place, action in enumerate(actions) if action.kind in COMPUTE]
-    plan: list[list[Action]] = [[] for _ in actions]
-    for place, action in enumerate(actions):
-        if action.kind not in RECEIVES:
-            continue
-        ahead = bisect_left(computes, place) - lookahead
-        # Before the `lookahead`-th compute back, or at the very beginning.
-        plan[place if lookahead == 0 else computes[ahead] if ahead >= 0 else 0].append(action)
-    return plan
 
 
 @dataclass
@@ -186,7 +167,6 @@ class _Stage:
     parameters: Parameters | None
     deferred: DeferredGradients | None
     on_device: dict[int, Any] = field(default_factory=dict)  # microbatches that later chunks of this stage take
-    receiving: dict[Action, Pending] = field(default_factory=dict)
     sending: defaultdict[Channel, deque[Pending]] = field(default_factory=lambda: defaultdict(deque))
     inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
     losses_to_go: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # with graph, until the backward
@@ -233,13 +213,13 @@ class _Stage:
             assert gradient is not None, f"virtual stage {self.virtual_stage(chunk)} does not depend on its input"
             self.outgoing[key] = gradient
 
-    def post(self, receive: Action) -> None:
-        """Start a receive; its message is the next one of its channel."""
-        channel = channel_of(receive, self.grid.pp.rank, self.grid.pp.size)
-        shape = self.hidden.shape(self.batches[receive.microbatch])
+    def receive(self, action: Action) -> Tensor:
+        """The next message of its channel; on CUDA the device waits for it, not the host."""
+        channel = channel_of(action, self.grid.pp.rank, self.grid.pp.size)
+        shape = self.hidden.shape(self.batches[action.microbatch])
         buffer = torch.empty(shape, dtype=self.hidden.dtype, device=self.grid.device)
         axis = self.grid.pipeline_channel(channel.direction, channel.source)
-        self.receiving[receive] = irecv(buffer, axis, channel.source)
+        return irecv(buffer, axis, channel.source).wait()
 
     def send(self, action: Action, x: Tensor) -> None:
         """Start a send, after the oldest of its channel when the window is full."""
@@ -259,5 +239,5 @@ class _Stage:
         for under_way in self.sending.values():
             for handle in under_way:
                 handle.wait()
-        left = (self.receiving, self.inputs, self.losses_to_go, self.edges, self.output_gradients, self.outgoing)
+        left = (self.inputs, self.losses_to_go, self.edges, self.output_gradients, self.outgoing)
         assert not any(left), f"the action list left work undone: {[list(d) for d in left]}"

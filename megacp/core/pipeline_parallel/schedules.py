@@ -144,15 +144,30 @@ def zero_bubble(stage: int, num_stages: int, num_microbatches: int, num_chunks: 
     weights: a third of 1F1B's when all three take as long. A stage holds `num_stages - stage` activations and what
     `stage` backwards have deferred. On stage 0 a backward that hands nothing on has its weight gradients inside.
     """
+    return _deferring(one_f_one_b(stage, num_stages, num_microbatches, num_chunks), stage, num_chunks)
+
+
+def _deferring(computes: list[Action], stage: int, num_chunks: int) -> list[Action]:
     waiting: deque[Action] = deque()
     found = []
-    for compute in one_f_one_b(stage, num_stages, num_microbatches, num_chunks):
+    for compute in computes:
         found.append(compute)
         if compute.kind is Kind.BACKWARD and defers(stage, num_chunks):
             waiting.append(Action(Kind.WEIGHTS, compute.microbatch, compute.chunk))
             if len(waiting) > stage:
                 found.append(waiting.popleft())
     return [*found, *waiting]
+
+
+def one_at_a_time(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
+    """Each microbatch forward through all virtual stages, and back, before the next one: a stage computes alone."""
+    chunks = range(num_chunks)
+    return [
+        Action(kind, microbatch, chunk)
+        for microbatch in range(num_microbatches)
+        for kind, order in ((Kind.FORWARD, chunks), (Kind.BACKWARD, reversed(chunks)))
+        for chunk in order
+    ]
 
 
 def defers(stage: int, num_chunks: int) -> bool:
@@ -224,8 +239,10 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
     "1f1b": one_f_one_b,
     "zero_bubble": zero_bubble,
     "forward_only": forward_only,
+    "first 1f1b": one_at_a_time,
+    "first zero_bubble": lambda stage, *sizes: _deferring(one_at_a_time(stage, *sizes), stage, sizes[-1]),
 }
-"""Computes of a stage, in order."""
+"""Computes of a stage, in order. `first`: of the step in which interleaved stages meet their kernels (runtime.py)."""
 
 
 def schedule(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:

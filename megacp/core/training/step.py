@@ -56,6 +56,8 @@ class ParallelModel:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
+        self.is_new = True
+        """No step was trained in this process yet."""
         self.phase = phase
         self.chunks, self.parameters = build_sharded(config, grid)
         self.backend = self.chunks[0].backend
@@ -110,6 +112,7 @@ class ParallelModel:
     def train(self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only) -> StepResult:
         """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1."""
         losses = run(*self._pipeline(rows, step, denominator, training=True))
+        self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
         loss, norm = self._total(losses), self.optimizer.grad_norm(self.phase)
@@ -146,7 +149,9 @@ class ParallelModel:
         """What `runtime.run` takes for these rows."""
         with self.phase("shard"):
             shares = [self._planned(row).share for row in rows]
-        name = self.config.parallel.pipeline_schedule if training else "forward_only"
+        name: str = self.config.parallel.pipeline_schedule if training else "forward_only"
+        if training and self.is_new and len(self.chunks) > 1 and self.grid.device.type == "cuda":
+            name = f"first {name}"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
         if self.parameters.by_schedule:
