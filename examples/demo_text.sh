@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
 STEPS=${STEPS:-200}
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120 # else torchrun kills ranks that still save 30 s after SIGTERM
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-text" >&2

@@ -10,7 +10,7 @@ OUT=${OUT:-demo_out}
 STEPS=${STEPS:-450}
 RECORDS=${RECORDS:-16000}
 GOAL=${GOAL:-0.9}
-export OMP_NUM_THREADS=1
+export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo" >&2
     exit 2

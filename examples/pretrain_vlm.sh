@@ -24,10 +24,11 @@ MLP=${MLP:-0}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-# One hardware queue: a tensor-parallel collective starts before the product that hides it.
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-# Packs differ in length: without this the allocator loses memory to fragmentation.
-export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
+# would stand in it before all products.
+if [[ $TP -gt 1 && $SHARD != optim_grads_params ]]; then
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
     --seq-length 36864 --micro-batch-size 1 --global-batch-size 64

@@ -252,6 +252,7 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch)
         with _device(watch, rank):
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, watch:
                 model = ParallelModel(config, grid, watch.phase)
+                model.is_new = False  # its first step would hold less
                 state = _state(model, watch)
             first = 0 if config.parallel.vision_shards == REPLICATE else model.rows.axis.rank
             encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size

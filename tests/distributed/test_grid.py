@@ -262,10 +262,26 @@ def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
 
 
 def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(torch.cuda, "device_count", lambda: 4)
-    for available, ranks, expected in ((True, 4, "cuda"), (True, 5, "cpu"), (False, 1, "cpu")):
-        environment.setattr(torch.cuda, "is_available", lambda answer=available: answer)
-        assert device_type(World(0, ranks, 0, ranks)) == expected
+    for gpus, ranks, launcher, expected in (
+        (4, 4, "torchrun", "cuda"),
+        (4, 5, "torchrun", "LOCAL_WORLD_SIZE"),  # not a CPU beside idle GPUs
+        (1, 8, "torchrun", "LOCAL_WORLD_SIZE"),
+        (1, 8, "srun", "cuda"),  # --gpus-per-task=1
+        (2, 8, "srun", "LOCAL_WORLD_SIZE"),
+        (0, 8, "srun", "cpu"),
+    ):
+        environment.setattr(torch.cuda, "is_available", lambda count=gpus: count > 0)
+        environment.setattr(torch.cuda, "device_count", lambda count=gpus: count)
+        environment.setenv("RANK", "0")
+        environment.delenv("LOCAL_RANK", raising=False)
+        if launcher == "torchrun":
+            environment.setenv("LOCAL_RANK", "0")
+        if expected in ("cuda", "cpu"):
+            assert device_type(World(0, ranks, 0, ranks)) == expected
+        else:
+            with pytest.raises(ValueError, match=expected):
+                device_type(World(0, ranks, 0, ranks))
+    environment.delenv("RANK")
     environment.delenv("OMP_NUM_THREADS", raising=False)
     threads = torch.get_num_threads()
     try:

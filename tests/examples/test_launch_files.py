@@ -45,6 +45,26 @@ def launched(script: Sequence[str], settings: dict[str, str], folder: Path, prog
     return done.stdout.splitlines()
 
 
+@pytest.mark.parametrize("script", ["pretrain_vlm.sh", "long_context.sh", "slurm/pretrain_vlm.sbatch"])
+@pytest.mark.parametrize(
+    ("tp", "strategy", "expected"),
+    [("4", "optim", "1"), ("1", "optim", ""), ("4", "optim_grads_params", "")],
+)
+def test_one_hardware_queue_is_asked_for_where_it_helps(
+    script: str, tp: str, strategy: str, expected: str, tmp_path: Path
+) -> None:
+    """In one queue the gathers of full sharding would stand before all products."""
+    settings = {"TP": tp, "SHARD": strategy, "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "queues=$CUDA_DEVICE_MAX_CONNECTIONS"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, **settings, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    command = ["bash", str(EXAMPLES / script), "--dry-run"]
+    done = subprocess.run(command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"queues={expected}\n", done.stderr
+
+
 def dataset(folder: Path) -> str:
     """Packs of the length that examples/small.yaml asks for."""
     length = int(values_of_file(str(EXAMPLES / "small.yaml"))["seq_length"])

@@ -198,10 +198,10 @@ def all_to_all(x: torch.Tensor, axis: Axis, *splits: Sequence[int] | None) -> to
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Small picklable objects of all ranks, in axis order."""
+    """Small picklable objects of all ranks, in axis order; over gloo where the axis has such a group."""
     values: list[Any] = [value] * axis.size
     if axis.size > 1:
-        dist.all_gather_object(values, value, group=axis.group)
+        dist.all_gather_object(values, value, group=axis.host_group or axis.group)
     return values
 
 

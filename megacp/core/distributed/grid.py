@@ -121,6 +121,12 @@ class ProcessGrid:
         """
         return self.channels[direction, source_stage % 2]
 
+    def in_steps(self) -> list[Axis]:
+        """The axes with collectives in a step. Others meet late or never, and a communicator of NCCL takes 100 MiB and
+        more; channels have their own way to meet (`open_channels`).
+        """
+        return [self.tp, self.cp, self.over("dp", "cp"), self.embedding, self.world]
+
     def all_axes(self) -> list[Axis]:
         """Every distinct axis, for reports of traffic."""
         return [*self.axes.values(), self.embedding, *self.channels.values(), self.world]
@@ -170,7 +176,8 @@ def build_grid(
         # torch names a locally synchronised group after how many this rank has made: all ranks must make equally many.
         new_group((rank,), timeout)
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
-    world = axis("world", tuple(range(shape.world_size)))
+    everyone = tuple(range(shape.world_size))
+    world = _axis("world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None)
     if patience is not None and world.size > 1:
         host = new_group(world.global_ranks, patience, "gloo")
         world = dataclasses.replace(world, host_group=host, patience=patience.total_seconds())

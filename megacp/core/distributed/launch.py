@@ -35,6 +35,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREE_TOP = -1, -3, 64 << 20
 _READING_SECONDS = 5.0  # that rank 0 stays for the others to read what it said: its process may hold the store
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
+_CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""Rows differ in length: else the allocator loses memory to fragments, and waits for the device to give some back."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,25 @@ def would_restart() -> bool:
 
 
 def device_type(world: World) -> str:
-    """`cuda` when this machine has a GPU for each of its local ranks, else `cpu`; touches no device."""
-    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= world.local_size else "cpu"
+    """`cuda` where torch sees GPUs, else `cpu`; touches no device.
+
+    One GPU for a rank that nobody gave a LOCAL_RANK is its own (`srun --gpus-per-task=1`). Raises ValueError for any
+    other number below the local ranks: a run on CPUs beside idle GPUs is to be asked for.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    alone = "RANK" in os.environ and "LOCAL_RANK" not in os.environ
+    if 0 < count < world.local_size and not (count == 1 and alone):
+        raise ValueError(
+            f"torch sees {count} GPUs for the {world.local_size} ranks of this machine (LOCAL_WORLD_SIZE, else "
+            "WORLD_SIZE): start as many ranks as GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    return "cuda" if count else "cpu"
 
 
 def pick_device(world: World) -> torch.device:
-    """The GPU of this local rank where there are enough, else the CPU, whose cores the local ranks share as threads."""
+    """The GPU of this local rank, else the CPU, whose cores the local ranks share as threads."""
     if device_type(world) == "cuda":
+        set_defaults(_CUDA | {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // world.local_size))})
         torch.cuda.set_device(world.local_rank)
         return torch.device("cuda", world.local_rank)
     steady_heap()
@@ -222,7 +236,7 @@ def join(
     patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
     grid = build_grid(shape, meeting.rank, device, timeout, patience)
     if device.type == "cuda":  # gloo has made its connections with the groups
-        connect(grid.all_axes(), device)
+        connect(grid.in_steps(), device)
     return grid
 
 
