@@ -244,15 +244,15 @@ def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
     return (4 if cheap else 2) * v.vision_hidden_size + sharded // tp, 4 + heads // tp
 
 
-def vision_activations(config: RunConfig, size: int, wide: int, world_size: int) -> int:
-    """Bytes that vision keeps for the backward of one microbatch on a rank of the first stage; `size` and `wide` are
-    those of the model's dtype and of statistics. A frozen tower keeps nothing.
+def vision_activations(config: RunConfig, size: int, wide: int, world_size: int) -> tuple[int, int]:
+    """Bytes that vision keeps for the backward of one microbatch on a rank of the first stage, and those of one block's
+    backward; `size` and `wide` are those of the model's dtype and of statistics. A frozen tower keeps nothing.
     """
     v, granularity = config.vision, config.training.recompute_granularity
     factor, sharers = encoders(config, world_size)
     packs = config.training.micro_batch_size * factor
     crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
-    total = 0
+    total = work = 0
     frozen = config.frozen_parts
     if not {"vision", "connector"} <= set(frozen):
         sharded = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config)
@@ -261,10 +261,10 @@ def vision_activations(config: RunConfig, size: int, wide: int, world_size: int)
     if "vision" not in frozen and crops:
         patches = crops * v.patches_per_crop
         kept = v.vision_num_layers * _bytes(config, granularity, size, wide)
-        if granularity != "none":  # one block while its backward runs
-            kept += _bytes(config, "none", size, wide) - _bytes(config, granularity, size, wide)
+        work = patches * (_bytes(config, "none", size, wide) - _bytes(config, granularity, size, wide))
+        work += patches * (v.vision_ffn_hidden_size // config.parallel.tensor_model_parallel_size) * size
         total += patches * (kept + (v.patch_dim + 2 * v.vision_hidden_size) * size)
-    return total
+    return total, work
 
 
 def _bytes(config: RunConfig, granularity: str, size: int, wide: int) -> int:

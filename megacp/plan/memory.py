@@ -122,7 +122,8 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     strategy = config.parallel.data_parallel_sharding_strategy
     if strategy == "optim_grads_params" and ranks > 1:  # a rank that shares with nobody keeps them whole
         gathered, head = _gathered(config, chunks)
-        block = max(part.trained for part in chunk_parts(config, max(chunks, key=len)) if part.role == "block")
+        parts = [part for layers in chunks for part in chunk_parts(config, layers)]
+        block, table = (max((p.trained for p in parts if p.role == role), default=0) for role in ("block", "head"))
         down = min(_last_weight(config), block)
         return StateMemory(
             weights=share * wide + -(-(parameters - trained) // ranks) * size,
@@ -130,8 +131,9 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
             optimizer=2 * share * wide,
             gathered=gathered * size,
             gathered_head=head * size,
-            # the first gradient of a block; all of them with their wide copy; that copy, until the next block's
-            unreduced=max(down * size, block * (size + wide) - whole, block * wide - kept + down * size),
+            # the first gradient of a block beside the head's wide copy; all of them with their own; that, until the
+            # next block's
+            unreduced=max(table * wide + down * size, block * (size + wide) - whole, block * wide - kept + down * size),
             update=copies,
             saved=share * size * narrow,
         )
@@ -147,7 +149,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
         optimizer=share * (2 + narrow) * wide,
         sums=bucket * wide * (ranks > 1) + arriving if apart else 0,
         unreduced=bucket * wide if apart else 0,
-        update=(0 if apart or ranks == 1 else share * wide) + max(copies, two * size * (ranks > 1)),
+        update=max(copies, two * size * (ranks > 1)),
     )
 
 
@@ -166,7 +168,7 @@ def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
     if config.parallel.pipeline_model_parallel_size > 1:
         held = sum(sorted(sum(part.parameters for part in of_chunk) for of_chunk in parts)[-2:])
         return held, held
-    block = max(part.parameters for part in parts[0] if part.role in ("block", "vision"))
+    block = max(part.parameters for part in parts[0] if part.role == "block")
     kept = {role: sum(part.parameters for part in parts[0] if part.role == role) for role in ("chunk", "head")}
     return 2 * block + kept["chunk"], kept["chunk"] + kept["head"]
 
@@ -176,6 +178,7 @@ PHASES: dict[str, tuple[str, ...]] = {
     "forward": (*STATE, "gathered", "sums", "activations", "messages"),
     "loss": (*STATE, "gathered_head", "sums", "activations", "messages", "head"),
     "backward": (*STATE, "gathered", "sums", "unreduced", "activations", "messages", "block"),
+    "vision": (*STATE, "gathered", "sums", "vision", "messages"),
     "optimizer": (*STATE, "update"),
     "checkpoint": (*STATE, "saved"),
 }
@@ -193,6 +196,8 @@ class RankMemory(StateMemory):
     block: int = 0
     """Work of one block's backward (`activations.block_work`), and a tied table's gradient that waits for its other
     part."""
+    vision: int = 0
+    """What is left of the activations when the tower runs backward, and the work of one of its blocks."""
     head: int = 0
     """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; on the last stage."""
     host: int = 0
@@ -263,18 +268,22 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
     activations += _deferred(config, stage, max(map(len, chunks)), (at_once - 1) * layer, world_size)
-    if stage == 0:
-        activations += in_flight_rows(config, world_size) * vision_activations(config, size, wide, world_size)
+    vision = 0
+    if stage == 0 and config.vision.vision_num_layers:
+        kept, work = vision_activations(config, size, wide, world_size)
+        activations += in_flight_rows(config, world_size) * kept
+        vision = activations - at_once * layer + work
     last = stage == p.pipeline_model_parallel_size - 1
     shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
-    # hidden states and gradients under way: two sends each way, a receive ahead, and the gradient that is at work
+    # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
-    messages = (3 * before + 4 * after) * (p.pipeline_model_parallel_size > 1)
+    messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
     return RankMemory(
         **vars(stage_state(config, chunks, world_size, layer, layer_activations(config, "none"))),
         activations=activations,
         messages=messages * residual_elements(config) * size,
         block=block_work(config) + (head_gradient(config) if shared else 0),
+        vision=vision,
         head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),
     )

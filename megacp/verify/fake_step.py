@@ -81,7 +81,7 @@ class Watch(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if (call := recorded(function, args, kwargs or {})) is not None:
             self.calls.append(call)
-        if not self.chains:
+        if not self.chains and TracingContext.try_get() is None:  # what Dynamo tries out is nobody's memory
             for x in tree_iter(result):
                 if isinstance(x, torch.Tensor):
                     self.see(x)
