@@ -40,7 +40,7 @@ from megacp.core.data.mock import MASKS, MockRules, mock_batch
 from megacp.core.distributed.fake_world import Call, differences, fake_world, recorded
 from megacp.core.distributed.fully_shard import shard_of
 from megacp.core.distributed.grid import AXES, GridShape, build_grid
-from megacp.core.models import build
+from megacp.core.models import build, offload
 from megacp.core.models.costs import WINDOW, planned_images
 from megacp.core.training.sources import open_sources
 from megacp.core.training.step import ParallelModel
@@ -194,6 +194,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
         for owner, values in patches.items():
             stack.enter_context(mock.patch.multiple(owner, **values))
         stack.enter_context(mock.patch.object(build, "initialise", nothing))  # numbers that nobody reads
+        stack.enter_context(mock.patch.object(offload, "PLAIN", {FakeTensor}))
         yield
 
 

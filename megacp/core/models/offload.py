@@ -19,6 +19,8 @@ import torch
 
 from megacp.core.ops.device import pinned_bytes
 
+PLAIN: set[type] = {torch.Tensor}
+"""Tensors that travel; a subclass may hold more than its storage."""
 SMALLEST = 2048
 """Bytes of the smallest storage that travels: statistics of few rows cost more calls than they free."""
 
@@ -100,14 +102,15 @@ class HostMemory:
 
 
 class SavedStorage:
-    """A saved storage: on the device, on the host, or both while a copy is under way. Gone with its last `Place`."""
+    """The storage of a saved tensor: on the device, on the host, or both while a copy is under way. Gone with its last
+    `Place`."""
 
-    def __init__(self, memory: HostMemory, storage: torch.UntypedStorage) -> None:
+    def __init__(self, memory: HostMemory, x: torch.Tensor) -> None:
         self.memory = memory
-        self.host = memory.take(storage.nbytes())
-        self.size = storage.nbytes()
-        device = storage.device
-        self.on_device: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        self.size = x.untyped_storage().nbytes()
+        self.host = memory.take(self.size)
+        whole = x.detach().as_strided((self.size // x.itemsize,), (1,), 0)
+        self.on_device: torch.Tensor | None = whole.view(torch.uint8)
         self.left = memory.away.copy(self.host.content[: self.size], self.on_device, self.host.used)
         self.arrived: Event = None
         self.wanted = False
@@ -147,25 +150,24 @@ class Passage:
 
     def __init__(self, memory: HostMemory, staying: Iterable[torch.Tensor]) -> None:
         self.memory = memory
-        self._staying = {x.untyped_storage().data_ptr() for x in staying}
-        self._open: dict[
-            int, SavedStorage
-        ] = {}  # by address; holds them until the block is done, so no address is met twice
+        self._staying = {x.untyped_storage()._cdata for x in staying}
+        # by torch's handle of the storage; holds them until the block is done, so that no handle is met twice
+        self._open: dict[int, SavedStorage] = {}
         self._stored: list[weakref.ref[SavedStorage]] = []
 
     def pack(self, x: torch.Tensor) -> torch.Tensor | Place:
         """What autograd saves of a tensor."""
         activation = x.dtype.is_floating_point or x.dtype == torch.bool  # integers are indices and names of tokens
-        if not activation or type(x) is not torch.Tensor or x.device.type != self.memory.device.type:
+        if not activation or type(x) not in PLAIN or x.device.type != self.memory.device.type:
             return x
         storage = x.untyped_storage()
-        address = storage.data_ptr()
-        if storage.nbytes() < SMALLEST or address in self._staying:
+        handle = storage._cdata
+        if storage.nbytes() < SMALLEST or handle in self._staying:
             return x
-        if address not in self._open:
-            self._open[address] = SavedStorage(self.memory, storage)
-            self._stored.append(weakref.ref(self._open[address]))
-        return Place(self._open[address], x.dtype, int(x.storage_offset()), x.shape, x.stride())
+        if handle not in self._open:
+            self._open[handle] = SavedStorage(self.memory, x)
+            self._stored.append(weakref.ref(self._open[handle]))
+        return Place(self._open[handle], x.dtype, int(x.storage_offset()), x.shape, x.stride())
 
     def unpack(self, held: torch.Tensor | Place) -> torch.Tensor:
         """The tensor that was packed."""
@@ -174,8 +176,7 @@ class Passage:
         content = held.stored.come_back()
         self.memory.back.wait(held.stored.arrived)
         with torch.no_grad():
-            x = torch.empty(0, dtype=held.dtype, device=content.device)
-            return x.set_(content.untyped_storage(), held.offset, held.shape, held.stride)
+            return content.view(held.dtype).as_strided(held.shape, held.stride, held.offset)
 
     def close(self) -> None:
         """The block's forward is done: from here on its storages belong to autograd alone."""
