@@ -157,14 +157,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "the input gradient is summed twice",
         ),
         (
-            "all_gather(grad, ctx.axis)  #",
-            "all_gather(grad, ctx.axis) if 0 else grad.repeat(2, 1)  #",
-            "a row linear takes the gradient of one part",
-        ),
-        (
-            "(wide * normed).sum(-1, keepdim=True), ctx.axis)",
-            "(wide * normed).sum(-1, keepdim=True), _ALONE)",
-            "a norm over columns goes back over its own",
+            "product(x, self.weight, options.weight_gradients), options.tp)",
+            "reduce_from(product(x, self.weight, options.weight_gradients), options.tp), options.tp)",
+            "a row linear is summed twice",
         ),
         (
             "if partial_over_tp is None else partial_over_tp",
