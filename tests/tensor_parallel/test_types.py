@@ -10,7 +10,6 @@ NVIDIA/Megatron-LM, which `spmd_types` has found there.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,17 +18,16 @@ from typing import Any
 import pytest
 import spmd_types as spmd
 import torch
-import torch.distributed as dist
 from spmd_types import I, P, PartitionSpec, R, S, SpmdTypeError, V, rules
 from spmd_types.checker import typecheck
 from spmd_types.types import partition_spec_get_shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacp.core.backends.native import LayerNorm, NormSpec, RMSNorm
 from megacp.core.distributed import collectives, differentiable
 from megacp.core.distributed.collectives import Pending
+from megacp.core.distributed.fake_world import fake_world
 from megacp.core.distributed.grid import Axis, GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
@@ -154,19 +152,9 @@ class Witness:
                 raise SpmdTypeError(f"gradient {number} is not cut as its input")
 
 
-@contextlib.contextmanager
-def fake_rank(rank: int, world_size: int) -> Iterator[None]:
-    """One rank of a world whose messages go nowhere."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Witness]:
-    with fake_rank(0, 8):
+    with fake_world(0, 8):
         found = Witness(request.param)
         for name in ("start_all_gather", "start_reduce_scatter", "all_reduce"):
             monkeypatch.setattr(collectives, name, getattr(found, name))
@@ -308,7 +296,7 @@ def test_a_mistake_is_refused(witness: Witness, mistake: Callable[[Witness], Non
 
 def test_what_is_reduced_keeps_its_own_values() -> None:
     """Finding 10: a count that was reduced in place was taken for this rank's."""
-    with fake_rank(0, 2):
+    with fake_world(0, 2):
         tp = build_grid(GridShape(tp=2), 0).tp
         for reduce in (collectives.all_reduce, collectives.reduce_scatter):
             x = torch.arange(4.0)
@@ -321,7 +309,7 @@ def test_the_norm_counts_every_element_of_a_model_once(values: Values) -> None:
     """Finding 8: of parameters cut by heads the norm saw those of tp rank 0."""
     shape, seen = {"tp": 2, "pp": 2, "cp": 2}, {}
     for rank in range(8):
-        with fake_rank(rank, 8):
+        with fake_world(rank, 8):
             grid = build_grid(GridShape(**shape), rank)
             if grid.cp.rank > 0:  # another slice of the same parameters
                 continue
