@@ -166,6 +166,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "if partial_over_tp is None else False",
             "norms of heads are not summed",
         ),
+        (
+            'ParameterSpec((piece,), "ones", weight_decay=False)',
+            'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
+            "the norm sees what is cut on one tp rank",
+        ),
     ],
     ("core/tensor_parallel/lora.py", TYPES): [
         (
