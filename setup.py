@@ -36,6 +36,7 @@ EXTRAS = {
         "ruff",
         "s3fs",
         "safetensors",
+        "spmd_types",
         "tensorboard",
         "transformers",
         "trl",

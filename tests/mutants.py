@@ -26,6 +26,7 @@ POINTWISE = "tests/ops/test_pointwise.py"
 ATTENTION = "tests/context_parallel/test_attention.py tests/context_parallel/test_layout.py"
 LAYOUT = "tests/context_parallel/test_layout.py"
 TP = "tests/tensor_parallel"
+TYPES = "tests/tensor_parallel/test_types.py"
 PP = "tests/pipeline_parallel"
 DP = "tests/data_parallel tests/optim"
 GRID = "tests/distributed/test_grid.py tests/distributed/test_collectives.py tests/distributed/test_collectives.py"
@@ -147,6 +148,66 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("counted=options.tp.rank == 0", "counted=True", "replicas count several times in the norm"),
         ("squares / (x.shape[-1] * axis.size)", "squares / x.shape[-1]", "a norm over columns divides by its own"),
         ("begin, name = tp.rank * local[0]", "begin, name = 0 * local[0]", "all ranks save the first rows"),
+    ],
+    ("core/tensor_parallel/linear.py", TYPES): [
+        ("(dx, ctx.axis) if gathers and", "(dx, ctx.axis) if False and", "a gathered input's gradient stays partial"),
+        (
+            "product(copy_to(x, options.tp), weight",
+            "product(copy_to(copy_to(x, options.tp), options.tp), weight",
+            "the input gradient is summed twice",
+        ),
+        (
+            "product(x, self.weight, options.weight_gradients), options.tp)",
+            "reduce_from(product(x, self.weight, options.weight_gradients), options.tp), options.tp)",
+            "a row linear is summed twice",
+        ),
+        (
+            "if partial_over_tp is None else partial_over_tp",
+            "if partial_over_tp is None else False",
+            "norms of heads are not summed",
+        ),
+        (
+            'ParameterSpec((piece,), "ones", weight_decay=False)',
+            'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
+            "the norm sees what is cut on one tp rank",
+        ),
+    ],
+    ("core/tensor_parallel/lora.py", TYPES): [
+        (
+            "self.sequence_parallel else copy_to(u, self.tp)",
+            "self.sequence_parallel else u",
+            "the gradient of a pair is not summed",
+        ),
+    ],
+    ("core/tensor_parallel/vocabulary.py", TYPES): [
+        (
+            "sharded else collectives.all_reduce)(dx, tp)",
+            "sharded else lambda x, axis: x)(dx, tp)",
+            "the gradient of the head's input is not summed",
+        ),
+        (
+            "reduce_scatter_to(x, tp) if self",
+            "reduce_scatter_to(reduce_from(x, tp), tp) if self",
+            "rows are summed twice",
+        ),
+        (
+            "collectives.all_gather(torch.stack([lse, target])[None], axis)",
+            "torch.stack([lse, target])[None]",
+            "the loss is over the columns of one rank",
+        ),
+    ],
+    ("core/distributed/differentiable.py", TYPES): [
+        (
+            "collectives.all_gather, collectives.reduce_scatter)",
+            "collectives.all_gather, slice_of)",
+            "the gradient of a gather is not summed",
+        ),
+    ],
+    ("core/distributed/collectives.py", TYPES): [
+        ("x = x.contiguous().clone()", "x = x.contiguous()", "what is reduced is overwritten"),
+    ],
+    ("core/distributed/grid.py", TYPES): [
+        ('return self.axes["tp",]', 'return self.axes["cp",]', "tensor-parallel messages go over cp"),
     ],
     ("core/tensor_parallel/weight_gradients.py", f"{TP} {PP}"): [
         ("add_(grad.t() @ x)", "copy_(grad.t() @ x)", "a fused gradient overwrites that of the microbatch before"),

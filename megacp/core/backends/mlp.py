@@ -81,8 +81,8 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x,) = ctx.kept.saved_tensors
-        ctx.kept = None  # the graph lives until all of backward is done, the input must not
+        kept = ctx.kept.pop()  # the graph lives until all of backward is done, the input must not
+        (x,) = kept.grad_fn.saved_tensors
         return None, None, *ctx.mlp.gradients(x, grads[0], ctx.needs_input_grad[2])
 
 
@@ -105,7 +105,7 @@ class TiledMLP(nn.Module):
         trained = self.trained()
         if not torch.is_grad_enabled() or not (x.requires_grad or trained):
             return self.over_tiles(x)
-        kept = _Kept.apply(x, *trained).grad_fn
+        kept = [_Kept.apply(x, *trained)]  # the tensor too: torch 2.11 empties the node of one that is gone
         return _Tiles.apply(self, kept, x, *trained)
 
     def over_tiles(self, x: torch.Tensor) -> torch.Tensor:

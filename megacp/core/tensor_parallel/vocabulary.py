@@ -142,7 +142,7 @@ class _ChunkedLoss(torch.autograd.Function):
         d_weight = zeros(weight.shape, weight, wide if tokens > step else None) if for_weight else None
         weights = target.weights.to(wide)
         scale = weights / target.denominator
-        losses = torch.empty(tokens, dtype=wide, device=x.device)
+        losses = torch.empty_like(weights)
         for start in range(0, tokens, step):
             part = slice(start, start + step)
             logits = product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]

@@ -1,7 +1,7 @@
 """Saving and resuming a run: parameters, optimizer state, and the few numbers that say how far it is.
 
 Dropout and data order are functions of seed, step and samples consumed, so no generator state is kept. On the same grid
-a resumed run repeats an uninterrupted one bit for bit.
+of CPU ranks a resumed run repeats an uninterrupted one bit for bit; on GPUs cuDNN's attention backward has no order.
 """
 
 from __future__ import annotations
