@@ -121,10 +121,10 @@ def _events(monkeypatch: pytest.MonkeyPatch, flat: FlatBuckets, model: Stack) ->
     events: list[str] = []
     real = module.start_reduce_scatter
 
-    def recorded(x: torch.Tensor, axis: object) -> object:
+    def recorded(x: torch.Tensor, axis: object, in_place: bool) -> object:
         index = [bucket.gradients.data_ptr() for bucket in flat.buckets].index(x.data_ptr())
         events.append(f"reduce {index}")
-        return real(x, axis)  # type: ignore[arg-type]
+        return real(x, axis, in_place=in_place)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "start_reduce_scatter", recorded)
     for layer, weight in enumerate(model.weights):
@@ -157,7 +157,7 @@ def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(monkeyp
 def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = []
     real = module.start_reduce_scatter
-    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis: launched.append(len(x)) or real(x, axis))
+    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, **how: launched.append(len(x)) or real(x, axis))
     model = Stack()
     flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH, each_microbatch=True)
     for microbatch in (1, 2):
@@ -356,7 +356,7 @@ def test_a_part_waits_for_its_own_buckets_alone_and_sums_for_all(monkeypatch: py
     whole = nn.Sequential(*parts)
     flat = FlatBuckets([whole], Axis("dp_cp", 2, 0, (0, 1)), {}, 4, parts=[*parts, whole])
     monkeypatch.setattr(module, "gather_into", lambda out, x, axis: Gather(out))
-    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis: module.Pending([], lambda: x))
+    monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, **how: module.Pending([], lambda: x))
     flat.publish()
     for _ in range(2):
         parts[1](parts[0](torch.zeros(1, 2)))

@@ -164,9 +164,9 @@ def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None
     row = {"context_parallel_size": 2, "vision_planned_crops": 8}
     replicated = {"vision_shards": "replicate"}
     plain, all_packs = (config(**row, **replicated, **values) for values in ({}, dynamic))
-    kept = [activations.vision_activations(one, 4, 4, 8) for one in (plain, all_packs)]
+    kept = [activations.vision_activations(one, 4, 4, 8)[0] for one in (plain, all_packs)]
     assert kept[1] == 4 * kept[0]
-    dealt = [activations.vision_activations(config(**row, **values), 4, 4, 8) for values in ({}, dynamic)]
+    dealt = [activations.vision_activations(config(**row, **values), 4, 4, 8)[0] for values in ({}, dynamic)]
     assert dealt[0] == dealt[1] == kept[0] / 2
     embedding = 2 * plain.data.seq_length * plain.model.hidden_size
     firsts = [costs.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
@@ -201,7 +201,7 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     tower = costs.tower_parameters(plain)
     assert first[0].weights - first[2].weights == 4 * (tower + costs.connector_parameters(plain))
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
-    held = 2 * activations.vision_activations(plain, 4, 4, 4)
+    held = 2 * activations.vision_activations(plain, 4, 4, 4)[0]
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
 
 

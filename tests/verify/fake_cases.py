@@ -1,0 +1,79 @@
+"""One process that takes steps on a GPU that is not there: a line of JSON for each case that it is asked for.
+
+    python -m tests.verify.fake_cases CASE...
+
+It stands apart because the device must be made before torch is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megacp.verify import fake_cuda
+
+TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+FULL = "--data-parallel-sharding-strategy optim_grads_params"
+ANY = f"{CP} --cp-comm-type kv_exchange --cp-layout balanced"
+BASE = (
+    "--num-layers 4 --hidden-size 1024 --ffn-hidden-size 2048 --num-attention-heads 8 --num-query-groups 4 "
+    "--seq-length 8192 --vocab-size 4096 --global-batch-size 8 --dtype bfloat16 --qk-layernorm head "
+    "--untie-embeddings-and-output-weights"
+)
+SEEING = (
+    "--vision-num-layers 8 --vision-hidden-size 512 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 8 "
+    "--vision-image-size 224 --vision-patch-size 14 --vision-planned-crops 32 --additional-vocab-size 128"
+)
+CASES = {
+    "a2a": "--context-parallel-size 4 --cp-comm-type a2a",
+    "a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+    "p2p": f"{TP} {CP} --cp-comm-type p2p",
+    "all_gather": "--context-parallel-size 4 --cp-comm-type all_gather",
+    "4d": f"{TP} {PP} {ANY}",
+    "interleaved": f"{PP} {TP} --num-virtual-stages-per-pipeline-rank 2",
+    "zero bubble": f"{PP} {TP} --pipeline-schedule zero_bubble",
+    "gradients sharded": f"{CP} --data-parallel-sharding-strategy optim_grads",
+    "all sharded": f"{ANY} {FULL} --recompute-granularity full",
+    "all sharded, pipeline": f"{PP} {CP} {FULL}",
+    "instances": f"{CP} {FULL} --num-distributed-optimizer-instances 2",
+    "selective": f"{TP} {CP} --recompute-granularity selective",
+    "full": f"{TP} {CP} --recompute-granularity full",
+    "on the host": f"{ANY} {FULL} --recompute-granularity full --activation-offload 0.99 --mlp-chunk-tokens 1024",
+    "pairs": f"{TP} {CP} --lora-rank 8",
+    "dropout": f"{TP} --hidden-dropout 0.1 --cross-entropy-chunk-tokens 1024",
+    "dynamic": f"{ANY} --dynamic-context-parallel",
+    "vision": f"{TP} {ANY} {SEEING} --recompute-granularity full",
+    "vision, all sharded": f"{ANY} {FULL} {SEEING} --recompute-granularity selective",
+    "vision, replicated": f"{CP} {SEEING} --vision-shards replicate",
+    "float32": f"{CP} --dtype float32",
+}
+"""Flags of runs on 8 GPUs, and 16 for `4d`."""
+
+
+def main(names: list[str]) -> None:
+    """Take the step of rank 0 of each case, and those beside it."""
+    fake_cuda.load()
+    from megacp.core.config.checks import require
+    from megacp.core.config.cli import parse
+    from megacp.core.distributed.fake_world import differences
+    from megacp.core.models.build import grid_shape, stage_layers
+    from megacp.plan.memory import stage_memory
+    from megacp.verify import fake_step
+
+    watch = fake_step.Watch()
+    for name in names:
+        world = 16 if name == "4d" else 8
+        config = parse(f"{BASE} {CASES[name]}".split())
+        require(config, world, [])
+        one, *others = (
+            fake_step.step(config, world, rank, "mixed", watch)
+            for rank in (0, *fake_step.neighbours(grid_shape(config, world), 0))
+        )
+        wrong = [text for other in others for text in differences(0, one.calls, other.rank, other.calls)]
+        planned = stage_memory(config, 0, stage_layers(config, world)[0], world).total
+        grid = {"groups": sorted({(call.group, call.ranks, call.peer >= 0) for call in one.calls})}
+        print(json.dumps({"name": name, "peak": one.total, "planned": planned, "wrong": wrong, **grid}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
