@@ -172,17 +172,11 @@ def thd_read_half_tensor(x: torch.Tensor, places: torch.Tensor, half: int) -> to
     return x[_halves(places, half)]
 
 
-def thd_out_correction(
-    out: torch.Tensor,
-    step: torch.Tensor,
-    old: torch.Tensor,
-    new: torch.Tensor,
-    step_lse: torch.Tensor,
-    places: torch.Tensor,
-    second_half: bool,
-    packed: bool,
-) -> None:
-    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`."""
+def thd_out_correction(out: torch.Tensor, step: torch.Tensor, *rest: Any) -> None:
+    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`. Up to 2.19 `new` is that of all steps, and
+    there is no `old` one."""
+    *olds, new, step_lse, places, second_half, packed = rest
+    old = olds[0] if olds else new
     assert packed and out.dtype == step.dtype and old.dtype == new.dtype == step_lse.dtype == stats(out)
     demand_lengths(places)
     demand_tokens(out, int(places[-1]))

@@ -218,6 +218,7 @@ def selector_problem(
             "attn_mask_type": "padding_causal",
             "window_size": (-1, 0),
             "bottom_right_diagonal": False,
+            "core_attention_bias_shape": None,
             "core_attention_bias_requires_grad": False,
             "pad_between_seqs": True,
             "deterministic": attention.deterministic,
