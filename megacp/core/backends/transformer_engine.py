@@ -191,52 +191,59 @@ def selector_problem(
 ) -> str | None:
     """Why Transformer Engine has no fused kernel for rows of `tokens` with sequences of up to `longest`; None: it has.
 
-    Its selector is asked what each forward will ask it, since no kernel there is an error, perhaps hours into a run.
-    Deterministic ones are bound by sequences x longest^2: most where two thirds of the row are one document.
+    Its selector is asked what each forward will ask, where a refusal is an error, perhaps hours into a run. It bounds
+    deterministic kernels by sequences x longest^2: most where two thirds of the row are one document.
     """
-    from transformer_engine.pytorch.attention.dot_product_attention import utils
-
-    attention, least = packed.attention, packed.least_sequence
-    logger, level, lines = logging.getLogger("DotProductAttention"), utils.AttentionLogging._log_level, list[str]()
-
-    def keep(record: logging.LogRecord) -> bool:
-        lines.append(record.getMessage())
-        return False
-
-    for length in (longest, min(longest, 2 * tokens // 3)) if attention.deterministic else (longest,):
+    deterministic, least = packed.attention.deterministic, packed.least_sequence
+    for length in (longest, min(longest, 2 * tokens // 3)) if deterministic else (longest,):
         length = -(-length // least) * least
         count = 1 + max(0, tokens - length) // least
-        asked = {
-            "qkv_dtype": dtype,
-            "qkv_layout": "thd_thd_thd",
-            "batch_size": count,
-            "num_heads": heads.heads,
-            "num_gqa_groups": heads.groups,
+        refusal = _selector_refusal(
+            qkv_dtype=dtype,
+            qkv_layout="thd_thd_thd",
+            batch_size=count,
+            num_heads=heads.heads,
+            num_gqa_groups=heads.groups,
             **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
             **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]),
             **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
-            "attn_mask_type": "padding_causal",
-            "window_size": (-1, 0),
-            "bottom_right_diagonal": False,
-            "core_attention_bias_shape": None,
-            "core_attention_bias_requires_grad": False,
-            "pad_between_seqs": True,
-            "deterministic": attention.deterministic,
-            "softmax_scale": packed.scale,
+            attn_mask_type="padding_causal",
+            window_size=(-1, 0),
+            bottom_right_diagonal=False,
+            core_attention_bias_shape=None,
+            core_attention_bias_requires_grad=False,
+            pad_between_seqs=True,
+            deterministic=deterministic,
+            softmax_scale=packed.scale,
             **packed.cp,
-        }
-        known = {name: value for name, value in asked.items() if name in utils.AttentionParams.__dataclass_fields__}
-        logger.addFilter(keep)
-        utils.AttentionLogging._log_level = logging.DEBUG  # the selector sets it anew in each call
-        try:
-            fused = utils.get_attention_backend(utils.AttentionParams(**known))[2]
-        finally:
-            logger.removeFilter(keep)
-            utils.AttentionLogging._log_level = level
-        if not fused:
-            said = "; ".join(line for line in lines if line.startswith("Disabling FusedAttention"))
-            return f"Transformer Engine has no kernel for rows (sequences {count}, longest {length}): {said}"
+        )
+        if refusal is not None:
+            return f"Transformer Engine has no kernel for rows (sequences {count}, longest {length}): {refusal}"
     return None
+
+
+def _selector_refusal(**asked: Any) -> str | None:
+    """What the selector says against its fused kernel, which it logs below the level that is shown; None: it takes it.
+
+    A release that does not know a field does not ask about it.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    known = {name: value for name, value in asked.items() if name in utils.AttentionParams.__dataclass_fields__}
+    logger, level, said = logging.getLogger("DotProductAttention"), utils.AttentionLogging._log_level, []
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False
+
+    logger.addFilter(keep)
+    utils.AttentionLogging._log_level = logging.DEBUG  # each call of the selector sets the logger's level to it
+    try:
+        fused = utils.get_attention_backend(utils.AttentionParams(**known))[2]
+    finally:
+        logger.removeFilter(keep)
+        utils.AttentionLogging._log_level = level
+    return None if fused else "; ".join(line for line in said if line.startswith("Disabling FusedAttention"))
 
 
 def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
