@@ -24,7 +24,8 @@ from megacp.core.ops.kernel import Heads
 from tests.backends.engine_math import UTILS, selecting
 from tests.backends.engine_stub import NEWEST, OLDER, needs_engine, needs_release
 
-RELEASES = [pytest.param(release, marks=needs_release(release)) for release in (*OLDER, NEWEST)]
+RELEASES = [pytest.param(release, marks=(needs_release(release), pytest.mark.slow)) for release in OLDER]
+RELEASES += [pytest.param(NEWEST, marks=needs_engine)]
 WIDTH = 128
 
 
