@@ -13,6 +13,7 @@ SHELL := /bin/bash
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
 STAMP := $(VENV)/.installed
+OLDER_ENGINES := 2.10.0 2.14.1 2.18.0
 GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/monitor/test_timers.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
@@ -39,7 +40,8 @@ setup: $(STAMP)
 
 # What the demos need is there a minute before what the tests need too; a module is compiled when it is first imported.
 DEMO_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-for-demos)
-PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS) -c constraints.txt
+UNCONSTRAINED = $(BIN)/python -m pip install --disable-pip-version-check --no-compile $(PIP_ARGS)
+PIP_INSTALL = $(UNCONSTRAINED) -c constraints.txt
 
 # A line a step; what a step printed is shown where it fails.
 quietly = @echo 'set-up: $(1)'; { $(2); } > $(VENV)-setup.log 2>&1 || { cat $(VENV)-setup.log; exit 1; }
@@ -53,7 +55,8 @@ $(VENV)/.installed-for-demos: setup.py constraints.txt
 $(STAMP): $(VENV)/.installed-for-demos
 	$(call quietly,what the tests need (two minutes),$(PIP_INSTALL) -e '.[$(EXTRAS)]')
 	$(call quietly,the Python files of Transformer Engine,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine)
-	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests || true  # tests have time limits; some packages hold files of other versions
+	$(call quietly,those of older releases,(for v in $(OLDER_ENGINES); do $(UNCONSTRAINED) --no-deps --upgrade --target $(VENV)/guests-$${v%.*} transformer_engine==$$v || exit; done))
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests* || true  # tests have time limits; some packages hold files of other versions
 	@touch $@
 
 demo: $(DEMO_STAMP)

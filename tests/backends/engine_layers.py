@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.backends.engine_math import Call, emulated, named
+from tests.backends.engine_stub import NEWEST
 
 LINEAR = "transformer_engine.pytorch.module.linear"
 NORM_LINEAR = "transformer_engine.pytorch.module.layernorm_linear"
@@ -87,7 +88,9 @@ def multi_tensor_adam(
     decay: float,
 ) -> None:
     """AdamW with decoupled decay over lists of gradients, parameters and moments."""
-    assert mode == 1 and correct == 1
+    assert mode == 1 and correct == 1 and flag.dtype == torch.int32 and len(lists) == 4 and lists[0]
+    # common/multi_tensor/multi_tensor_apply.cuh: a tensor without a chunk leaves those before it unlaunched
+    assert all(x.numel() > 0 and x.is_contiguous() and x.dtype == torch.float32 for some in lists for x in some)
     for grad, parameter, first, second in zip(*lists, strict=True):
         first.lerp_(grad, 1 - beta1)
         second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -123,9 +126,9 @@ def no_layer_norm(*args: Any) -> None:
 
 
 @contextmanager
-def emulated_layers() -> Iterator[Any]:
+def emulated_layers(release: str = NEWEST) -> Iterator[Any]:
     """`transformer_engine.pytorch` that trains on the CPU."""
-    with emulated() as te, pytest.MonkeyPatch.context() as patch:
+    with emulated(release) as te, pytest.MonkeyPatch.context() as patch:
         norm, adam, extension = (sys.modules[name] for name in (RMSNORM, ADAM, EXTENSION))
         for module in (sys.modules[name] for name in (LINEAR, NORM_LINEAR, NORM_MLP)):
             patch.setattr(module, "general_gemm", named(module.general_gemm, general_gemm))

@@ -1,7 +1,11 @@
 """Reference math in the place of Transformer Engine's cuDNN calls and of its CUDA functions over packed sequences.
 
 Each stand-in is a loop over sequences that says what the CUDA code does for one of them. Rows that belong to no token
-hold NaN, as the real kernels promise nothing about them.
+hold NaN, as the real kernels promise nothing about them. Halves are computed in float64 and rounded where the real code
+writes them: log-sum-exps are then float32.
+
+The assertions are what the C++ demands, or reads as if it were so, of its arguments: `csrc/extensions/attention.cpp`
+and `common/fused_attn/context_parallel.cu` of Transformer Engine.
 """
 
 from __future__ import annotations
@@ -15,12 +19,30 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backends.engine_stub import claimed_cuda, engine
+from megacp.core.backends.transformer_engine import package_problem
+from tests.backends.engine_stub import NEWEST, claimed_cuda, engine
 
 CONTEXT_PARALLEL = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 BACKENDS = "transformer_engine.pytorch.attention.dot_product_attention.backends"
 UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 EXTENSION = "transformer_engine_torch"
+
+
+def stats(x: torch.Tensor) -> torch.dtype:
+    """Of the log-sum-exps beside `x`."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def demand_lengths(*places: torch.Tensor) -> None:
+    """Cumulative lengths are int32 `[n + 1]`, read through their pointer."""
+    for each in places:
+        assert each.dtype == torch.int32 and each.dim() == 1 and len(each) >= 2 and each.is_contiguous(), each
+
+
+def demand_tokens(x: torch.Tensor, tokens: int) -> None:
+    """`[tokens, heads, d]`, read through the pointer, 16 bytes at once."""
+    assert x.dim() == 3 and len(x) == tokens and x.is_contiguous(), (x.shape, x.stride())
+    assert x.shape[1] * x.shape[2] * x.element_size() % 16 == 0, x.shape
 
 
 def visible(queries: int, keys: int, mask: str) -> torch.Tensor:
@@ -96,19 +118,24 @@ def _bounds(call: Call) -> tuple[torch.Tensor, ...]:
 
 def _sequences(call: Call) -> list[tuple[slice, slice]]:
     """Rows of queries and of keys of each sequence."""
-    assert call["qkv_layout"].startswith("thd")
+    assert call["qkv_layout"] == "thd_thd_thd", call["qkv_layout"]  # each tensor is one block
     q_lengths, kv_lengths, q_places, kv_places = _bounds(call)
+    demand_lengths(q_lengths, kv_lengths, q_places, kv_places)
+    assert all(len(x) == len(q_lengths) for x in (kv_lengths, q_places, kv_places))
+    assert {x.dtype for x in (call[name] for name in "qkv")} in ({torch.bfloat16}, {torch.float64})
+    for name in "qkv":
+        demand_tokens(call[name], len(call["q"]) if name == "q" else len(call["k"]))
     return list(zip(spans_of(q_lengths, q_places), spans_of(kv_lengths, kv_places), strict=True))
 
 
 def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
     """cuDNN's forward: the output and `[log-sum-exp, state of dropout]`."""
     mask, scale = call["attn_mask_type"], call["attn_scale"]
-    q, k, v = (call[name] for name in "qkv")
+    q, k, v = (call[name].double() for name in "qkv")
     for name in ("q", "kv"):
         assert call[f"max_seqlen_{name}"] >= int(call[f"cu_seqlens_{name}"].diff().max())
-    out = torch.full_like(q, torch.nan)
-    lse = q.new_full((*q.shape[:2], 1), torch.nan)  # [t, heads, 1]
+    out = torch.full_like(call["q"], torch.nan)
+    lse = out.new_full((*q.shape[:2], 1), torch.nan, dtype=stats(out))  # [t, heads, 1]
     for mine, theirs in _sequences(call):
         out[mine], part_lse = attend(q[mine], k[theirs], v[theirs], scale, mask)
         lse[mine] = part_lse[..., None]
@@ -118,9 +145,10 @@ def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
     """cuDNN's backward; keys that no query saw get 0, as those behind a step's are added up by the caller."""
     mask, scale = call["attn_mask_type"], call["attn_scale"]
-    q, k, v = (call[name] for name in "qkv")
-    grads = [torch.full_like(q, torch.nan), torch.zeros_like(k), torch.zeros_like(v)]
-    o, d_o, lse = call["o"].view(q.shape), call["d_o"].view(q.shape), call["aux_ctx_tensors"][0]
+    q, k, v, o, d_o = (call[name].double() for name in ("q", "k", "v", "o", "d_o"))
+    grads = [torch.full_like(call["q"], torch.nan), *(torch.zeros_like(call[name]) for name in "kv")]
+    o, d_o, lse = o.view(q.shape), d_o.view(q.shape), call["aux_ctx_tensors"][0]
+    assert lse.dtype == stats(call["q"]) and call["o"].is_contiguous() and call["d_o"].is_contiguous()
     for mine, theirs in _sequences(call):
         qkv = (q[mine], k[theirs], v[theirs])
         found = attend_backward(qkv, o[mine], d_o[mine], lse[mine][..., 0], scale, mask)
@@ -139,29 +167,28 @@ def _halves(places: torch.Tensor, half: int) -> torch.Tensor:
 
 def thd_read_half_tensor(x: torch.Tensor, places: torch.Tensor, half: int) -> torch.Tensor:
     """`[t, ...] -> [t / 2, ...]`."""
+    demand_lengths(places)
+    demand_tokens(x, int(places[-1]))
     return x[_halves(places, half)]
 
 
-def thd_out_correction(
-    out: torch.Tensor,
-    step: torch.Tensor,
-    old: torch.Tensor,
-    new: torch.Tensor,
-    step_lse: torch.Tensor,
-    places: torch.Tensor,
-    second_half: bool,
-    packed: bool,
-) -> None:
-    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`."""
-    assert packed
+def thd_out_correction(out: torch.Tensor, step: torch.Tensor, *rest: Any) -> None:
+    """Merge a step into `out[t, heads, d]`; log-sum-exps are `[heads, t]`. Up to 2.19 `new` is that of all steps, and
+    there is no `old` one."""
+    *olds, new, step_lse, places, second_half, packed = rest
+    old = olds[0] if olds else new
+    assert packed and out.dtype == step.dtype and old.dtype == new.dtype == step_lse.dtype == stats(out)
+    demand_lengths(places)
+    demand_tokens(out, int(places[-1]))
     rows = _halves(places, 1) if second_half else torch.arange(out.shape[0])
     before, now = (torch.exp(x - new[:, rows]).t()[..., None] for x in (old[:, rows], step_lse))
-    out[rows] = out[rows] * before + step.view(-1, *out.shape[1:]) * now
+    out[rows] = (out[rows] * before + step.view(-1, *out.shape[1:]) * now).to(out.dtype)  # in float32, rounded once
 
 
 def thd_second_half_lse_correction(lse: torch.Tensor, step: torch.Tensor, places: torch.Tensor, packed: bool) -> None:
     """Merge `step[heads, t / 2]` into the second halves of `lse[heads, t]`."""
-    assert packed
+    assert packed and lse.dtype == step.dtype and lse.dim() == step.dim() == 2 and len(lse) == len(step)
+    demand_lengths(places)
     rows = _halves(places, 1)
     lse[:, rows] = torch.logaddexp(lse[:, rows], step)
 
@@ -169,7 +196,8 @@ def thd_second_half_lse_correction(lse: torch.Tensor, step: torch.Tensor, places
 def thd_read_second_half_lse(lse: torch.Tensor, places: torch.Tensor, packed: bool, length: int) -> torch.Tensor:
     """`[heads, t] -> [heads, t / 2]`."""
     rows = _halves(places, 1)
-    assert packed and length == len(rows)
+    demand_lengths(places)
+    assert packed and length == len(rows) and lse.dim() == 2
     return lse[:, rows].contiguous()
 
 
@@ -180,6 +208,9 @@ def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, places: torch.Te
         "copy": lambda old, new: new,
     }
     whole = first in ways and second in ways
+    demand_lengths(places)
+    demand_tokens(grad, int(places[-1]))
+    assert step.dtype == grad.dtype and step.is_contiguous() and {first, second} & set(ways)
     step = step.view(-1, *grad.shape[1:])
     for half, way in enumerate((first, second)):
         rows = _halves(places, half)
@@ -191,6 +222,8 @@ def thd_grad_correction(grad: torch.Tensor, step: torch.Tensor, places: torch.Te
 
 def thd_get_partitioned_indices(places: torch.Tensor, tokens: int, cp: int, rank: int) -> torch.Tensor:
     """Rows of the whole batch that a rank holds: chunks `rank` and `2 cp - 1 - rank` of each sequence."""
+    demand_lengths(places)
+    assert tokens > 0 and tokens % (2 * cp) == 0 and not (places % (2 * cp)).any()
     found = []
     for start, stop in zip(places[:-1].tolist(), places[1:].tolist(), strict=True):
         chunks = torch.arange(start, stop).view(2 * cp, -1)
@@ -213,8 +246,10 @@ def thd_copy_valid_tokens_from_per_split_to_rank_local(
     total: torch.Tensor, part: torch.Tensor, places: torch.Tensor, lengths: torch.Tensor
 ) -> None:
     """Copy the true tokens of every sequence."""
+    demand_lengths(places, lengths)
+    assert total.shape == part.shape and total.dtype == part.dtype and total.is_contiguous()
     for span in spans_of(lengths, places):
-        total[span] = part.view(total.shape)[span]
+        total[span] = part[span]
 
 
 THD = (
@@ -252,21 +287,51 @@ class Float64AsHalf:
         return getattr(torch, name)
 
 
+def cudnn_support(*asked: Any) -> Any:
+    """`get_fused_attn_backend`: a backend and the reason against it; up to 2.18 the backend alone, by 19 arguments."""
+    if len(asked) == 1:
+        words = ("num_attn_heads", "num_gqa_groups", "max_seqlen_q", "max_seqlen_kv", "head_dim_qk", "head_dim_v")
+        *sizes, qk, v = (getattr(asked[0], word) for word in words)
+        assert asked[0].qkv_layout.name.endswith("THD_THD_THD") and min(asked[0].num_tokens_q, asked[0].num_tokens_kv)
+    else:
+        *sizes, qk, v = asked[8:14]
+    assert min(sizes) > 0
+    backends = sys.modules[EXTENSION].NVTE_Fused_Attn_Backend
+    refusal = f"heads of {qk} and {v}" if qk % 8 or qk > 256 or qk != v else ""
+    found = backends.NVTE_No_Backend if refusal else backends.NVTE_F16_arbitrary_seqlen
+    return (found, refusal) if len(asked) == 1 else found
+
+
 @contextmanager
-def emulated() -> Iterator[Any]:
-    """`transformer_engine.pytorch` whose attention computes on the CPU, over gloo."""
-    with engine() as te, claimed_cuda(), pytest.MonkeyPatch.context() as patch:
+def selecting(release: str = NEWEST) -> Iterator[Any]:
+    """`transformer_engine.pytorch` with its real selector over a cuDNN of `cudnn_support`, on a Hopper GPU."""
+    with engine(release) as te, claimed_cuda(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[EXTENSION], "get_fused_attn_backend", cudnn_support, raising=False)
+        package_problem()  # sets what the package reads in the environment
+        yield te
+
+
+@contextmanager
+def emulated(release: str = NEWEST, dtype: torch.dtype = torch.float64) -> Iterator[Any]:
+    """`transformer_engine.pytorch` whose attention computes on the CPU, over gloo; float64 passes for a half."""
+    with selecting(release) as te, pytest.MonkeyPatch.context() as patch:
         cp, backends, utils = (sys.modules[name] for name in (CONTEXT_PARALLEL, BACKENDS, UTILS))
         send = cp.flash_attn_p2p_communicate
-        patch.setattr(cp, "flash_attn_p2p_communicate", lambda *args: [WaitsOnce(work) for work in send(*args)])
+
+        def once(*args: Any) -> list[WaitsOnce]:
+            assert args[-1], "messages would go by a communicator for each pair of ranks"
+            return [WaitsOnce(work) for work in send(*args)]
+
+        patch.setattr(cp, "flash_attn_p2p_communicate", once)
         for module in (cp, backends):
             for stand_in in (fused_attn_fwd, fused_attn_bwd):
                 name = stand_in.__name__
                 patch.setattr(module, name, named(getattr(module, name), stand_in))
         for function in THD:
             patch.setattr(sys.modules[EXTENSION], function.__name__, function, raising=False)
-        patch.setattr(backends, "torch", Float64AsHalf())
-        fused = cp.FusedAttnBackend["F16_arbitrary_seqlen"]
-        choice = (False, None, True, fused, False, [False, True, False])
-        patch.setattr(utils, "get_attention_backend", lambda parameters: choice)
+        if dtype == torch.float64:
+            patch.setattr(backends, "torch", Float64AsHalf())
+            fused = cp.FusedAttnBackend["F16_arbitrary_seqlen"]
+            choice = (False, None, True, fused, False, [False, True, False])
+            patch.setattr(utils, "get_attention_backend", lambda parameters: choice)
         yield te

@@ -1,8 +1,8 @@
 """Transformer Engine's own Python files under CPU torch: its extension module and its compilers are stand-ins.
 
-Everything above the extension is the real package of the release that the extra `gpu` names. The wheel stands in a
-folder of its own (`guests` in the virtual environment, made by the Makefile), because megatron-core breaks where it can
-import the wheel alone.
+Everything above the extension is the real package of the release that the extra `gpu` names, or of an older one. Each
+wheel stands in a folder of its own (`guests` in the virtual environment, made by the Makefile), because megatron-core
+breaks where it can import the wheel alone.
 """
 
 from __future__ import annotations
@@ -22,18 +22,29 @@ from typing import Any
 
 import pytest
 
-VERSION = "2.20.2"
-FOLDER = Path(sys.prefix) / "guests"
+NEWEST, OLDER = "2.20", ("2.10", "2.14", "2.18")
+"""Releases whose files stand beside the environment; all but `needs_release` and `engine` mean the newest."""
 COMPILERS = ("einops", "onnx", "onnxscript", "triton", "triton.language", "triton.language.core")
 COMPILERS += ("triton.language.standard",)
 CUDNN = 91900
 AT_IMPORT = {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}
 """No search for shared libraries, no compiled pointwise functions."""
 
-needs_engine = pytest.mark.skipif(
-    not (FOLDER / "transformer_engine").is_dir(),
-    reason=f"needs Transformer Engine's Python files in {FOLDER}: make setup",
-)
+
+def folder(release: str) -> Path:
+    """Where the files of a release stand."""
+    return Path(sys.prefix) / ("guests" if release == NEWEST else f"guests-{release}")
+
+
+def needs_release(release: str) -> pytest.MarkDecorator:
+    """Skips a test where the files of a release are not."""
+    missing = not (folder(release) / "transformer_engine").is_dir()
+    return pytest.mark.skipif(
+        missing, reason=f"needs Transformer Engine's Python files in {folder(release)}: make setup"
+    )
+
+
+needs_engine = needs_release(NEWEST)
 
 
 class Anything:
@@ -83,7 +94,7 @@ class Extension(types.ModuleType):
 
 
 @contextmanager
-def _stand_ins() -> Iterator[None]:
+def _stand_ins(files: Path) -> Iterator[None]:
     """The compilers that this environment lacks, and no search for shared libraries."""
     import torch._dynamo  # before a stand-in of triton could mislead it
     import torch._inductor.runtime.hints  # noqa: F401
@@ -92,13 +103,13 @@ def _stand_ins() -> Iterator[None]:
     sys.modules.update({name: Compiler(name) for name in missing})
     before = {name: os.environ.get(name) for name in AT_IMPORT}
     os.environ.update(AT_IMPORT)
-    sys.path.insert(0, str(FOLDER))
+    sys.path.insert(0, str(files))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        sys.path.remove(str(FOLDER))
+        sys.path.remove(str(files))
         for name in missing:
             del sys.modules[name]
         for name, value in before.items():
@@ -107,13 +118,15 @@ def _stand_ins() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _load() -> dict[str, types.ModuleType]:
+@functools.cache
+def _modules(release: str) -> dict[str, types.ModuleType]:
     extension = Extension("transformer_engine_torch")
     for name, members in json.loads(Path(__file__).with_name("engine_enums.json").read_text()).items():
-        setattr(extension, name, enum.IntEnum(name, members))
+        dropped = {"NVTE_F16_max512_seqlen": 0} if name == "NVTE_Fused_Attn_Backend" and release in OLDER else {}
+        setattr(extension, name, enum.IntEnum(name, members | dropped))
     extension.get_cudnn_version = lambda: CUDNN  # type: ignore[attr-defined]
     before = set(sys.modules)
-    with _stand_ins():
+    with _stand_ins(folder(release)):
         sys.modules["transformer_engine_torch"] = extension
         common = importlib.import_module("transformer_engine.common")
         common.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
@@ -122,15 +135,10 @@ def _load() -> dict[str, types.ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-@functools.cache
-def _modules() -> dict[str, types.ModuleType]:
-    return _load()
-
-
 @contextmanager
-def engine() -> Iterator[types.ModuleType]:
+def engine(release: str = NEWEST) -> Iterator[types.ModuleType]:
     """`transformer_engine.pytorch`, importable inside of the context alone: elsewhere the package is not installed."""
-    modules = _modules()
+    modules = _modules(release)
     sys.modules.update(modules)
     try:
         with warnings.catch_warnings():

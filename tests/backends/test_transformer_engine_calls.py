@@ -28,7 +28,8 @@ from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.optim.sharded import FlatAdamW
 from tests.backends.engine_layers import emulated_layers
-from tests.backends.engine_stub import engine, needs_engine
+from tests.backends.engine_math import UTILS
+from tests.backends.engine_stub import NEWEST, OLDER, engine, needs_engine, needs_release
 
 pytestmark = needs_engine
 
@@ -46,7 +47,7 @@ TARGETS = {
     "autocast": ("transformer_engine.pytorch", "autocast"),
     "fp8": ("transformer_engine.pytorch", "is_fp8_available"),
     "fp8 in blocks": ("transformer_engine.pytorch", "is_fp8_block_scaling_available"),
-    "cuDNN": ("transformer_engine.pytorch", "get_cudnn_version"),
+    "question": (UTILS, "AttentionParams.__init__"),
     "FusedAdam": ("transformer_engine.pytorch.optimizers", "FusedAdam.__init__"),
     "DelayedScaling": ("transformer_engine.common.recipe", "DelayedScaling.__init__"),
     "Float8CurrentScaling": ("transformer_engine.common.recipe", "Float8CurrentScaling.__init__"),
@@ -80,12 +81,12 @@ def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Si
     return signature
 
 
-def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signature]) -> None:
+def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signature], release: str = NEWEST) -> None:
     """Build a decoder, take a gradient and an update, and open the contexts."""
     settings = {"num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 4, "vocab_size": 32}
     settings |= {"dtype": "float64", "qk_layernorm": "head", "seq_length": 32}
     config = with_values(RunConfig(), settings)
-    with emulated_layers(), pytest.MonkeyPatch.context() as patch:
+    with emulated_layers(release), pytest.MonkeyPatch.context() as patch:
         for name in TARGETS:
             signatures[name] = spied(patch, name, calls)
         patch.setattr(torch.backends.cudnn, "version", None)  # fails in a CUDA torch that sees no device
@@ -118,6 +119,18 @@ def test_every_entry_is_called_and_binds_by_keyword(recorded: tuple[list[Call], 
         signatures[name].bind(*args, **options)
         assert not args, f"{name} was called with {len(args)} arguments without a name"
     assert {name for name, _, _ in calls} == set(TARGETS) - {"groups", "RMSNorm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", [pytest.param(release, marks=needs_release(release)) for release in OLDER])
+def test_older_releases_take_the_same_calls(release: str) -> None:
+    """Also those that are refused: what they lack is in no signature."""
+    calls: list[Call] = []
+    signatures: dict[str, inspect.Signature] = {}
+    exercise("current", calls, signatures, release)
+    for name, _, options in calls:
+        signatures[name].bind(**options)
+    assert {name for name, _, _ in calls} >= {"attention", "question", "FusedAdam", "LayerNormMLP", "autocast"}
 
 
 def test_trained_linears_fuse_their_gradients(recorded: tuple[list[Call], dict[str, inspect.Signature]]) -> None:
@@ -157,10 +170,11 @@ def test_other_attention_kernels_are_switched_off_before_the_import(
     """It reads one of the two variables when it is imported: set later, flash attention would take over."""
     package = tmp_path / "transformer_engine"
     package.mkdir()
-    (package / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("__version__ = '2.20.0+local'")
     seen = "import os\nassert os.environ['NVTE_FLASH_ATTN'] == os.environ['NVTE_UNFUSED_ATTN'] == '0', 'not yet set'\n"
+    seen += "assert os.environ['NVTE_BATCH_MHA_P2P_COMM'] == '1'"
     (package / "pytorch.py").write_text(seen)
-    for name in backend_file.FUSED_ATTENTION_ONLY:
+    for name in backend_file.SETTINGS:
         monkeypatch.setenv(name, "")  # so that it is gone after the test
         monkeypatch.delenv(name)
     monkeypatch.syspath_prepend(str(tmp_path))

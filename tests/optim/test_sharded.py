@@ -123,6 +123,14 @@ def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
     FlatAdamW([], [], SETTINGS, engine).update([], LR, 0.3)
 
 
+def test_an_optimizer_is_given_no_empty_slice() -> None:
+    slices = [torch.ones(n) for n in (3, 0, 0, 2)]
+    mine = FlatAdamW(slices, [(True, 1.0), (True, 1.0), (True, 0.5), (False, 0.25)], SETTINGS, other_engine)
+    assert [[len(s) for s in group["params"]] for group in mine._adamw.param_groups] == [[3], [2]]
+    mine.update([torch.ones_like(s) for s in slices], LR)
+    torch.testing.assert_close([1.0 - s[0].item() for s in (slices[0], slices[3])], [LR * 1.1, LR * 0.25])
+
+
 def _copies(rank: int, world_size: int, shape: dict[str, int], dtype: torch.dtype) -> dict[str, list[bytes]]:
     model, _, _ = train(grid(**shape), dtype)
     found = {"embedding": [], "replicated": []}  # type: dict[str, list[bytes]]

@@ -1,4 +1,4 @@
-"""The limits of Transformer Engine 2.20, as reasons against a run's layers and against their attention.
+"""The limits of Transformer Engine, as reasons against a run's layers and against their attention.
 
 Each function yields every reason that holds, in the words of our flags. So a user or a log line sees all of them at
 once. Nothing here imports the package: its asserts come one by one and name its internals.
@@ -12,28 +12,18 @@ from megacp.core.config.run import RunConfig
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Transports of Transformer Engine; a cp axis of one rank needs none."""
-HEAD_MULTIPLE, WIDEST_HEAD = 8, 128
-"""Widths of a head that cuDNN's training kernels take on every GPU that has them for packed sequences."""
 FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
 """Both sides of every 8-bit product, tokens included, are multiples of this. Other widths of `blockwise` would be
 gathered and multiplied in 16 bits.
 """
 
 
-def attention_reasons(config: RunConfig, capability: tuple[int, int], cudnn: tuple[int, int, int]) -> Iterator[str]:
-    """Why the packed rows (thd) of a run on Transformer Engine's layers cannot have its attention on a GPU.
+def attention_reasons(config: RunConfig) -> Iterator[str]:
+    """Why a run on Transformer Engine's layers cannot have its attention on several cp ranks.
 
-    Compute capability (8, 0) is Ampere, (9, 0) Hopper, (10, 0) and (12, 0) Blackwell.
+    These its selector does not ask about; what it refuses, GPU and all, is `transformer_engine.selector_problem`.
     """
     p, m = config.parallel, config.model
-    dotted = ".".join(map(str, capability))
-    if m.head_dim % HEAD_MULTIPLE or m.head_dim > WIDEST_HEAD:
-        yield f"a head is {m.head_dim} wide, cuDNN takes multiples of {HEAD_MULTIPLE} up to {WIDEST_HEAD}"
-    if capability < (9, 0):
-        yield f"cuDNN takes packed sequences (thd) from compute capability 9.0 on, this GPU has {dotted}"
-    if capability >= (12, 0) and cudnn < (9, 18, 1):
-        version = ".".join(map(str, cudnn))
-        yield f"on compute capability {dotted} packed sequences (thd) need cuDNN 9.18.1, this is {version}"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     if p.cp_comm_type not in COMM_TYPES:

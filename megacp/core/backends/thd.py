@@ -142,6 +142,10 @@ class PackedAttention:
     ) -> None:
         self.attention = attention
         self.scale = scale
+        self.least_sequence = 2 * cp.size if cp.size > 1 else 1
+        """Places that a sequence fills at least, and a multiple of which it fills."""
+        self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
+        """What the selector of its kernels is told about context parallelism."""
         if cp.size == 1:
             return
         groups: Any = cp.group
@@ -151,6 +155,7 @@ class PackedAttention:
                 comm_type = "p2p" if parts[0].group is None else "a2a"
             else:
                 groups = [part.group for part in parts]
+        self.cp |= {"cp_comm_type": comm_type, "cp_size_a2a": inner if comm_type == "a2a+p2p" else 1}
         self.attention.set_context_parallel_group(
             cp_group=groups,
             cp_global_ranks=list(cp.global_ranks),

@@ -14,6 +14,8 @@ parameters in the middle; tests bind every call to the real signatures.
 from __future__ import annotations
 
 import contextlib
+import logging
+import re
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any
@@ -28,10 +30,10 @@ from megacp.core.backends.thd import PackedAttention, thd_sequences
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.shard import row_axis
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
+from megacp.core.ops.kernel import Heads
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
@@ -42,19 +44,28 @@ from megacp.core.tensor_parallel.linear import (
 from megacp.core.tensor_parallel.lora import ColumnPairs, RowPair, adapted
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients
 
-FUSED_ATTENTION_ONLY = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0"}
-"""With these, attention that cuDNN cannot do raises instead of becoming another kernel; read when it is imported."""
+SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
+"""With the first two, attention that cuDNN cannot do raises instead of becoming another kernel; one is read when the
+package is imported. With the third the ring's messages go by the group's communicator, not by one for each pair.
+"""
+LEAST_RELEASE = (2, 18)
+"""The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10 does, under `a2a+p2p`
+2.19, which the selector of 2.18 says itself. 2.18 is also the first FusedAdam to bear empty tensors.
+"""
 
 
 def package_problem() -> str | None:
     """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
     if find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed: pip install -e '.[gpu]' in an environment that has CUDA torch"
-    set_defaults(FUSED_ATTENTION_ONLY)
+    set_defaults(SETTINGS)
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
+    found = transformer_engine.__version__
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < LEAST_RELEASE:
+        return f"Transformer Engine is {found}, {'.'.join(map(str, LEAST_RELEASE))} is the least"
     return None
 
 
@@ -65,13 +76,6 @@ def fp8_problem(name: str) -> str | None:
     asked = is_fp8_block_scaling_available if name == "blockwise" else is_fp8_available
     available, reason = asked(return_reason=True)
     return None if available else reason
-
-
-def cudnn_version() -> tuple[int, int, int]:
-    """The cuDNN that Transformer Engine has loaded; torch may have another, and asks all devices before it answers."""
-    from transformer_engine.pytorch import get_cudnn_version
-
-    return get_cudnn_version()
 
 
 def _leave(weight: torch.Tensor) -> None:
@@ -182,6 +186,66 @@ def packed_attention(
     return PackedAttention(attention, scale, cp, comm_type, inner, device)
 
 
+def selector_problem(
+    packed: PackedAttention, heads: Heads, dtype: torch.dtype, tokens: int, longest: int
+) -> str | None:
+    """Why Transformer Engine has no fused kernel for rows of `tokens` with sequences of up to `longest`; None: it has.
+
+    Its selector is asked what each forward will ask, where a refusal is an error, perhaps hours into a run. It bounds
+    deterministic kernels by sequences x longest^2: most where two thirds of the row are one document.
+    """
+    deterministic, least = packed.attention.deterministic, packed.least_sequence
+    for length in (longest, min(longest, 2 * tokens // 3)) if deterministic else (longest,):
+        length = -(-length // least) * least
+        count = 1 + max(0, tokens - length) // least
+        refusal = _selector_refusal(
+            qkv_dtype=dtype,
+            qkv_layout="thd_thd_thd",
+            batch_size=count,
+            num_heads=heads.heads,
+            num_gqa_groups=heads.groups,
+            **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
+            **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]),
+            **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
+            attn_mask_type="padding_causal",
+            window_size=(-1, 0),
+            bottom_right_diagonal=False,
+            core_attention_bias_shape=None,
+            core_attention_bias_requires_grad=False,
+            pad_between_seqs=True,
+            deterministic=deterministic,
+            softmax_scale=packed.scale,
+            **packed.cp,
+        )
+        if refusal is not None:
+            return f"Transformer Engine has no kernel for rows (sequences {count}, longest {length}): {refusal}"
+    return None
+
+
+def _selector_refusal(**asked: Any) -> str | None:
+    """What the selector says against its fused kernel, which it logs below the level that is shown; None: it takes it.
+
+    A release that does not know a field does not ask about it.
+    """
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    known = {name: value for name, value in asked.items() if name in utils.AttentionParams.__dataclass_fields__}
+    logger, level, said = logging.getLogger("DotProductAttention"), utils.AttentionLogging._log_level, []
+
+    def keep(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return False
+
+    logger.addFilter(keep)
+    utils.AttentionLogging._log_level = logging.DEBUG  # each call of the selector sets the logger's level to it
+    try:
+        fused = utils.get_attention_backend(utils.AttentionParams(**known))[2]
+    finally:
+        logger.removeFilter(keep)
+        utils.AttentionLogging._log_level = level
+    return None if fused else "; ".join(line for line in said if line.startswith("Disabling FusedAttention"))
+
+
 def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
     """`FusedAdam` with decoupled decay."""
     from transformer_engine.pytorch.optimizers import FusedAdam
@@ -207,13 +271,16 @@ class TransformerEngineBackend(NativeBackend):
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
         self.packed: PackedAttention | None = None
-        reasons = "; ".join(attention_reasons(config, torch.cuda.get_device_capability(grid.device), cudnn_version()))
+        reasons = "; ".join(attention_reasons(config))
+        if not reasons:
+            inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
+            packed = packed_attention(config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device)
+            pack = config.data.seq_length
+            tokens = pack * training.micro_batch_size
+            reasons = selector_problem(packed, self._heads, self.dtype, tokens, pack) or ""
+            self.packed = None if reasons else packed
         if reasons:
             self.tell(f"attention: ours for every row, {reasons}")
-        else:
-            inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
-            axis = row_axis(grid, parallel)
-            self.packed = packed_attention(config.model, grid.tp, axis, parallel.cp_comm_type, inner, grid.device)
         if self.fp8 == "delayed":
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         after = config.model.norm_position == "after"

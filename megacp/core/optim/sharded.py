@@ -47,7 +47,8 @@ class FlatAdamW:
         self.slices = list(slices)
         members: dict[tuple[bool, float], list[torch.Tensor]] = {}
         for s, rule in zip(slices, rules, strict=True):
-            members.setdefault(rule, []).append(s)
+            if s.numel():  # Transformer Engine's launcher counts chunks: an empty tensor may hide others
+                members.setdefault(rule, []).append(s)
         self._multipliers = [multiplier for _, multiplier in members] or [1.0]
         groups: list[dict[str, Any]] = [
             {"params": some, "weight_decay": settings.weight_decay if decayed else 0.0}
