@@ -8,7 +8,7 @@ PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast test-faults mutants test-gpu check format bench clean
+.PHONY: help setup demo demo-text test test-fast test-faults mutants cuda-lines test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
@@ -24,10 +24,11 @@ help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
 	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (4 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
-	@echo 'make test       all tests but the long faults and the fences (8 minutes on two quiet cores)'
+	@echo 'make test       all tests but the long faults and the fences (11 minutes on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
-	@echo 'make mutants    break the code in 218 places, and see which of them no fast test sees (half an hour)'
+	@echo 'make mutants    break the code in 238 places, and see which of them no fast test sees (half an hour)'
+	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
@@ -79,6 +80,9 @@ test-fast: $(STAMP)
 # FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults tests/training/test_health.py $(FAULTS)
+
+cuda-lines: $(STAMP)
+	$(BIN)/python tests/cuda_lines.py
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py

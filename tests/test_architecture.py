@@ -29,7 +29,10 @@ PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
 EXTRAS = {"transformers", "tokenizers", "sentencepiece", "pyarrow", "PIL", "av", "jinja2", "ray", "fsspec", "s3fs"}
-CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"}
+CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"} | {
+    "is_infra_mode",
+    "ignore_compile_internals",
+}
 """Methods that classes of Python and torch call."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -324,17 +327,17 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 28_510,
-    "megacp/core": 16_710,
+    "megacp": 29_085,
+    "megacp/core": 16_910,
     "megacp/prepare": 5_045,
     "megacp/huggingface": 4_810,
-    "megacp/verify": 941,
-    "megacp/plan": 720,
-    "bench tools": 2_705,
-    "tests": 29_330,
+    "megacp/verify": 1_310,
+    "megacp/plan": 725,
+    "bench tools": 2_720,
+    "tests": 30_565,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 17_750)}
+REACHED = {"megacp.train": (130, 17_820)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_000
 FLAGS = 107

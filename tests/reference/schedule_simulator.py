@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
-    RECEIVES,
     SENDS,
     Action,
     Channel,
@@ -174,7 +173,7 @@ def hangs_where_computes_wait(stages: Sequence[Sequence[Action]]) -> list[Action
             late = [c for c in mine if (sent[c] > asked[c] if c.source == stage else asked[c] > sent[c])]
             if late:
                 return False
-        elif action.kind in SENDS | RECEIVES:
+        elif action.kind in SENDS | {Kind.RECV_FORWARD, Kind.RECV_BACKWARD}:
             (sent if action.kind in SENDS else asked)[channel_of(action, stage, len(stages))] += 1
         at[stage] += 1
         return True

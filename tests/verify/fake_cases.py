@@ -33,7 +33,7 @@ CASES = {
     "interleaved": f"{PP} {TP} --num-virtual-stages-per-pipeline-rank 2",
     "zero bubble": f"{PP} {TP} --pipeline-schedule zero_bubble",
     "gradients sharded": f"{CP} --data-parallel-sharding-strategy optim_grads",
-    "all sharded": f"{ANY} {FULL} --recompute-granularity full",
+    "all sharded": f"{ANY} {FULL} --recompute-granularity selective",
     "all sharded, pipeline": f"{PP} {CP} {FULL}",
     "instances": f"{CP} {FULL} --num-distributed-optimizer-instances 2",
     "selective": f"{TP} {CP} --recompute-granularity selective",
@@ -65,10 +65,9 @@ def main(names: list[str]) -> None:
         world = 16 if name == "4d" else 8
         config = parse(f"{BASE} {CASES[name]}".split())
         require(config, world, [])
-        one, *others = (
-            fake_step.step(config, world, rank, "mixed", watch)
-            for rank in (0, *fake_step.neighbours(grid_shape(config, world), 0))
-        )
+        beside = fake_step.neighbours(grid_shape(config, world), 0)
+        ranks = [*(beside if name == "4d" else beside[-2:]), 0, 0]  # the last one compiles nothing
+        *others, one = (fake_step.step(config, world, rank, "mixed", watch) for rank in ranks)
         wrong = [text for other in others for text in differences(0, one.calls, other.rank, other.calls)]
         planned = stage_memory(config, 0, stage_layers(config, world)[0], world).total
         grid = {"groups": sorted({(call.group, call.ranks, call.peer >= 0) for call in one.calls})}

@@ -55,7 +55,6 @@ class Kind(Enum):
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS})
 SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
-RECEIVES = frozenset({Kind.RECV_FORWARD, Kind.RECV_BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)

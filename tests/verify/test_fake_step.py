@@ -1,0 +1,84 @@
+"""Steps on a GPU that is not there: they end, ranks agree on every call, and the dry run says what they hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacp.core.distributed.fake_world import Call, differences
+from megacp.core.distributed.grid import GridShape
+from tests.verify.fake_cases import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+THIRDS = [list(CASES)[first::3] for first in range(3)]
+
+
+def steps_of(names: list[str]) -> dict[str, dict[str, Any]]:
+    """What `fake_cases` found, by case."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {found["name"]: found for found in map(json.loads, done.stdout.splitlines())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", THIRDS, ids=lambda names: names[0])
+def test_steps_on_a_device_that_is_not_there_agree_and_hold_what_was_planned(names: list[str]) -> None:
+    """An operator over two devices, a graph that breaks, or a number that the host reads of a tensor ends a step."""
+    found = steps_of(names)
+    assert list(found) == names
+    for name, step in found.items():
+        assert step["wrong"] == [], name
+        assert step["peak"] / 1.05 <= step["planned"] <= step["peak"] * 1.05, f"{name}: {step}"
+        if name != "4d":
+            continue
+        # groups of collectives are those that meet before the first step; messages have groups of their own
+        shape = GridShape(tp=2, cp=2, dp=2, pp=2)
+        meet = [shape.members(0, axes) for axes in (("tp",), ("cp",), ("cp", "dp"), ("tp", "cp", "dp", "pp"))]
+        collectives = [tuple(ranks) for _, ranks, is_message in step["groups"] if not is_message]
+        assert set(collectives) <= set(meet) and len(collectives) == len(set(collectives))
+
+
+GROUP = ("g", (0, 1))
+FLOATS = ("torch.float32", (4,))
+
+
+def call(name: str, *what: Any, sent: tuple[int, ...] = (), received: tuple[int, ...] = (), peer: int = -1) -> Call:
+    return Call(f"c10d::{name}", *GROUP, *(what or FLOATS), sent, received, peer)
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "agrees"),
+    [
+        ([call("allreduce_")], [call("allreduce_")], True),
+        ([call("allreduce_")], [], False),
+        ([call("allreduce_")], [call("allreduce_", "torch.bfloat16", (4,))], False),
+        ([call("allreduce_")], [call("allreduce_", "torch.float32", (8,))], False),
+        ([call("a"), call("b")], [call("b"), call("a")], False),
+        ([call("alltoall_", sent=(1, 2), received=(1, 5))], [call("alltoall_", sent=(5, 3), received=(2, 3))], True),
+        ([call("alltoall_", sent=(1, 2), received=(1, 4))], [call("alltoall_", sent=(5, 3), received=(2, 3))], False),
+        ([call("send", peer=1)], [call("recv_", peer=0)], True),
+        ([call("send", peer=1)], [call("recv_", "torch.float32", (8,), peer=0)], False),
+        ([call("send", peer=1)], [], False),
+    ],
+)
+def test_two_ranks_must_make_the_same_calls_in_one_order(here: list[Call], there: list[Call], agrees: bool) -> None:
+    assert bool(differences(0, here, 1, there)) != agrees
+
+
+@pytest.mark.slow
+def test_the_tool_prints_what_a_rank_of_any_world_holds() -> None:
+    flags = "--fake --world-size 1024 --rank 513 --num-layers 2 --vocab-size 512 --seq-length 1024 --dtype bfloat16"
+    grid = "--tensor-model-parallel-size 4 --context-parallel-size 8 --global-batch-size 32"
+    tool = [sys.executable, "tools/check_gpu.py"]
+    done = subprocess.run([*tool, *flags.split(), *grid.split()], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("rank ")] == ["513", "514", "516", "544"]
+    refused = subprocess.run([*tool, "--fake", "--hidden-size", "3"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 2 and "--hidden-size 3" in refused.stderr
