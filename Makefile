@@ -11,7 +11,8 @@ SHELL := /bin/bash
 .PHONY: help setup demo demo-text test test-fast test-faults mutants test-gpu check format bench clean
 
 BIN := $(VENV)/bin
-# Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
+# Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
+# Triton, of the release that CUDA builds of torch pin: packages change their ways where they can import it.
 STAMP := $(VENV)/.installed
 GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/monitor/test_timers.py
 # Several ranks share few cores: one thread each.
@@ -53,6 +54,7 @@ $(VENV)/.installed-for-demos: setup.py constraints.txt
 $(STAMP): $(VENV)/.installed-for-demos
 	$(call quietly,what the tests need (two minutes),$(PIP_INSTALL) -e '.[$(EXTRAS)]')
 	$(call quietly,the Python files of Transformer Engine,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine)
+	$(call quietly,Triton for its interpreter,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton triton)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests || true  # tests have time limits; some packages hold files of other versions
 	@touch $@
 
