@@ -11,7 +11,8 @@ SHELL := /bin/bash
 .PHONY: help setup demo demo-text test test-fast test-faults mutants cuda-lines test-gpu check format bench clean
 
 BIN := $(VENV)/bin
-# Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py.
+# Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
+# Triton, of the release that CUDA builds of torch pin: packages change their ways where they can import it.
 STAMP := $(VENV)/.installed
 OLDER_ENGINES := 2.10.0 2.14.1 2.18.0
 GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/monitor/test_timers.py
@@ -27,7 +28,7 @@ help:
 	@echo 'make test       all tests but the long faults and the fences (11 minutes on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
-	@echo 'make mutants    break the code in 238 places, and see which of them no fast test sees (half an hour)'
+	@echo 'make mutants    break the code in 240 places, and see which of them no fast test sees (half an hour)'
 	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
@@ -57,6 +58,7 @@ $(STAMP): $(VENV)/.installed-for-demos
 	$(call quietly,what the tests need (two minutes),$(PIP_INSTALL) -e '.[$(EXTRAS)]')
 	$(call quietly,the Python files of Transformer Engine,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/guests transformer_engine)
 	$(call quietly,those of older releases,(for v in $(OLDER_ENGINES); do $(UNCONSTRAINED) --no-deps --upgrade --target $(VENV)/guests-$${v%.*} transformer_engine==$$v || exit; done))
+	$(call quietly,Triton for its interpreter,$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/triton triton)
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib $(VENV)/guests* || true  # tests have time limits; some packages hold files of other versions
 	@touch $@
 

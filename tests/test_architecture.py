@@ -327,17 +327,17 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 29_085,
-    "megacp/core": 16_910,
+    "megacp": 29_100,
+    "megacp/core": 16_925,
     "megacp/prepare": 5_045,
     "megacp/huggingface": 4_810,
     "megacp/verify": 1_310,
     "megacp/plan": 725,
     "bench tools": 2_720,
-    "tests": 30_565,
+    "tests": 30_885,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 17_820)}
+REACHED = {"megacp.train": (130, 17_835)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_000
 FLAGS = 107

@@ -8,11 +8,10 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
-from megacp.core.ops import flex
 from megacp.core.ops.kernel import Kernel, empty_partial
 from megacp.core.ops.kernels import kernel_problem, select_kernel
 from megacp.core.ops.mask import Metadata, allowed, tile_table
-from tests.ops.test_flex import CPU, split
+from tests.ops.test_flex import mask_of, split
 from tests.ops.test_kernels import by_autograd, by_tiles
 from tests.reference.packs import metadata, random_batch
 
@@ -64,7 +63,7 @@ def test_forward_and_backward_are_near_float64(dtype: torch.dtype, heads: int, g
     for tokens, documents in ((768, 2), (700, 5), (100, 3), (2, 1)):
         batch = random_batch(rng, tokens, documents=documents, branches=True, images=True, padding=documents > 2)
         meta = metadata(batch)
-        full = flex.block_mask(tile_table(meta, meta), CPU).full_kv_num_blocks.sum()
+        full = mask_of(tile_table(meta, meta)).full_kv_num_blocks.sum()
         assert full > 0 or tokens < 768, "full blocks belong to the test"
         shapes = [(tokens, heads), (tokens, groups), (tokens, groups), (tokens, heads)]
         tensors = [torch.randn(*shape, width, generator=generator).to(dtype) for shape in shapes]

@@ -7,8 +7,15 @@ The kernel itself is tested in tests/gpu.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +41,9 @@ from tests.reference.packs import metadata, random_batch
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 1e-12, "atol": 1e-13}  # float64, sums of some 40 terms of order 1
+
+TRITON, ROOT = Path(sys.prefix) / "triton", Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(not TRITON.is_dir(), reason=f"needs Triton in {TRITON}: make setup")
 
 uncompiled = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 """The real function on the CPU is meant to be uncompiled here."""
@@ -129,6 +139,8 @@ def test_the_lists_are_those_that_torch_finds_itself(seed: int) -> None:
     mask = mask_of(tile_table(meta, meta.take(rng.permutation(50)[:37])), 4)
     names = ("num_blocks", "indices")
     partial, full = ([getattr(mask, f"{kind}kv_{name}") for name in names] for kind in ("", "full_"))
+    for lists in (partial, full):  # torch turns lists round by way of a matrix, and takes its width from them
+        lists[1] = torch.nn.functional.pad(lists[1], (0, 10 - lists[1].shape[-1]))
     theirs = BlockMask.from_kv_blocks(
         *partial, *full, BLOCK_SIZE=4, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths
     )
@@ -136,9 +148,22 @@ def test_the_lists_are_those_that_torch_finds_itself(seed: int) -> None:
         (counts, blocks), (expected, others) = (
             [getattr(x, f"{kind}_{name}") for name in names] for x in (mask, theirs)
         )
-        assert torch.equal(counts, expected) and counts.dtype == expected.dtype and blocks.shape == others.shape
+        assert torch.equal(counts, expected) and counts.dtype == expected.dtype and blocks.dtype == others.dtype
         for line, count in enumerate(counts[0, 0].tolist()):
             assert torch.equal(blocks[0, 0, line, :count], others[0, 0, line, :count])
+
+
+def test_the_lists_are_as_narrow_as_the_longest_of_them() -> None:
+    tokens, blocks = 131072, 1024
+    document = np.arange(tokens) // 4096
+    row = Metadata(document, 0 * document, 0 * document, np.arange(tokens))
+    mask = mask_of(tile_table(row, row))
+    kinds = [(f"{full}{side}_num_blocks", f"{full}{side}_indices") for full in ("", "full_") for side in ("kv", "q")]
+    shapes = [tuple(getattr(mask, indices).shape) for _, indices in kinds]
+    assert shapes == [(1, 1, blocks, 2)] * 2 + [(1, 1, blocks, 31)] * 2, "31 full blocks and 1 on the diagonal, at most"
+    assert sum(getattr(mask, indices).nbytes for _, indices in kinds) == 270336 < 4 * blocks**2 * 4 / 62
+    one = mask_of(tile_table(row.take(np.arange(100)), row.take(np.arange(100))))
+    assert {getattr(one, indices).shape[-1] for _, indices in kinds} == {1}, "no wider than there are blocks"
 
 
 def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
@@ -273,6 +298,52 @@ def test_a_row_whose_keys_are_all_here_is_computed_once(full: bool) -> None:
         torch.testing.assert_close(got, exact, **EXACT)
     by_tiles(transport.kernel, tensors, split(meta, 11), 0.3)
     assert calls.made[-4:] == [("TRITON", True)] * 4, "parts are merged by their lse"
+
+
+@needs_triton
+def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is Triton's own; torch 2.13 sets it where a kernel is launched first, and nowhere later."""
+    spec = importlib.util.spec_from_file_location("allocation", TRITON / "triton" / "runtime" / "_allocation.py")
+    triton = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(triton)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    launched = []
+
+    def launch(*qkv: torch.Tensor, **options: Any) -> Any:
+        if not launched:
+            triton.set_allocator(lambda size, alignment, stream: torch.empty(size))
+        launched.append(triton._allocator.get()(384, 128, None).nbytes)
+        return dense(*qkv, **options)
+
+    meta, tensors = pack(4), draw(40, 40, 4, 2)
+    plan = AttentionPlan(np.arange(40)[None], meta, 0, np.arange(40))
+    transport = WholeAttention(flex.FlexKernel(launch, 8))
+
+    def layer() -> None:
+        transport.attend(*tensors[:3], plan, 0.3)
+
+    layer()
+    with concurrent.futures.ThreadPoolExecutor(1) as autograd:
+        autograd.submit(layer).result()
+    assert launched[1:] == [384]
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize(("case", "tolerance"), [("pointers", 1e-5), ("descriptors", 1e-5), ("bfloat16", 4e-2)])
+def test_the_kernels_that_torch_writes_for_hopper_are_exact(case: str, tolerance: float, tmp_path: Path) -> None:
+    """See `interpreted.py`. Tolerances: fp32 sums of 400 terms and an approximate exp2; bf16 rounds to 2^-9."""
+    settings = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
+    command = [sys.executable, "-m", "tests.ops.interpreted", case]
+    ran = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert len(found["errors"]) == (2 if case == "bfloat16" else 25)
+    wrong = {name: errors for name, errors in found["errors"].items() if not all(x < tolerance for x in errors)}
+    assert not wrong, wrong
+    assert (found["descriptors"] > 0) == (case != "pointers")
+    kernels = " ".join(found["launches"])
+    assert "tem_fused_flex_attention_0" in kernels and "tem_fused_flex_attention_backward" in kernels
 
 
 def test_on_cuda_a_rank_with_all_keys_takes_the_whole_row_at_once() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
@@ -62,6 +63,17 @@ def whole_graph(
         return graph(*args, **options)
 
     return call
+
+
+def lend_scratch(device: torch.device) -> None:
+    """Give the Triton kernels that this thread launches memory for their TMA descriptors.
+
+    Triton keeps the allocator in a ContextVar, which is unset in every new thread. From 2.13 on torch sets it at the
+    first launch of a kernel alone, and a recomputation is a later launch, in autograd's thread.
+    """
+    triton = sys.modules.get("triton")  # there before anything is launched
+    if triton is not None:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
 def is_compiled(x: torch.Tensor) -> bool:

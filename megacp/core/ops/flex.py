@@ -34,7 +34,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
-from megacp.core.ops.device import fused, to_device, whole_graph
+from megacp.core.ops.device import fused, lend_scratch, to_device, whole_graph
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_dtype, merge_into
 from megacp.core.ops.mask import Metadata, TileTable
 
@@ -124,12 +124,13 @@ def host_mask(table: TileTable, size: int) -> HostMask:
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
     """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
     content, starts = to_device(host.content, device), _starts(host.lengths)
-    arrays = (content[start : start + length] for start, length in zip(starts, host.lengths, strict=False))
-    rule = _rule(*(next(arrays).clone() for _ in range(8)))  # tensors of their own, as kernels compiled for them expect
-    by_queries, by_keys = host.blocks, host.blocks[::-1]
-    lists = (_dense(arrays, shape) for shape in (by_queries, by_queries, by_keys, by_keys))
+    slices = (content[start : start + length] for start, length in zip(starts, host.lengths, strict=False))
+    arrays = [x.clone() for x in slices]  # tensors of their own, as kernels compiled for them expect
+    rule = _rule(*arrays[:8])
     lengths = (host.blocks[0] * host.size, host.blocks[1] * host.size)
-    (seen, which), (full, full_which), (seen_by, by_whom), (full_by, full_by_whom) = lists
+    (seen, which), (full, full_which), (seen_by, by_whom), (full_by, full_by_whom) = map(
+        _list, arrays[8::2], arrays[9::2]
+    )
     return BlockMask(
         seq_lengths=lengths,
         kv_num_blocks=seen,
@@ -145,12 +146,11 @@ def block_mask(host: HostMask, device: torch.device) -> BlockMask:
     )
 
 
-def _dense(arrays: Iterator[torch.Tensor], shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlexAttention's form of a list: counts `[1, 1, rows]`, and blocks `[1, 1, rows, columns]`, filled up with 0."""
-    count, row, within, column = (next(arrays) for _ in range(4))
-    indices = torch.zeros(shape, dtype=torch.int32, device=count.device)
-    indices[row.long(), within.long()] = column
-    return count.clone()[None, None], indices[None, None]
+def _list(count: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlexAttention's form of a list: counts `[1, 1, rows]`, and blocks `[1, 1, rows, columns]`."""
+    blocks = blocks.view(1, 1, len(count), -1)
+    torch._dynamo.maybe_mark_dynamic(blocks, 3)  # else a pack with as many blocks, but other lists, is compiled anew
+    return count[None, None], blocks
 
 
 def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
@@ -173,16 +173,18 @@ def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
 
 
 def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
-    """Of the full or the partial blocks: how many each block of queries sees, or each block of keys is seen by; then of
-    every such pair the row, its place in the row, and the block of the other side, in rising order.
+    """Of the full or the partial blocks: how many each block of queries sees, or each block of keys is seen by; then
+    `[rows, columns]` of the other side's blocks in rising order, filled up with 0, as narrow as the longest row is.
     """
     chosen = np.flatnonzero(cover.full == full)
-    row, column, rows = cover.q_block[chosen], cover.k_block[chosen], cover.q_blocks
+    row, column, rows, columns = cover.q_block[chosen], cover.k_block[chosen], cover.q_blocks, cover.k_blocks
     if by_keys:
         order = np.argsort(column, kind="stable")
-        row, column, rows = column[order], row[order], cover.k_blocks
+        row, column, rows, columns = column[order], row[order], columns, rows
     count = np.bincount(row, minlength=rows)
-    return [count, row, np.arange(len(row)) - (np.cumsum(count) - count)[row], column]
+    blocks = np.zeros((rows, min(columns, max(2, count.max()))), np.int32)  # one column would be a compiled form more
+    blocks[row, np.arange(len(row)) - (np.cumsum(count) - count)[row]] = column
+    return [count, blocks.ravel()]
 
 
 def _rule(
@@ -257,6 +259,7 @@ class FlexKernel:
     def _call(
         self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, backend: Backend, aux: AuxRequest | None
     ) -> Any:
+        lend_scratch(qkv[0].device)
         return self._function(
             *qkv,
             block_mask=self.mask(table, qkv[0].device),
