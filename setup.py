@@ -71,7 +71,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
-    package_data={"megacp.prepare.records": ["*.jinja"]},
+    package_data={"megacp.prepare.records": ["*.jinja"], "megacp.verify": ["*.cpp"]},
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6",
