@@ -24,15 +24,11 @@ ROOT = Path(__file__).resolve().parents[1]
 WHOLE = ("ops/flex.py", "backends/transformer_engine.py", "backends/thd.py", "backends/apex.py")
 CUDA = ('"cuda"', "'cuda'", '"nccl"', "'nccl'", "is_compiled(", "on_gpu", "self.stream is None", "stream is not None")
 ELSEWHERE = ("!= 'cuda'", "== 'cpu'", "not is_compiled(", "self.stream is None", "backend == 'gloo'", "through_host")
+CASES = ["4d", "a2a", "a2a+p2p", "interleaved", "on the host", "vision", "float32"]
 RUNS = (
-    [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases"],
-    [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/backends", "tests/ops"]
-    + [
-        "tests/training/test_cuda.py",
-        "tests/distributed",
-        "tests/faults/test_start.py",
-        "tests/models/test_language.py",
-    ],
+    [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *CASES],
+    [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/backends"]
+    + ["tests/ops/test_flex.py", "tests/ops/test_pointwise.py", "tests/distributed/test_grid.py"],
 )
 
 
@@ -160,10 +156,7 @@ def main() -> int:
         start = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport tests.cuda_lines as c\nc.install({folder!r})\n"
         (Path(folder) / "sitecustomize.py").write_text(start)
         environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1"}
-        from tests.verify.fake_cases import CASES
-
-        names = list(CASES)
-        for command in ([*RUNS[0], *names[::2]], [*RUNS[0], *names[1::2]], RUNS[1]):
+        for command in RUNS:
             done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             print(f"{' '.join(command[3:6])} ...: exit status {done.returncode}", flush=True)
             if done.returncode:
