@@ -65,7 +65,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.where(k.span != 0, k.span, _NOBODY)", "k.span", "text of no span sees the future on a GPU"),
         ("(-1, (q.document", "(_NOBODY, (q.document", "padded queries see padded keys"),
         ("max(2, count.max())", "columns", "block lists are as wide as there are blocks"),
-        ("        lend_scratch(qkv[0].device)\n", "", "a recomputation has no memory for TMA descriptors"),
+        ("(lse / math.log(2))", "(lse * 1.0)", "the operator's lse is in units of log 2"),
+        ("        lend_scratch(q.device)\n", "", "a recomputation has no memory for TMA descriptors"),
     ],
     ("core/ops/pointwise.py", POINTWISE): [
         ("addcmul_(wide_x, inward, value=-1)", "addcmul_(wide_x, inward, value=1)", "sign in the norm's backward"),

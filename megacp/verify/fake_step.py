@@ -16,7 +16,7 @@ import dataclasses
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -24,7 +24,8 @@ from unittest import mock
 import numpy as np
 import torch
 import torch._dynamo.trace_rules
-from torch._guards import TracingContext
+from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.flex_attention import create_fw_bw_graph
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -167,6 +168,11 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             watch._count(storage._cdata, watch._known[storage._cdata][0], size)
         return result
 
+    def graphs(score: Callable, example: tuple, buffers: tuple) -> tuple[Callable, Callable]:
+        # FlexAttention's backward makes a scalar on the device while it is traced
+        with detect_fake_mode(example) or contextlib.nullcontext():
+            return create_fw_bw_graph(score, example, buffers)
+
     nothing = lambda *args, **named: None  # noqa: E731
     hopper = mock.Mock(major=9, minor=0, multi_processor_count=132, total_memory=80 << 30)
     patches: dict[str, dict[str, Any]] = {
@@ -184,6 +190,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
             "pin_memory": lambda x, *device: x,
             "record_stream": nothing,
         },
+        "torch._higher_order_ops.flex_attention": {"create_fw_bw_graph": graphs},
         "torch.nn.functional": {"scaled_dot_product_attention": _attention},
         "torch": {"compile": lambda function, **named: compile(function, **{**named, "backend": watch.chain})},
         "torch.UntypedStorage": {"resize_": resized},

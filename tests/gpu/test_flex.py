@@ -101,7 +101,7 @@ def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
 @pytest.mark.parametrize("transport", [LocalAttention, WholeAttention])
 @pytest.mark.parametrize("name", ["flex", "flex_flash"])
 def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAttention], name: str) -> None:
-    """The backward runs in autograd's own thread for the GPU, and there compiles parts and differentiates again."""
+    """The backward runs in autograd's own thread for the GPU, and there compiles the backward of parts."""
     dtype, tolerance = (torch.float32, 2e-5) if name == "flex" else (torch.bfloat16, 4e-2)
     problem = kernel_problem(name, "cuda", str(dtype)[6:])
     if problem:

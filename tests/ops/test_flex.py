@@ -194,6 +194,23 @@ def test_backward_from_the_merged_result_is_exact_for_keys_in_several_parts(seed
             torch.testing.assert_close(got, exact, **EXACT)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 computes a part's forward again")
+def test_the_backward_of_a_part_computes_no_forward_and_is_exact() -> None:
+    made: list[str] = []
+
+    def called(function: Callable) -> Callable:
+        return lambda *args, **options: made.append(function.__name__) or function(*args, **options)
+
+    meta, tensors = pack(6, 37), draw(37, 37, 4, 2)
+    expected, sources = by_autograd(tensors, allowed(meta, meta), 0.4), split(meta, 7, 30)
+    for backward, calls in ((called(flex.flex_backward), ["dense"] * 3 + ["flex_backward"] * 3), (None, ["dense"] * 6)):
+        made.clear()
+        found = by_tiles(flex.FlexKernel(called(dense), 8, backward=backward), tensors, sources, 0.4)
+        assert made == calls
+        for got, exact in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, exact, **EXACT)
+
+
 @pytest.fixture
 def backward_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lift torch's refusal of gradients on the CPU: uncompiled, the function has a backward; it is only not offered."""
@@ -380,17 +397,16 @@ class Compilations:
 
 @pytest.mark.slow
 def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
-    compiler = Compilations()
-    kernel = flex.FlexKernel(flex.compiled(compiler))
+    forward, backward = Compilations(), Compilations()
+    kernel = flex.FlexKernel(flex.compiled(forward), backward=flex.compiled(backward, flex.flex_backward))
     rng = np.random.default_rng(0)
     numbers = []
     for tokens in [512, 512, *rng.integers(257, 900, 8).tolist()]:
         meta = metadata(random_batch(rng, tokens, branches=True, images=True, padding=True))
-        q, k, v, _ = (x.float() for x in draw(tokens, tokens, 2, 1, tokens))
-        partial = empty_partial(q)
-        kernel.attend(partial, (q, k, v), tile_table(meta, meta), 0.3)
-        numbers.append(compiler.number)
-    assert numbers == [1, 1] + [2] * 8, "one form for the first length and one for all others"
+        tensors = [x.float() for x in draw(tokens, tokens, 2, 1, tokens)]
+        by_tiles(kernel, tensors, [(np.arange(tokens), tile_table(meta, meta))], 0.3)
+        numbers.append((forward.number, backward.number))
+    assert numbers == [(1, 1)] * 2 + [(2, 2)] * 8, "one form for the first length and one for all others"
 
 
 def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() -> None:

@@ -1,16 +1,17 @@
 """The kernel for CUDA: torch's FlexAttention under a block mask that is built from the tile table.
 
 One fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
-not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. Only torch's
-documented functions are used. A row whose keys are all here is differentiated by FlexAttention itself; the backward of
-one part among several computes that part's forward again to be handed its graph.
+not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. A row whose
+keys are all here is differentiated by FlexAttention itself. The backward of one part among several is FlexAttention's
+backward alone, given the merged `(out, lse)`, which torch compiles from 2.12 on; torch 2.11 computes that part's
+forward again to be handed its graph.
 
 Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends: with those
 comparisons it holds more than registers do.
 
-**Backward of a part.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The merged output is
-`out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)` and
-`d w_r / d lse_p = -w_r w_p` for another source r:
+**Backward of a part in torch 2.11.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The
+merged output is `out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)`
+and `d w_r / d lse_p = -w_r w_p` for another source r:
 
     d out_p = w_p dout
     d lse_p = dout . (w_p out_p - w_p sum over r of w_r out_r) = w_p dout . (out_p - out)
@@ -22,6 +23,7 @@ handed to autograd as the gradients of `(out_p, lse_p)`. A row that sees nothing
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_
 from megacp.core.ops.mask import Metadata, TileTable
 
 FlexAttention = Callable[..., Any]
-"""`flex_attention`, compiled or not, or a function with its arguments.
+"""`flex_attention` or `flex_backward`, compiled or not, or a function with its arguments.
 
 Results are differentiable; a row that sees nothing has out 0, lse -inf and gradient 0.
 """
@@ -56,15 +58,27 @@ _ALIGNED = 32
 """Elements between the beginnings of arrays are a multiple of it: 128 bytes."""
 
 
-def compiled(backend: str | Callable = "inductor") -> FlexAttention:
-    """`flex_attention` as a fused kernel, compiled at the first call.
+def flex_backward(
+    qkv: QKV, results: Results, dout: torch.Tensor, block_mask: BlockMask, scale: float, options: dict[str, Any]
+) -> QKV:
+    """`dq, dk, dv` of one source of keys, laid out like `q, k, v[1, heads, tokens, d]`, without its forward.
+
+    `results` are the row's `out`, and `lse` in units of log 2 and contiguous. Probabilities are exp(scores - lse), and
+    nothing else is needed of other sources (FlashAttention-2, Dao, 2023).
+    """
+    rest = (None, lambda score, *place: score, None, block_mask.as_tuple(), scale, options, (), ())
+    return torch.ops.higher_order.flex_attention_backward(*qkv, *results, dout, *rest)[:3]
+
+
+def compiled(backend: str | Callable = "inductor", function: FlexAttention = flex_attention) -> FlexAttention:
+    """FlexAttention as fused kernels, compiled at the first call.
 
     Lengths are taken as fixed until they change, then as free, so packs of any length need no form of their own.
     """
     # one graph or an error: without a fused kernel the scores of all pairs would be made
     if torch._dynamo.config.disable:
         raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
-    return whole_graph(flex_attention, backend)
+    return whole_graph(function, backend)
 
 
 def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
@@ -224,14 +238,21 @@ def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class FlexKernel:
     """See `WholeKernel`; for float32 and bfloat16, as FlexAttention adds up in float32.
 
-    `function` takes the place of the compiled `flex_attention`, `whole_backend` is the kernel of a row whose keys are
-    all here (`FLASH`: FlashAttention 4, which gives no gradient of the lse), and `size` is the side of a block.
+    `function` and `backward` take the place of the compiled `flex_attention` and `flex_backward` (a `function` alone is
+    recomputed), `size` is the side of a block, and `whole_backend` is the kernel of a row whose keys are all here
+    (`FLASH`: FlashAttention 4, which gives no gradient of the lse).
     """
 
     def __init__(
-        self, function: FlexAttention | None = None, size: int = BLOCK, whole_backend: Backend = "TRITON"
+        self,
+        function: FlexAttention | None = None,
+        size: int = BLOCK,
+        whole_backend: Backend = "TRITON",
+        backward: FlexAttention | None = None,
     ) -> None:
+        direct = function is None and torch.__version__ >= "2.12"
         self._function = function or compiled()
+        self._backward: Any = compiled(function=flex_backward) if direct else backward
         self._size = size
         self._whole_backend: Backend = whole_backend
         self._masks: weakref.WeakKeyDictionary[TileTable, dict[torch.device, BlockMask]] = weakref.WeakKeyDictionary()
@@ -256,16 +277,19 @@ class FlexKernel:
     def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(_heads_first(x, self._size) for x in tensors)
 
+    def _options(self, q: torch.Tensor, backend: Backend) -> dict[str, Any]:
+        lend_scratch(q.device)
+        return {"BACKEND": backend, **kernel_options(q.dtype, q.shape[-1])}
+
     def _call(
         self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, backend: Backend, aux: AuxRequest | None
     ) -> Any:
-        lend_scratch(qkv[0].device)
         return self._function(
             *qkv,
             block_mask=self.mask(table, qkv[0].device),
             scale=scale,
             enable_gqa=True,
-            kernel_options={"BACKEND": backend, **kernel_options(qkv[0].dtype, qkv[0].shape[-1])},
+            kernel_options=self._options(qkv[0], backend),
             return_aux=aux,
         )
 
@@ -290,13 +314,24 @@ class FlexKernel:
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         if table.num_tiles == 0:
             return
+        of_part = self._direct if self._backward else self._recomputed
+        for total, grad in zip(grads, of_part(saved, kv, table, scale), strict=True):
+            total += _tokens_first(grad, total)
+
+    @torch.no_grad()
+    def _direct(self, saved: Saved, kv: KV, table: TileTable, scale: float) -> tuple[torch.Tensor, ...]:
+        *qkv, out, dout = self._heads_first(*(x.detach() for x in (saved.q, *kv, saved.out, saved.dout)))
+        lse = pad(saved.lse, (0, 0, 0, out.shape[2] - len(saved.lse)), value=-torch.inf)  # what fills up sees nothing
+        results = out, (lse / math.log(2)).t().contiguous()[None]
+        return self._backward(qkv, results, dout, self.mask(table, out.device), scale, self._options(out, "TRITON"))
+
+    def _recomputed(self, saved: Saved, kv: KV, table: TileTable, scale: float) -> tuple[torch.Tensor, ...]:
         leaves = [x.requires_grad_() for x in self._heads_first(*(x.detach() for x in (saved.q, *kv)))]
         with torch.enable_grad():
             results = self._part(tuple(leaves), table, scale, saved.q)
         out, lse = (x.detach() for x in results)
         gradients = gradients_of_part(out, lse, saved.out, saved.lse, saved.dout)
-        for total, grad in zip(grads, torch.autograd.grad(results, leaves, gradients), strict=True):
-            total += _tokens_first(grad, total)
+        return torch.autograd.grad(results, leaves, gradients)
 
 
 @fused
