@@ -78,7 +78,7 @@ setup(
         "regex",
         "sentencepiece",
         "tokenizers>=0.20",
-        "torch>=2.11",
+        "torch>=2.12",
         "tyro>=1.0",
         "zlib-ng",
     ],

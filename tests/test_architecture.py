@@ -327,11 +327,11 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 29_100,
+    "megacp": 29_105,
     "megacp/core": 16_925,
     "megacp/prepare": 5_045,
     "megacp/huggingface": 4_810,
-    "megacp/verify": 1_310,
+    "megacp/verify": 1_316,
     "megacp/plan": 725,
     "bench tools": 2_720,
     "tests": 30_885,

@@ -211,10 +211,7 @@ CASES = {
     "descriptors": (torch.float32, 4, 4, 16, BLOCKS | {"fwd_USE_TMA": True, "bwd_USE_TMA": True}),
     "bfloat16": (torch.bfloat16, 4, 2, 128, {}),
 }
-"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes a single mask.
-
-Parts are differentiated as torch 2.11 does it in the first, as later ones in the others.
-"""
+"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes a single mask."""
 
 
 def main(case: str) -> None:
@@ -227,8 +224,7 @@ def main(case: str) -> None:
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
-    backward = None if case == "pointers" else flex.compiled(backend, flex.flex_backward)
-    kernel = flex.FlexKernel(flex.compiled(backend), backward=backward)
+    kernel = flex.FlexKernel(flex.compiled(backend, backend))
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, q, k, sources in masks():

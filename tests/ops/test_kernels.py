@@ -12,7 +12,6 @@ import torch
 from megacp.core.ops import device as compiled
 from megacp.core.ops import pointwise, tile_kernels
 from megacp.core.ops.device import fused, to_device, whole_graph
-from megacp.core.ops.flex import gradients_of_part
 from megacp.core.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial, merge_into
 from megacp.core.ops.kernels import select_kernel
 from megacp.core.ops.mask import Metadata, allowed, tile_table
@@ -213,13 +212,6 @@ def merged(n: int) -> list[torch.Tensor]:
     return [out, lse]
 
 
-def of_part(n: int) -> list[torch.Tensor]:
-    out, merged, dout = (randn(n, 3, 4, seed=seed) for seed in range(3))
-    lse, merged_lse = randn(n, 3, seed=3), randn(n, 3, seed=4)
-    lse[0] = merged_lse[0] = -torch.inf
-    return list(gradients_of_part(out, lse, merged, merged_lse, dout))
-
-
 CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "norm of hidden states": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 8), randn(8)),
     "norm of heads": lambda n: differentiated(lambda x, w: rms_norm(x, w, 1e-6), randn(n, 3, 8), randn(8)),
@@ -227,7 +219,6 @@ CASES: dict[str, Callable[[int], list[torch.Tensor]]] = {
     "rotary": lambda n: differentiated(lambda x: rotate(x, randn(n, 1, 4), randn(n, 1, 4, seed=1)), randn(n, 3, 8)),
     "bits of dropout": lambda n: [keep_mask(2**63 + 17 * n, torch.arange(n) * 7, 5, 0.3)],
     "merged attention": merged,
-    "gradients of a part of attention": of_part,
 }
 
 

@@ -30,7 +30,7 @@ from megacp.core.backends.thd import PackedAttention, thd_sequences
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.distributed.grid import Axis, ProcessGrid, connect
 from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.ops.kernel import Heads
@@ -282,6 +282,7 @@ class TransformerEngineBackend(NativeBackend):
         if reasons:
             self.tell(f"attention: ours for every row, {reasons}")
         if self.fp8 == "delayed":
+            connect([amax], grid.device)  # in no step of another run
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         after = config.model.norm_position == "after"
         why = "--lora-rank" if self.lora else "--recompute-granularity selective" if self.apart else "--norm-position"

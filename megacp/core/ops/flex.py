@@ -2,22 +2,11 @@
 
 One fused call per source of keys, however many tiles it has. Empty blocks cost nothing, full blocks do
 not look at the mask. The mask of the others is the rule itself, asked by the GPU about integers per token. A row whose
-keys are all here is differentiated by FlexAttention itself. The backward of one part among several is FlexAttention's
-backward alone, given the merged `(out, lse)`, which torch compiles from 2.12 on; torch 2.11 computes that part's
-forward again to be handed its graph.
+keys are all here is differentiated by FlexAttention itself, the backward of one part among several is FlexAttention's
+backward alone, given the merged `(out, lse)`: it needs nothing else of the other sources.
 
 Tokens are padded to whole blocks, so that the kernel of any length need not look where a row ends: with those
 comparisons it holds more than registers do.
-
-**Backward of a part in torch 2.11.** Let `p` be one source of keys and `lse = log(sum over p of exp(lse_p))`. The
-merged output is `out = sum over p of w_p out_p` with `w_p = exp(lse_p - lse)`. From `d w_p / d lse_p = w_p (1 - w_p)`
-and `d w_r / d lse_p = -w_r w_p` for another source r:
-
-    d out_p = w_p dout
-    d lse_p = dout . (w_p out_p - w_p sum over r of w_r out_r) = w_p dout . (out_p - out)
-
-with the dot product over the width of a head. Both need of the other sources only the merged `(out, lse)`. They are
-handed to autograd as the gradients of `(out_p, lse_p)`. A row that sees nothing in p has lse_p = -inf and w_p = 0.
 """
 
 from __future__ import annotations
@@ -36,12 +25,12 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.functional import pad
 
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
-from megacp.core.ops.device import fused, lend_scratch, to_device, whole_graph
-from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_dtype, merge_into
+from megacp.core.ops.device import lend_scratch, to_device, whole_graph
+from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, merge_into
 from megacp.core.ops.mask import Metadata, TileTable
 
 FlexAttention = Callable[..., Any]
-"""`flex_attention` or `flex_backward`, compiled or not, or a function with its arguments.
+"""`flex_attention` (or `flex_backward`), compiled or not, or a function with its arguments.
 
 Results are differentiable; a row that sees nothing has out 0, lse -inf and gradient 0.
 """
@@ -70,15 +59,16 @@ def flex_backward(
     return torch.ops.higher_order.flex_attention_backward(*qkv, *results, dout, *rest)[:3]
 
 
-def compiled(backend: str | Callable = "inductor", function: FlexAttention = flex_attention) -> FlexAttention:
-    """FlexAttention as fused kernels, compiled at the first call.
+def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
+    """`flex_attention` and `flex_backward` as fused kernels, compiled at the first call by inductor or `backends`.
 
     Lengths are taken as fixed until they change, then as free, so packs of any length need no form of their own.
     """
     # one graph or an error: without a fused kernel the scores of all pairs would be made
     if torch._dynamo.config.disable:
         raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
-    return whole_graph(function, backend)
+    forward, backward = backends or ("inductor", "inductor")
+    return whole_graph(flex_attention, forward), whole_graph(flex_backward, backward)
 
 
 def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:
@@ -238,21 +228,18 @@ def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class FlexKernel:
     """See `WholeKernel`; for float32 and bfloat16, as FlexAttention adds up in float32.
 
-    `function` and `backward` take the place of the compiled `flex_attention` and `flex_backward` (a `function` alone is
-    recomputed), `size` is the side of a block, and `whole_backend` is the kernel of a row whose keys are all here
-    (`FLASH`: FlashAttention 4, which gives no gradient of the lse).
+    `functions` take the place of the compiled `flex_attention` and `flex_backward`, `size` is the side of a block, and
+    `whole_backend` is the kernel of a row whose keys are all here (`FLASH`: FlashAttention 4, which gives no gradient
+    of the lse).
     """
 
     def __init__(
         self,
-        function: FlexAttention | None = None,
+        functions: tuple[FlexAttention, FlexAttention] | None = None,
         size: int = BLOCK,
         whole_backend: Backend = "TRITON",
-        backward: FlexAttention | None = None,
     ) -> None:
-        direct = function is None and torch.__version__ >= "2.12"
-        self._function = function or compiled()
-        self._backward: Any = compiled(function=flex_backward) if direct else backward
+        self._forward, self._backward = functions or compiled()
         self._size = size
         self._whole_backend: Backend = whole_backend
         self._masks: weakref.WeakKeyDictionary[TileTable, dict[torch.device, BlockMask]] = weakref.WeakKeyDictionary()
@@ -284,7 +271,7 @@ class FlexKernel:
     def _call(
         self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, backend: Backend, aux: AuxRequest | None
     ) -> Any:
-        return self._function(
+        return self._forward(
             *qkv,
             block_mask=self.mask(table, qkv[0].device),
             scale=scale,
@@ -293,17 +280,14 @@ class FlexKernel:
             return_aux=aux,
         )
 
-    def _part(self, qkv: tuple[torch.Tensor, ...], table: TileTable, scale: float, like: torch.Tensor) -> Results:
-        """`out` and natural `lse` of one source of keys, shaped like `q[n, heads, d]`."""
-        # TRITON: the same kernel for any number of queries; the default takes a decoding kernel below 128 of them
-        out, aux = self._call(qkv, table, scale, "TRITON", AuxRequest(lse=True))
-        return _tokens_first(out, like), _tokens_first(aux.lse, like[..., 0])
-
     @torch.no_grad()  # and detached: the compiled function has one form less
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
         if table.num_tiles == 0:
             return
-        out, lse = self._part(self._heads_first(*(x.detach() for x in qkv)), table, scale, qkv[0])
+        # TRITON: the same kernel for any number of queries; the default takes a decoding kernel below 128 of them
+        heads_first, asked = self._heads_first(*(x.detach() for x in qkv)), AuxRequest(lse=True)
+        out, aux = self._call(heads_first, table, scale, "TRITON", asked)
+        out, lse = _tokens_first(out, qkv[0]), _tokens_first(aux.lse, qkv[0][..., 0])
         if partial.untouched:
             partial.out.copy_(out)
             partial.lse.copy_(lse)
@@ -311,35 +295,14 @@ class FlexKernel:
             merge_into(partial.out, partial.lse, out, lse)
         partial.untouched = False
 
+    @torch.no_grad()
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         if table.num_tiles == 0:
             return
-        of_part = self._direct if self._backward else self._recomputed
-        for total, grad in zip(grads, of_part(saved, kv, table, scale), strict=True):
-            total += _tokens_first(grad, total)
-
-    @torch.no_grad()
-    def _direct(self, saved: Saved, kv: KV, table: TileTable, scale: float) -> tuple[torch.Tensor, ...]:
         *qkv, out, dout = self._heads_first(*(x.detach() for x in (saved.q, *kv, saved.out, saved.dout)))
         lse = pad(saved.lse, (0, 0, 0, out.shape[2] - len(saved.lse)), value=-torch.inf)  # what fills up sees nothing
         results = out, (lse / math.log(2)).t().contiguous()[None]
-        return self._backward(qkv, results, dout, self.mask(table, out.device), scale, self._options(out, "TRITON"))
-
-    def _recomputed(self, saved: Saved, kv: KV, table: TileTable, scale: float) -> tuple[torch.Tensor, ...]:
-        leaves = [x.requires_grad_() for x in self._heads_first(*(x.detach() for x in (saved.q, *kv)))]
-        with torch.enable_grad():
-            results = self._part(tuple(leaves), table, scale, saved.q)
-        out, lse = (x.detach() for x in results)
-        gradients = gradients_of_part(out, lse, saved.out, saved.lse, saved.dout)
-        return torch.autograd.grad(results, leaves, gradients)
-
-
-@fused
-def gradients_of_part(
-    out: torch.Tensor, lse: torch.Tensor, merged: torch.Tensor, merged_lse: torch.Tensor, dout: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of a part's `out[n, heads, d]` and `lse[n, heads]`; see the module's docstring."""
-    wide = accumulation_dtype(out.dtype)
-    weight = torch.exp(lse - merged_lse.masked_fill(merged_lse == -torch.inf, 0.0))
-    of_out = (dout.to(wide) * weight.unsqueeze(-1)).to(out.dtype)
-    return of_out, (of_out.to(wide) * (out.to(wide) - merged.to(wide))).sum(-1)
+        options = self._options(out, "TRITON")
+        of_part = self._backward(qkv, results, dout, self.mask(table, out.device), scale, options)
+        for total, grad in zip(grads, of_part, strict=True):
+            total += _tokens_first(grad, total)
