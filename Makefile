@@ -8,7 +8,7 @@ PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast test-faults mutants cuda-lines test-gpu check format bench clean
+.PHONY: help setup demo demo-text test test-fast test-faults mutants cuda-lines fake-grids test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
@@ -28,8 +28,9 @@ help:
 	@echo 'make test       all tests but the long faults and the fences (11 minutes on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
-	@echo 'make mutants    break the code in 240 places, and see which of them no fast test sees (half an hour)'
+	@echo 'make mutants    break the code in 250 places, and see which of them no fast test sees (half an hour)'
 	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
+	@echo 'make fake-grids  a step of every grid of examples/ on fake tensors, beside its dry run (20 minutes)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
 	@echo 'make check      lint, layer contract, fences, types'
 	@echo 'make format     format and repair what a tool can'
@@ -85,6 +86,9 @@ test-faults: $(STAMP)
 
 cuda-lines: $(STAMP)
 	$(BIN)/python tests/cuda_lines.py
+
+fake-grids: $(STAMP)
+	$(BIN)/python tests/fake_grids.py
 
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WHOLE = ("ops/flex.py", "backends/transformer_engine.py", "backends/thd.py", "backends/apex.py")
 CUDA = ('"cuda"', "'cuda'", '"nccl"', "'nccl'", "is_compiled(", "on_gpu", "self.stream is None", "stream is not None")
 ELSEWHERE = ("!= 'cuda'", "== 'cpu'", "not is_compiled(", "self.stream is None", "backend == 'gloo'", "through_host")
-CASES = ["4d", "a2a", "a2a+p2p", "interleaved", "on the host", "vision", "float32"]
+CASES = ["4d", "a2a", "a2a+p2p", "interleaved", "on the host", "vision", "float32", "engine p2p", "engine a2a"]
 RUNS = (
     [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *CASES],
     [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/backends"]

@@ -330,6 +330,25 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("self.channels[direction,", 'self.channels["forward",', "both directions share a channel"),
         ("(stages[0], stages[-1])", "stages[:2]", "the embedding's copies are those of the first stages"),
     ],
+    ("core/distributed/grid.py", "tests/training/test_loss.py"): [
+        ('self.over("dp", "cp"), self.emb', "self.emb", "ranks that sum gradients first meet in a step"),
+        ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
+    ],
+    ("core/distributed/fake_world.py", "tests/verify/test_fake_step.py"): [
+        ("rows if first else rows[::-1]", "rows", "what one rank sends another must be what it receives"),
+        (
+            "sizes: tuple[int, ...] = call.elements",
+            "sizes: tuple[int, ...] = ()",
+            "sizes of a collective do not matter",
+        ),
+        ("(c.dtype, c.elements) for c", "(c.dtype,) for c", "sizes of a message do not matter"),
+        ('(_messages(mine, "recv", other)', '(_messages(mine, "send", other)', "sends are held against sends"),
+    ],
+    ("core/models/offload.py", MODEL): [
+        ("int(x.storage_offset()), x.shape", "0, x.shape", "parts of a tensor come back as its beginning"),
+        ("if handle not in self._open:", "if True:", "each part of a tensor is copied with the whole of it"),
+        (" or handle in self._staying", "", "weights are copied to the host"),
+    ],
     ("core/distributed/differentiable.py", GRID): [
         ("(x, axis, _identity, collectives.all_reduce)", "(x, axis, _identity, _identity)", "copy_to sums nothing"),
         ("all_reduce, _identity", "all_reduce, collectives.all_reduce", "reduce_from sums twice"),
@@ -423,6 +442,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/distributed/collectives.py", f"{GRID} {ATTENTION}"): [
         ("for step in (1, -1))", "for step in (-1, 1))", "shifts go to the rank before"),
+        ("own if in_place else", "torch.empty_like(own) if in_place else", "a sum stands beside what it is the sum of"),
+        ("own if in_place else torch.empty_like(own)", "own", "a sum is written over an input that is still needed"),
     ],
     ("core/training/step.py", f"{GOLDEN} tests/training/test_loss.py"): [
         ('f"{self.config.training.seed}/{step}"', 'f"{self.config.training.seed}"', "every step has one dropout mask"),

@@ -334,7 +334,7 @@ LINES = {
     "megacp/verify": 1_316,
     "megacp/plan": 725,
     "bench tools": 2_720,
-    "tests": 30_885,
+    "tests": 31_200,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (130, 17_835)}

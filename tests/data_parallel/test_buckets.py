@@ -25,6 +25,7 @@ from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.models import build
 from megacp.core.training.step import ParallelModel
 from megacp.verify.parity import MODELS
+from tests.distributed.test_collectives import as_on_nccl
 from tests.ranks import grid, run_ranks
 from tests.tensor_parallel.test_linear import SIZES
 
@@ -79,9 +80,21 @@ def gathered(flat: FlatBuckets) -> list[torch.Tensor]:
 
 
 def _sums(
-    rank: int, world_size: int, shape: dict[str, int], recompute: bool, bucket_elements: int, each: bool = False
+    rank: int,
+    world_size: int,
+    shape: dict[str, int],
+    recompute: bool,
+    bucket_elements: int,
+    each: bool = False,
+    nccl: bool = False,
 ) -> float:
-    axis = grid(**shape).over("dp", "cp")
+    with pytest.MonkeyPatch.context() as patch:
+        axis = grid(**shape).over("dp", "cp")
+        return _worst(as_on_nccl(axis, patch) if nccl else axis, recompute, bucket_elements, each)
+
+
+def _worst(axis: Axis, recompute: bool, bucket_elements: int, each: bool) -> float:
+    rank, world_size = axis.rank, axis.size
     model = Stack(recompute)
     flat = FlatBuckets([model], axis, {}, bucket_elements, each_microbatch=each)
     worst = 0.0
@@ -113,8 +126,9 @@ def test_bucket_sums_equal_one_process_on_all_data(shape: dict[str, int], bucket
 
 
 @pytest.mark.parametrize("each", [False, True])
-def test_recomputed_layers_give_the_same_sums(each: bool) -> None:
-    assert max(run_ranks(_sums, 2, {"dp": 2}, True, 150, each)) < 1e-12
+@pytest.mark.parametrize("nccl", [False, True])
+def test_recomputed_layers_give_the_same_sums_also_in_place_as_on_nccl(each: bool, nccl: bool) -> None:
+    assert max(run_ranks(_sums, 2, {"dp": 2}, True, 150, each, nccl)) < 1e-12
 
 
 def _events(monkeypatch: pytest.MonkeyPatch, flat: FlatBuckets, model: Stack) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megacp.core.distributed import collectives
 from megacp.core.distributed import differentiable as d
@@ -60,6 +63,35 @@ def check_reductions(rank: int, world_size: int) -> None:
             assert_sum(collectives.reduce_scatter(parts[rank], axis), total(parts)[block])
             assert torch.equal(mine, before), "an input was changed in place"
     assert torch.equal(collectives.all_reduce(torch.tensor(rank), axis), torch.tensor(sum(range(world_size))))
+
+
+def as_on_nccl(axis: Axis, patch: pytest.MonkeyPatch) -> Axis:
+    """The axis with the calls that NCCL gets, of which a gloo group has no reduce-scatter."""
+
+    def scatter(out: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> SimpleNamespace:
+        whole = x.clone()
+        dist.all_reduce(whole, group=group)
+        out.copy_(whole.tensor_split(axis.size)[axis.rank])
+        return SimpleNamespace(wait=lambda: None)
+
+    patch.setattr(collectives, "_reduce_scatter_single", scatter)
+    return dataclasses.replace(axis, backend="nccl")
+
+
+def sums_in_place(rank: int, world_size: int) -> None:
+    parts = inputs(world_size, (world_size * 4, 3), torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        axis = as_on_nccl(world(world_size), patch)
+        for in_place in (False, True):
+            given = parts[rank].clone()
+            found = collectives.start_reduce_scatter(given, axis, in_place=in_place).wait()
+            assert_sum(found, total(parts)[4 * rank : 4 * rank + 4])
+            assert (found.data_ptr() == given[4 * rank].data_ptr()) == in_place
+            assert in_place or torch.equal(given, parts[rank])
+
+
+def test_a_sum_stands_in_its_block_of_the_input_where_that_is_allowed_alone() -> None:
+    run_ranks(sums_in_place, 3)
 
 
 def check_moves(rank: int, world_size: int) -> None:

@@ -329,8 +329,10 @@ def test_views_aliases_and_strides_come_back_as_they_were(late: None) -> None:
     host = HostMemory(torch.device("cpu"))
     base = torch.arange(24.0).view(4, 6)
     views = [base.t(), base[1:3, ::2], base[0].expand(5, 6), base.view(-1)[3:]]
-    passage = Passage(host, ())
+    staying = torch.ones(4, 6)
+    passage = Passage(host, (staying,))
     held = [passage.pack(view) for view in views]
+    assert passage.pack(same := staying.t()) is same
     passage.close()
     expected = [(view.clone(), view.stride(), view.storage_offset()) for view in views]
     passage.leave()

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megacp
 from megacp.core.config.run import RunConfig, with_values
@@ -20,9 +21,12 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
+from megacp.core.distributed import grid as grid_file
 from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.fake_world import recorded
+from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
+from megacp.core.models.build import grid_shape
 from megacp.core.ops.pointwise import keep_mask
 from megacp.core.ops.tile_kernels import TileKernel
 from megacp.core.tensor_parallel.vocabulary import weighted_loss
@@ -272,6 +276,49 @@ def test_ranks_of_split_axes_meet_before_the_first_step() -> None:
         assert met == [("cp_inner", 2), ("cp_outer", 2)]
     for met in run_ranks(_met, 4, {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}):
         assert len(met) == 2 and [size for _, size in met] == [2, 2]
+
+
+class Groups(TorchDispatchMode):
+    """Ranks of the groups of all collectives, messages left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        call = recorded(function, args, kwargs or {})
+        if call is not None and call.peer < 0:
+            self.seen.add(call.ranks)
+        return function(*args, **(kwargs or {}))
+
+
+def _strangers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list[tuple[int, ...]]]:
+    """Groups of a step's collectives, and those among them that did not meet before."""
+    config = with_values(RunConfig(), {**SIZES, **values})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid_file, "_near", lambda rank: None)  # neighbours would go from memory to memory
+        here = build_grid(grid_shape(config, world_size), rank)
+    model, groups = ParallelModel(config, here), Groups()
+    row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length))
+    with groups:
+        model.train([row] * 2, 1, 2 * row.weight_sum)
+    met = {axis.global_ranks for axis in here.in_steps()}
+    return len(groups.seen), sorted(groups.seen - met)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
+        {"tensor_model_parallel_size": 2},
+    ],
+    ids=str,
+)
+def test_the_ranks_of_every_collective_of_a_step_met_before_it(values: dict[str, Any]) -> None:
+    for number, strangers in run_ranks(_strangers, 4, values):
+        assert number > 1 and strangers == []
 
 
 MOST_FRAMES = 14

@@ -7,6 +7,7 @@ It stands apart because the device must be made before torch is imported.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 
@@ -48,6 +49,13 @@ CASES = {
     "float32": f"{CP} --dtype float32",
 }
 """Flags of runs on 8 GPUs, and 16 for `4d`."""
+ENGINE = {
+    "engine p2p": f"{TP} {PP} {CP} --cp-comm-type p2p",
+    "engine all_gather": "--context-parallel-size 4 --cp-comm-type all_gather --recompute-granularity selective",
+    "engine a2a": f"{TP} --context-parallel-size 4 --cp-comm-type a2a --recompute-granularity full",
+    "engine a2a+p2p": f"{CASES['a2a+p2p']} --mlp-chunk-tokens 1024",
+}
+"""On Transformer Engine's own Python files, with packs of causal documents."""
 
 
 def main(names: list[str]) -> None:
@@ -59,15 +67,19 @@ def main(names: list[str]) -> None:
     from megacp.core.models.build import grid_shape, stage_layers
     from megacp.plan.memory import stage_memory
     from megacp.verify import fake_step
+    from tests.backends import engine_fake
 
     watch = fake_step.Watch()
     for name in names:
-        world = 16 if name == "4d" else 8
-        config = parse(f"{BASE} {CASES[name]}".split())
+        world, mask, flags = 16 if name == "4d" else 8, "mixed", {**CASES, **ENGINE}[name]
+        if name in ENGINE:
+            mask, flags = "packed", f"{flags} --cp-layout zigzag_document"
+        config = parse(f"{BASE} {flags}".split())
         require(config, world, [])
         beside = fake_step.neighbours(grid_shape(config, world), 0)
         ranks = [*(beside if name == "4d" else beside[-2:]), 0, 0]  # the last one compiles nothing
-        *others, one = (fake_step.step(config, world, rank, "mixed", watch) for rank in ranks)
+        with engine_fake.faked() if name in ENGINE else contextlib.nullcontext():
+            *others, one = (fake_step.step(config, world, rank, mask, watch) for rank in ranks)
         wrong = [text for other in others for text in differences(0, one.calls, other.rank, other.calls)]
         planned = stage_memory(config, 0, stage_layers(config, world)[0], world).total
         grid = {"groups": sorted({(call.group, call.ranks, call.peer >= 0) for call in one.calls})}

@@ -12,10 +12,12 @@ import pytest
 
 from megacp.core.distributed.fake_world import Call, differences
 from megacp.core.distributed.grid import GridShape
-from tests.verify.fake_cases import CASES
+from tests.backends.engine_stub import needs_engine
+from tests.verify.fake_cases import CASES, ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = [list(CASES)[first::7] for first in range(7)]
+PARTS = [pytest.param([*CASES][first::7], id=[*CASES][first]) for first in range(7)]
+PARTS += [pytest.param([*ENGINE], id="engine", marks=needs_engine)]
 
 
 def steps_of(names: list[str]) -> dict[str, dict[str, Any]]:
@@ -28,14 +30,16 @@ def steps_of(names: list[str]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("names", PARTS, ids=lambda names: names[0])
+@pytest.mark.parametrize("names", PARTS)
 def test_steps_on_a_device_that_is_not_there_agree_and_hold_what_was_planned(names: list[str]) -> None:
     """An operator over two devices, a graph that breaks, or a number that the host reads of a tensor ends a step."""
     found = steps_of(names)
     assert list(found) == names
     for name, step in found.items():
         assert step["wrong"] == [], name
-        assert step["peak"] / 1.05 <= step["planned"] <= step["peak"] * 1.05, f"{name}: {step}"
+        # the plan is of native layers: Transformer Engine's ring keeps one more tensor of the queries' size a layer
+        bound = 1.07 if name in ENGINE else 1.05
+        assert step["peak"] / bound <= step["planned"] <= step["peak"] * bound, f"{name}: {step}"
         if name != "4d":
             continue
         # groups of collectives are those that meet before the first step; messages have groups of their own

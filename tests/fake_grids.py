@@ -1,0 +1,64 @@
+"""Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD ...]` (make fake-grids).
+
+A grid of 64 GPUs is also taken at 1,024. A line says what the fullest of a rank and those beside it holds, and what the
+dry run says of it. The exit status is 1 where ranks differ in a call, or the two by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RANK = re.compile(r"^rank \d+ .*: peak ([\d.]+) GiB .*; the dry run estimates ([\d.]+);", re.MULTILINE)
+
+
+def grids() -> Iterator[tuple[str, list[str]]]:
+    """What a grid is called, and the flags of its run."""
+    from tests.examples.test_launch_files import GRIDS, PARAMETERS, SCRIPTS, dry_run_flags, estimates
+
+    with tempfile.TemporaryDirectory() as folder:
+        for script in SCRIPTS:
+            for row in estimates(script):
+                for gpus in (row[0], "1024") if row[0] == "64" else (row[0],):
+                    yield f"{script} {gpus} GPUs {row[1]}", dry_run_flags(script, (gpus, *row[1:]), Path(folder))
+    for model in PARAMETERS:
+        for grid, gpus in GRIDS.items():
+            files = [f"examples/recipes/{model}/{name}.yaml" for name in ("model", grid)]
+            yield f"{model} {grid}", ["--world-size", str(gpus), *(x for one in files for x in ("--config", one))]
+    command = ["bash", "examples/million_tokens.sh", "--flags"]
+    yield "million_tokens.sh 8 GPUs", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
+
+
+def checked(grid: tuple[str, list[str]]) -> bool:
+    """Whether all is as it should be."""
+    name, flags = grid
+    command = [sys.executable, "-W", "ignore", "tools/check_gpu.py", "--fake", *flags]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    figures = [(float(peak), float(plan)) for peak, plan in RANK.findall(done.stdout)]
+    if done.returncode or not figures:
+        print(f"FAILED  {name}: {(done.stdout + done.stderr)[-600:]}", flush=True)
+        return False
+    peak, plan = max(figures)
+    good = all(peak / 1.05 <= plan <= peak * 1.05 for peak, plan in figures)
+    print(f"{'good   ' if good else 'FAR OFF'} {peak:6.2f} GiB, dry run {plan / peak:.3f} of it: {name}", flush=True)
+    return good
+
+
+def main(words: list[str]) -> int:
+    """Run the chosen grids, two at a time."""
+    chosen = [grid for grid in grids() if all(word in grid[0] for word in words)]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        good = list(pool.map(checked, chosen))
+    print(f"{sum(good)} of {len(good)} grids")
+    return int(not all(good))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    sys.exit(main(sys.argv[1:]))
