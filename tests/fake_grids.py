@@ -1,7 +1,7 @@
 """Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD ...]` (make fake-grids).
 
-A grid of 64 GPUs is also taken at 1,024. A line says what the fullest of a rank and those beside it holds, and what the
-dry run says of it. The exit status is 1 where ranks differ in a call, or the two by more than 5 %.
+A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and the dry run of it. The exit status
+is 1 where the two differ by more than 5 %, or a rank beside it makes another call.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def grids() -> Iterator[tuple[str, list[str]]]:
         for script in SCRIPTS:
             for row in estimates(script):
                 for gpus in (row[0], "1024") if row[0] == "64" else (row[0],):
-                    yield f"{script} {gpus} GPUs {row[1]}", dry_run_flags(script, (gpus, *row[1:]), Path(folder))
+                    flags = dry_run_flags(script, (gpus, *row[1:]), Path(folder))
+                    more = ["--global-batch-size", gpus] if gpus == "1024" else []
+                    yield f"{script} {gpus} GPUs {row[1].strip()}", [*flags, *more]
     for model in PARAMETERS:
         for grid, gpus in GRIDS.items():
             files = [f"examples/recipes/{model}/{name}.yaml" for name in ("model", grid)]
@@ -44,8 +46,8 @@ def checked(grid: tuple[str, list[str]]) -> bool:
     if done.returncode or not figures:
         print(f"FAILED  {name}: {(done.stdout + done.stderr)[-600:]}", flush=True)
         return False
-    peak, plan = max(figures)
-    good = all(peak / 1.05 <= plan <= peak * 1.05 for peak, plan in figures)
+    peak, plan = figures[0]  # of the rank itself, which compiles nothing: it is the last one run
+    good = peak / 1.05 <= plan <= peak * 1.05
     print(f"{'good   ' if good else 'FAR OFF'} {peak:6.2f} GiB, dry run {plan / peak:.3f} of it: {name}", flush=True)
     return good
 

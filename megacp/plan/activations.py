@@ -168,8 +168,9 @@ def attention_work(config: RunConfig) -> int:
 
     p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's, and so may
     kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernel `flex`,
-    which `auto` takes on CUDA, has what one part among several adds to the queries' gradient, also in the wide dtype;
-    `math`, which `auto` takes there for float64, the scores, weights and their gradients of one block of queries.
+    which `auto` takes on CUDA, has what one part among several adds to the queries' gradient, also in the wide dtype,
+    and no sums where a rank has all keys; `math`, which `auto` takes there for float64, the scores, weights and their
+    gradients of one block of queries.
     """
     model, p = config.model, config.parallel
     tp, size, wide = p.tensor_model_parallel_size, config.training.element_bytes, config.training.accumulation_bytes
@@ -181,7 +182,9 @@ def attention_work(config: RunConfig) -> int:
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
     flex = kernel in ("flex", "flex_flash") or (kernel == "auto" and not double)
-    if flex and cp > 1 and p.cp_comm_type != "a2a":  # else it is one call, which adds nothing up
+    if flex and (cp == 1 or p.cp_comm_type == "a2a"):
+        wide = size  # one call, which adds nothing up
+    elif flex:
         part = queries * (size + wide)
     if kernel == "math" or (kernel == "auto" and double):
         keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)
