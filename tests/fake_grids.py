@@ -1,7 +1,7 @@
 """Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD ...]` (make fake-grids).
 
 A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and the dry run of it. The exit status
-is 1 where the two differ by more than 5 %, or a rank beside it makes another call.
+is 1 where the two differ by more than 5 % (10 % of packs of 131,072 tokens), or a rank beside it makes another call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def checked(grid: tuple[str, list[str]]) -> bool:
         print(f"FAILED  {name}: {(done.stdout + done.stderr)[-600:]}", flush=True)
         return False
     peak, plan = figures[0]  # of the rank itself, which compiles nothing: it is the last one run
-    good = peak / 1.05 <= plan <= peak * 1.05
+    bound = 1.05 if "131072" not in done.stdout.replace(",", "") else 1.1  # the mask decides what kv_exchange holds
+    good = peak / bound <= plan <= peak * bound
     print(f"{'good   ' if good else 'FAR OFF'} {peak:6.2f} GiB, dry run {plan / peak:.3f} of it: {name}", flush=True)
     return good
 
