@@ -47,7 +47,8 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     number = 0
     while sum(column[0] for column in columns) < tokens:
         pieces = _document(rng, tokens // 4)
-        columns += [(length, number, branch, number + 1 if is_image else 0) for length, branch, is_image in pieces]
+        # a span lies in one branch
+        columns += [(n, number, branch, image and (number << 8) + branch + 1) for n, branch, image in pieces]
         number += 1
     length, document, branch, span = np.array(columns).T  # [pieces] each
     length = np.diff(np.minimum(np.cumsum(length), tokens), prepend=0)
@@ -60,5 +61,6 @@ def mixed_row(tokens: int, seed: int = 0) -> PackedBatch:
     segments["num_branches"] = np.bincount(document, answers)
     branches = np.zeros(np.count_nonzero(answers), BRANCH_DTYPE)
     branches["start"], branches["length"] = start[answers], length[answers]
+    branches["leave"] = branches["start"] + branches["length"]
     batch = collate([Pack(seed, np.zeros(tokens, np.int64), None, segments, branches if len(branches) else None)])
     return dataclasses.replace(batch, span=np.repeat(span, length).astype(np.int32))

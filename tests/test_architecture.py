@@ -327,20 +327,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 29_105,
-    "megacp/core": 16_925,
-    "megacp/prepare": 5_045,
-    "megacp/huggingface": 4_810,
+    "megacp": 29_720,
+    "megacp/core": 17_275,
+    "megacp/prepare": 5_215,
+    "megacp/huggingface": 4_900,
     "megacp/verify": 1_316,
     "megacp/plan": 725,
     "bench tools": 2_720,
-    "tests": 31_200,
+    "tests": 31_930,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 17_835)}
+REACHED = {"megacp.train": (130, 18_190)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_000
-FLAGS = 107
+FLAGS = 109
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

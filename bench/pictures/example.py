@@ -46,9 +46,9 @@ class DealtRow:
 
 
 def example_metadata() -> Metadata:
-    """The four integers of all tokens of the row."""
+    """What the mask knows of all tokens of the row."""
     columns = np.repeat(np.array(_PIECES), [piece[0] for piece in _PIECES], axis=0)  # [T, 4]
-    return Metadata(columns[:, 1], columns[:, 2], columns[:, 3], np.arange(len(columns)))
+    return Metadata.of_documents(columns[:, 1], columns[:, 2], columns[:, 3])
 
 
 def dealt(layout: str, cp: int = CP) -> DealtRow:

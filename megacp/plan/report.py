@@ -137,7 +137,7 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
 def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
-    area = t.global_batch_size * costs.causal_area(length)
+    area = t.global_batch_size * sum(costs.layer_areas(config.model, length)) // config.model.num_layers
     work_of_text = costs.text_flops(config, tokens, area)
     seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
     attention = costs.model_flops(config.model, tokens, area).attention

@@ -103,6 +103,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("records", _RECORDS): [
         ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
+        ("--prefix-tree", "make a tree of what `rollouts` or `completions` share (no)", {"action": "store_true"}),
         ("--chat-template", _TEMPLATES, {"default": "refuse", "metavar": "T"}),
         ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
     ],

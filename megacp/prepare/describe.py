@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megacp.core.data.collate import parents
 from megacp.core.data.reader import Pack, PackedDataset
-from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
+from megacp.core.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.core.storage.files import StrPath
 from megacp.core.storage.url import Url
 from megacp.prepare.records.documents import learned_tokens
@@ -30,7 +31,7 @@ def describe_pack(
         f"{learned_of_pack(pack)} learned, {padded} padded, "
         f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]
-    for number, (here, begins) in enumerate(documents_of(pack)):
+    for number, (here, branches) in enumerate(documents_of(pack)):
         if documents and number >= documents:
             lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
             break
@@ -46,9 +47,10 @@ def describe_pack(
         learned = np.ones(len(tokens), bool) if pack.weights is None else pack.weights[here] > 0
         lines.append(f"      {_beginning(tokens, learned, tokenizer, characters)}")
         lines += _images(pack, number)
-        for i, (first, last) in enumerate(itertools.pairwise([*begins, len(tokens)]), start=1):
+        for i, (first, last, above) in enumerate(parts_of(len(tokens), branches)[1:], start=1):
             shown = _beginning(tokens[first:last], learned[first:last], tokenizer, characters)
-            lines.append(f"      branch {i}: {last - first} tokens  {shown}")
+            name = f"branch {i} of {above[-1]}" if len(above) > 1 else f"branch {i}"
+            lines.append(f"{'  ' * len(above)}    {name}: {last - first} tokens  {shown}")
     return "\n".join(lines + _boundaries(pack))
 
 
@@ -59,22 +61,31 @@ def pack_of(dataset: PackedDataset, index: int) -> Pack:
     return dataset.pack(index)
 
 
-def documents_of(pack: Pack) -> Iterator[tuple[slice, list[int]]]:
-    """For each document of a pack where its tokens are, and at which of them its branches begin."""
+def documents_of(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
+    """For each document of a pack where its tokens are, and its rows of tables.BRANCH_DTYPE."""
     start = branch = 0
+    table = np.empty(0, BRANCH_DTYPE) if pack.branches is None else pack.branches
     for row in pack.segments:
         length, count = int(row["true_length"]), int(row["num_branches"])
-        begins = [] if pack.branches is None else pack.branches["start"][branch : branch + count].tolist()
-        yield slice(start, start + length), begins
+        yield slice(start, start + length), table[branch : branch + count]
         start, branch = start + length, branch + count
+
+
+def parts_of(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int]]]:
+    """First token, end, and the numbers of what it continues (0 = the prefix) of each part of a document of tokens."""
+    begins, found = [0, *branches["start"].tolist(), length], list[tuple[int, int, list[int]]]()
+    for i, parent in enumerate(parents(np.array(begins[:-1]), np.array([length, *branches["leave"]])).tolist()):
+        found.append((begins[i], begins[i + 1], [*found[parent][2], parent] if i else []))
+    return found
 
 
 def learned_of_pack(pack: Pack) -> int:
     """How many tokens of a pack training learns."""
-    return sum(
-        learned_tokens(pack.tokens[here], None if pack.weights is None else pack.weights[here], begins)
-        for here, begins in documents_of(pack)
-    )
+    learned = 0
+    for here, rows in documents_of(pack):
+        weights = None if pack.weights is None else pack.weights[here]
+        learned += learned_tokens(pack.tokens[here], weights, rows["start"], rows["leave"])
+    return learned
 
 
 def _learned(dataset: PackedDataset) -> int:

@@ -20,7 +20,7 @@ from megacp.core.data.decoding import load_pixels, video_pixels
 from megacp.core.data.geometry import ImageRules, crop_origins
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.storage.files import write_atomically
-from megacp.prepare.describe import documents_of, learned_of_pack, pack_of, runs_of
+from megacp.prepare.describe import documents_of, learned_of_pack, pack_of, parts_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _THUMBNAIL = 224
@@ -53,14 +53,17 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
     rules = None if manifest.image_rules is None else ImageRules.from_dict(manifest.image_rules)
-    for number, (here, begins) in enumerate(documents_of(pack)):
+    for number, (here, branches) in enumerate(documents_of(pack)):
         row, length = pack.segments[number], here.stop - here.start
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         yield f'<h2>Document {number} <span class="note">{length} tokens, {escape(source)}</span></h2>'
-        for part, (first, last) in enumerate(itertools.pairwise([0, *begins, length])):
+        depth = 0
+        for part, (first, last, above) in enumerate(parts_of(length, branches)):
             text = f'<p class="text">{"".join(_runs(pack, number, here.start, (first, last), tokenizer))}</p>'
             head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
-            yield f"{head}{text}</div>" if part else text
+            yield "</div>" * (depth - len(above) + 1) + head + text if part else text
+            depth = len(above)
+        yield "</div>" * depth
         if rules is not None and pack.images is not None:
             yield from _figures(pack, number, rules)
     yield "</body></html>\n"

@@ -28,6 +28,10 @@ UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 EXTENSION = "transformer_engine_torch"
 
 
+Mask = tuple[str, int]
+"""Type of a mask, and keys that a query sees to the left of it; below 0 all of them."""
+
+
 def stats(x: torch.Tensor) -> torch.dtype:
     """Of the log-sum-exps beside `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -45,22 +49,25 @@ def demand_tokens(x: torch.Tensor, tokens: int) -> None:
     assert x.shape[1] * x.shape[2] * x.element_size() % 16 == 0, x.shape
 
 
-def visible(queries: int, keys: int, mask: str) -> torch.Tensor:
-    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right; a padding mask sees all."""
-    if "causal" not in mask:
+def visible(queries: int, keys: int, mask: Mask) -> torch.Tensor:
+    """bool `[queries, keys]`: causal masks stand at the top left, or at the bottom right; a padding mask sees all. A
+    window reaches so many keys to the left of the diagonal.
+    """
+    kind, left = mask
+    if "causal" not in kind:
         return torch.ones(queries, keys, dtype=torch.bool)
-    shift = keys - queries if "bottom_right" in mask else 0
-    return torch.arange(keys)[None] <= torch.arange(queries)[:, None] + shift
+    back = torch.arange(queries)[:, None] + (keys - queries if "bottom_right" in kind else 0) - torch.arange(keys)[None]
+    return (back >= 0) & ((back <= left) | (left < 0))
 
 
-def scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: str) -> torch.Tensor:
+def scores(q: torch.Tensor, k: torch.Tensor, scale: float, mask: Mask) -> torch.Tensor:
     """`q[n, heads, d]`, `k[m, groups, d]` -> `[heads, n, m]`, -inf where nothing is seen."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     found = torch.einsum("nhd,mhd->hnm", q, k) * scale
     return found.masked_fill(~visible(q.shape[0], k.shape[0], mask), -torch.inf)
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: str) -> tuple[torch.Tensor, ...]:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask) -> tuple[torch.Tensor, ...]:
     """`out[n, heads, d]` and `lse[n, heads]` of one sequence; rows that see nothing get 0 and -inf."""
     s = scores(q, k, scale, mask)
     lse = torch.logsumexp(s, -1)  # [heads, n]
@@ -74,7 +81,7 @@ def attend_backward(
     dout: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
-    mask: str,
+    mask: Mask,
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of one sequence from the merged `out[n, heads, d]` and `lse[n, heads]`."""
     q, k, v = qkv
@@ -130,7 +137,7 @@ def _sequences(call: Call) -> list[tuple[slice, slice]]:
 
 def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
     """cuDNN's forward: the output and `[log-sum-exp, state of dropout]`."""
-    mask, scale = call["attn_mask_type"], call["attn_scale"]
+    mask, scale = (call["attn_mask_type"], call["window_size"][0]), call["attn_scale"]
     q, k, v = (call[name].double() for name in "qkv")
     for name in ("q", "kv"):
         assert call[f"max_seqlen_{name}"] >= int(call[f"cu_seqlens_{name}"].diff().max())
@@ -144,7 +151,7 @@ def fused_attn_fwd(call: Call) -> tuple[Any, ...]:
 
 def fused_attn_bwd(call: Call) -> tuple[Any, ...]:
     """cuDNN's backward; keys that no query saw get 0, as those behind a step's are added up by the caller."""
-    mask, scale = call["attn_mask_type"], call["attn_scale"]
+    mask, scale = (call["attn_mask_type"], call["window_size"][0]), call["attn_scale"]
     q, k, v, o, d_o = (call[name].double() for name in ("q", "k", "v", "o", "d_o"))
     grads = [torch.full_like(call["q"], torch.nan), *(torch.zeros_like(call[name]) for name in "kv")]
     o, d_o, lse = o.view(q.shape), d_o.view(q.shape), call["aux_ctx_tensors"][0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,17 +17,18 @@ from hypothesis import strategies as st
 
 from megacp.core.backends.mlp import TiledMLP
 from megacp.core.backends.native import NativeBackend
-from megacp.core.backends.thd import Sequences, thd_sequences
+from megacp.core.backends.thd import PackedAttention, Sequences, thd_sequences
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.distributed.grid import single_axis
 from megacp.core.models.block import Block, BlockInputs
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.mask import Metadata, Reach
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.tensor_parallel import linear
 from megacp.core.training.step import ParallelModel
 from tests.backends.engine_math import thd_get_partitioned_indices
-from tests.backends.engine_stub import engine, needs_engine
+from tests.backends.engine_stub import claimed_cuda, engine, needs_engine
 from tests.ranks import grid, run_ranks
 from tests.reference.training import config_of, step_batches
 
@@ -33,7 +36,7 @@ from tests.reference.training import config_of, step_batches
 def padded_row(document: list[int], cp: int, layout: str, span: int = 0, branch: int = 0) -> Metadata:
     def metadata(documents: np.ndarray) -> Metadata:
         n = len(documents)
-        return Metadata(documents, np.full(n, branch), np.full(n, span), np.arange(n))
+        return Metadata.of_documents(documents, branch * (np.arange(n) * 3 // n), span)
 
     row = np.array(document)
     missing = LAYOUTS[layout].padded_length(metadata(row), cp, 1) - len(row)
@@ -132,12 +135,21 @@ def test_other_masks_than_causal_documents_are_named(span: int, branch: int, wor
 
 def test_padding_with_a_span_hands_over_the_row_all_the_same() -> None:
     metadata = padded_row([0] * 8, 2, "zigzag_document")
-    metadata = Metadata(
-        np.append(metadata.document, [-1] * 4),
-        *(np.append(x, [0] * 4) for x in (metadata.branch, metadata.span)),
-        np.arange(12),
-    )
+    metadata = Metadata.of_row(np.append(metadata.leave, [0] * 4), np.append(metadata.span, [0] * 4))
     assert isinstance(thd_sequences(plan_of(metadata, 2, "zigzag_document")), Sequences)
+
+
+def test_chunks_are_named_and_windows_where_the_ring_has_none() -> None:
+    plan = plan_of(padded_row([0] * 16, 2, "zigzag_document"), 2, "zigzag_document")
+    assert "chunks" in str(thd_sequences(plan.within(Reach(chunk=4))))
+    axis = dataclasses.replace(single_axis("cp"), size=2, global_ranks=(0, 1))
+    attention = SimpleNamespace(set_context_parallel_group=lambda **options: None)
+    for comm_type, windows in (("p2p", False), ("a2a", True), ("all_gather", True)):
+        with claimed_cuda():
+            packed = PackedAttention(attention, 1.0, axis, comm_type, 1, torch.device("cpu"))
+        found = packed.sequences(plan.within(Reach(window=4)))
+        assert isinstance(found, Sequences) == windows and (windows or "no sliding window under p2p" in found)
+        assert isinstance(packed.sequences(plan), Sequences)
 
 
 def test_a_row_of_padding_is_no_row_for_it() -> None:
@@ -161,7 +173,7 @@ def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
 def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The result of the MLP alone or of the block, and the gradients of the input and of all parameters."""
     places, zeros = np.arange(tokens), np.zeros(tokens, np.int32)
-    plan = AttentionPlan(places[None], Metadata(zeros, zeros, zeros, places), 0)
+    plan = AttentionPlan(places[None], Metadata.of_documents(zeros), 0)
     rotary = cos_sin(torch.arange(tokens), inverse_frequencies(HIDDEN // 2, 1e4, RotaryScaling()), torch.float64)
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     out = block(x, BlockInputs(plan, rotary, *[torch.arange(tokens)] * 2, 1))

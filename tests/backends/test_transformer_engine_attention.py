@@ -27,7 +27,7 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.kernel import Heads
-from megacp.core.ops.mask import Metadata, allowed
+from megacp.core.ops.mask import Metadata, Reach, allowed
 from megacp.core.ops.tile_kernels import dense_attention
 from tests.backends.engine_math import UTILS, emulated
 from tests.backends.engine_stub import NEWEST, needs_engine, needs_release
@@ -47,6 +47,7 @@ class Case(NamedTuple):
     heads: Heads = Heads(8, 4, 8)
     dtype: torch.dtype = torch.float64
     release: str = NEWEST
+    window: int = 0
 
 
 pytestmark = needs_engine
@@ -58,8 +59,7 @@ def row(lengths: tuple[int, ...], padding: int, cp: int, layout: str = "zigzag_d
     document = np.append(document, np.full(padding, -1))
 
     def metadata(document: np.ndarray) -> Metadata:
-        zeros = np.zeros(len(document), np.int64)
-        return Metadata(document, zeros, zeros, np.arange(len(document)))
+        return Metadata.of_documents(document)
 
     chosen = LAYOUTS["contiguous" if cp == 1 else layout]
     length = chosen.padded_length(metadata(document), cp, 1)
@@ -105,7 +105,7 @@ def packed_errors(rank: int, world: int, case: Case, ours: bool = False) -> list
     model = ModelConfig(
         hidden_size=heads.heads * heads.dim, num_attention_heads=heads.heads, num_query_groups=heads.groups
     )
-    metadata = row(case.lengths, case.padding, world, case.layout)
+    metadata = row(case.lengths, case.padding, world, case.layout).within(Reach(case.window))
     plan = plan_of(metadata, world, rank, case.layout)
     sequences = thd_sequences(plan)
     assert isinstance(sequences, Sequences), sequences
@@ -118,7 +118,8 @@ def packed_errors(rank: int, world: int, case: Case, ours: bool = False) -> list
         else:
             packed = packed_attention(model, single_axis("tp"), axis, case.comm_type, case.inner, cpu)
             with asked() as params:
-                assert selector_problem(packed, heads, case.dtype, len(metadata), sequences.longest) is None
+                asking = packed, heads, case.dtype, len(metadata), sequences.longest, case.window
+                assert selector_problem(*asking) is None and isinstance(packed.sequences(plan), Sequences)
                 out = packed(q, k, v, plan, sequences)
             assert not (found := differences(*params)), found
         # the gradient at padding is whatever the next layer sends: nothing of it may reach a token
@@ -175,6 +176,12 @@ MANY = [
     (8, Case(LONG)),
     (8, Case(LONG, comm_type="a2a", heads=Heads(16, 16, 8))),
     (8, Case(LONG, comm_type="a2a+p2p", inner=2)),
+    *(
+        (2, Case(LONG, comm_type=comm_type, window=window))
+        for comm_type in ("a2a", "all_gather")
+        for window in (2, 7, 70)
+    ),
+    (3, Case(LONG, comm_type="all_gather", window=33)),
     *((2, Case(LONG, comm_type=comm_type, release="2.18")) for comm_type in ("p2p", "all_gather", "a2a")),
 ]
 

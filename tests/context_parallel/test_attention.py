@@ -24,9 +24,9 @@ from megacp.core.distributed import collectives
 from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
-from megacp.core.ops.mask import TileTable, allowed
+from megacp.core.ops.mask import Reach, TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
-from megacp.core.ops.tile_kernels import Allowed, MathKernel
+from megacp.core.ops.tile_kernels import Allowed, MathKernel, dense_attention
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch
@@ -39,7 +39,11 @@ MASKS = {
     "one-token documents": {"documents": 10_000},
     "branches and spans": {"documents": 3, "branches": True, "images": True},
     "holes": {"documents": 4, "branches": True, "images": True, "padding": True},
+    "trees": {"documents": 2, "images": True, "padding": True, "depth": 5},
+    "windows": {"documents": 2, "images": True, "padding": True, "depth": 4},
+    "chunks": {"documents": 3, "images": True, "depth": 3},
 }
+REACHES = {"windows": Reach(window=6), "chunks": Reach(chunk=7)}
 HIERARCHIES = {2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
 HEADS = {3: (6, 2), 6: (12, 4)}
 """Of more ranks than 8 query heads divide by; K/V heads need not."""
@@ -59,6 +63,11 @@ class Case:
     heads: tuple[int, int] = (8, 2)
     hierarchy: tuple[int, int] = ()
     seed: int = 0
+    window: int = 0
+
+    @property
+    def reach(self) -> Reach:
+        return Reach(self.window) if self.window else REACHES.get(self.mask, Reach())
 
 
 def batch_of(case: Case) -> PackedBatch:
@@ -76,7 +85,9 @@ def qkv_and_gradient(case: Case, tokens: int) -> list[Tensor]:
     return [torch.randn(*shape, generator=g, dtype=torch.float64).to(case.dtype) for shape in shapes]
 
 
-def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], rotary: bool = False) -> list[Tensor]:
+def attend(
+    batch: LocalBatch, transport: object, tensors: list[Tensor], rotary: bool = False, reach: Reach | None = None
+) -> list[Tensor]:
     """This rank's rows of out, dq, dk, dv; q and k are rotated by the positions that came with the tokens."""
     index = torch.from_numpy(batch.plan.local)
     q, k, v, dout = (x[index].clone() for x in tensors)
@@ -84,7 +95,7 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], rotary: 
     if rotary:
         angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
         q, k = rotate(q, *angles), rotate(k, *angles)
-    out = transport.attend(q, k, v, batch.plan, DIM**-0.5)
+    out = transport.attend(q, k, v, batch.plan.within(reach or Reach()), DIM**-0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -97,10 +108,10 @@ def transport_of(world_size: int, name: str, kernel: str, hierarchy: tuple[int, 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list:
     results = []
     for case in cases:
-        batch = shard_batch(batch_of(case), grid(cp=world_size).cp, LAYOUTS[case.layout])
+        batch = shard_batch(batch_of(case), grid(cp=world_size).cp, LAYOUTS[case.layout], mix={case.reach: 1})
         chosen = transport_of(world_size, case.transport, case.kernel, case.hierarchy)
         tensors = qkv_and_gradient(case, batch.num_tokens * world_size)
-        results.append((batch.plan.local, attend(batch, chosen, tensors, case.rotary)))
+        results.append((batch.plan.local, attend(batch, chosen, tensors, case.rotary, case.reach)))
     return results
 
 
@@ -120,7 +131,8 @@ def dense(case: Case, padded: int) -> list[Tensor]:
             .flatten(-2)
             for x in (q, k)
         )
-    out = reference.attention(q, k, v, allowed(metadata(batch), metadata(batch)), DIM**-0.5)
+    meta = metadata(batch).within(case.reach)
+    out = reference.attention(q, k, v, reference.visible(meta, meta), DIM**-0.5)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -138,7 +150,7 @@ def cancelled(case: Case, padded: int) -> float:
 @functools.cache
 def float32_bounds(case: Case, padded: int) -> list[float]:
     """What rounding to float32 may do to out, dq, dk, dv."""
-    meta = metadata(batch_of(case).with_padding_to(padded))
+    meta = metadata(batch_of(case).with_padding_to(padded)).within(case.reach)
     tensors = [x.double() for x in qkv_and_gradient(case, padded)]
     return reference.rounding(*tensors, allowed(meta, meta), DIM**-0.5)
 
@@ -204,19 +216,29 @@ def test_a_transport_equals_dense_attention_for_every_mask_and_layout(world_size
 def test_four_ranks_of_one_layout_each_equal_dense_attention() -> None:
     pairs = [("p2p", "zigzag"), ("kv_exchange", "zigzag"), ("all_gather", "balanced"), ("a2a", "zigzag")]
     cases = [Case(*pair, mask) for pair in pairs for mask in ("packed", "holes")]
+    cases += [Case("p2p", "contiguous", "causal", window=window) for window in (5, 16)]  # the ring stops early
     compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
 
 
 @pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(st.integers(1, 70), st.sampled_from(sorted(MASKS)), st.integers(0, 2**31), st.sampled_from([(4, 4), (4, 2)]))
-def test_random_packs_of_any_length_are_exact(tokens: int, mask: str, seed: int, heads: tuple[int, int]) -> None:
-    """Rows down to one token: most ranks then hold padding only."""
+@given(
+    st.integers(1, 70),
+    st.sampled_from(sorted(MASKS)),
+    st.integers(0, 2**31),
+    st.sampled_from([(4, 4), (4, 2)]),
+    st.integers(0, 72),
+)
+def test_random_packs_of_any_length_are_exact(
+    tokens: int, mask: str, seed: int, heads: tuple[int, int], window: int
+) -> None:
+    """Rows down to one token: most ranks then hold padding only; windows from one token to more than the row."""
     tokens = max(tokens, 2)
     cases = [
-        Case(transport, layout, mask, tokens, heads=heads, seed=seed, hierarchy=(2, 2) if "+" in transport else ())
+        Case(transport, layout, mask, tokens, heads=heads, seed=seed, hierarchy=pair, window=window)
         for transport in TRANSPORTS
         for layout in LAYOUTS
+        for pair in [(2, 2) if "+" in transport else ()]
     ]
     compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
 
@@ -258,10 +280,11 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
     batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
     transport = TRANSPORTS[case.transport](cp, kernel, case.hierarchy)
     cp.traffic.clear()
-    attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
-    exchange = exchange_of(batch.plan)
+    attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size), reach=case.reach)
+    plan = batch.plan.within(case.reach)
+    exchange = exchange_of(plan)
     rows = (sum(exchange.out_splits), sum(exchange.in_splits)) if exchange else (0, 0)
-    return kernel.pairs, batch.plan.table_of_row.area, cp.traffic.total(), rows
+    return kernel.pairs, plan.table_of_row.area, cp.traffic.total(), rows
 
 
 @pytest.mark.parametrize("transport", ["p2p", "all_gather", "kv_exchange"])
@@ -276,6 +299,28 @@ def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask
         # exchange: what others need goes out twice, gradients of what came in go back
         hops = {"p2p": (3 + 3 + 3) * 16, "all_gather": (3 + 3 + 3) * 16, "kv_exchange": 2 * sent + received}
         assert total == hops[transport] * row
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "rows", "hops"),
+    [
+        # the 4 tokens before each rank's first; K/V make one step, and their gradient one back
+        ("contiguous", 5, [(4, 0), (4, 4), (4, 4), (0, 4)], 1 + 1 + 1),
+        # 16 before each rank's first: still one step; a window of one more would need two
+        ("contiguous", 17, [(16, 0), (16, 16), (16, 16), (0, 16)], 1 + 1 + 1),
+        # eight stretches of 8 tokens; the fourth and the fifth are one rank's, and the ring must go round
+        ("zigzag", 5, [(4, 4), (8, 8), (8, 8), (4, 4)], 3 + 3 + 3),
+    ],
+)
+def test_a_window_sends_its_halo_and_ends_the_ring(
+    layout: str, window: int, rows: list[tuple[int, int]], hops: int
+) -> None:
+    row = 2 * 2 * DIM * 8
+    for transport in ("p2p", "kv_exchange"):
+        results = run_ranks(counted, 4, Case(transport, layout, "causal", 64, heads=(4, 2), window=window))
+        assert [found for *_, found in results] == rows and all(pairs == area for pairs, area, *_ in results)
+        for (_, _, total, _), (sent, received) in zip(results, rows, strict=True):
+            assert total == row * (hops * 16 if transport == "p2p" else 2 * sent + received)
 
 
 class PreparedKernel(MathKernel):
@@ -334,7 +379,7 @@ def test_documents_on_one_rank_cost_no_bytes_and_no_message() -> None:
 def quiet(rank: int, world_size: int) -> tuple[int, bool]:
     cp = grid(cp=world_size).cp
     row = random_batch(np.random.default_rng(0), 64, documents=1)
-    row = replace(row, document=np.repeat(np.arange(4), 16).astype(np.int32))
+    row = replace(row, leave=np.repeat(np.arange(16, 65, 16), 16).astype(np.int32))
     batch = shard_batch(row, cp, LAYOUTS["contiguous"])
     cp.traffic.clear()
     attend(batch, KVExchange(cp, MathKernel()), qkv_and_gradient(Case("", "", ""), 64))
@@ -402,8 +447,8 @@ class WatchingKernel(MathKernel):
         self.shifts: list[Pending] = []
         self.messages: tuple[list[int], list[int]] = ([], [])
 
-    def start_shift(self, x: Tensor, axis: Axis) -> Pending:
-        self.shifts.append(collectives.start_shift(x, axis))
+    def start_shift(self, x: Tensor, axis: Axis, by: int = 1) -> Pending:
+        self.shifts.append(collectives.start_shift(x, axis, by))
         return self.shifts[-1]
 
     def under_way(self) -> int:
@@ -433,3 +478,47 @@ def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 def test_a_rings_messages_are_under_way_while_a_step_is_computed() -> None:
     """The next keys beside all steps but the last; gradients, begun by the second step, beside the third and fourth."""
     assert run_ranks(watched, 4) == [([1, 1, 1, 0], [1, 1, 2, 1])] * 4
+
+
+def with_sinks(
+    rank: int, world_size: int, cases: list[Case], cap: float
+) -> list[tuple[np.ndarray, list[Tensor], Tensor]]:
+    """This rank's tokens, rows of out, dq, dk, dv, and its part of the sinks' gradient."""
+    results = []
+    for case in cases:
+        cp = grid(cp=world_size).cp
+        batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout], mix={case.reach: 1})
+        hierarchy = HIERARCHIES.get(world_size, ()) if case.transport == "a2a+p2p" else ()
+        chosen = select_transport(case.transport, "auto", cp, torch.device("cpu"), hierarchy, cap)
+        index = torch.from_numpy(batch.plan.local)
+        *inputs, dout = (x[index].clone() for x in qkv_and_gradient(case, batch.num_tokens * world_size))
+        leaves = [x.requires_grad_() for x in (*inputs, sinks_of(case))]
+        q, k, v, sinks = leaves
+        out = chosen.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, sinks)
+        *grads, of_sinks = torch.autograd.grad(out, leaves, dout)
+        results.append((batch.plan.local, [out.detach(), *grads], of_sinks))
+    return results
+
+
+def sinks_of(case: Case) -> Tensor:
+    return torch.linspace(-2.0, 2.0, case.heads[0], dtype=case.dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cap", [0.0, 1.5])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_sinks_and_a_cap_of_scores_are_exact_under_every_transport(world_size: int, cap: float) -> None:
+    cases = [Case(name, "balanced", mask) for name in TRANSPORTS for mask in ("holes", "windows")]
+    found = run_ranks(with_sinks, world_size, cases, cap)
+    for number, case in enumerate(cases):
+        indices = np.concatenate([result[number][0] for result in found])
+        *inputs, dout = qkv_and_gradient(case, len(indices))
+        leaves = [x.requires_grad_() for x in (*inputs, sinks_of(case))]
+        meta = metadata(batch_of(case).with_padding_to(len(indices))).within(case.reach)
+        seen = torch.from_numpy(reference.visible(meta, meta))
+        out = dense_attention(*leaves[:3], seen, DIM**-0.5, leaves[3], cap)
+        *grads, of_sinks = torch.autograd.grad(out, leaves, dout)
+        for place, expected in enumerate((out.detach(), *grads)):
+            mine = torch.cat([result[number][1][place] for result in found])
+            torch.testing.assert_close(mine, expected[indices], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(sum(result[number][2] for result in found), of_sinks, rtol=1e-12, atol=1e-13)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bench.steps import Subject
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.a2a import HeadsForSequence, key_copies
-from megacp.core.context_parallel.balance import density_order, keys_crossing
+from megacp.core.context_parallel.balance import density_order, keys_crossing, row_area
 from megacp.core.context_parallel.choose import needed_share, resolve_auto
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan, key_order
@@ -23,7 +23,7 @@ from megacp.core.context_parallel.transport import WholeAttention
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.flex import FlexKernel, flex_backward
-from megacp.core.ops.mask import Metadata, allowed, tile_table
+from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from tests.context_parallel.test_attention import Case, attend, batch_of, compare, on_ranks, qkv_and_gradient
 from tests.ops.test_flex import dense
 from tests.ranks import grid, run_ranks
@@ -47,8 +47,7 @@ def random_row(tokens: int, seed: int) -> PackedBatch:
 
 def plain(*lengths: int) -> Metadata:
     """Causal documents of these lengths."""
-    n = sum(lengths)
-    return Metadata(np.repeat(np.arange(len(lengths)), lengths), np.zeros(n, int), np.zeros(n, int), np.arange(n))
+    return Metadata.of_documents(np.repeat(np.arange(len(lengths)), lengths))
 
 
 def all_shards(batch: PackedBatch, name: str, cp: int, tp: int) -> list[LocalBatch]:
@@ -107,10 +106,10 @@ def test_zigzag_per_document_fills_each_document_and_keeps_the_order_of_its_chun
     meta = plain(5, 8)
     layout = LAYOUTS["zigzag_document"]
     assert layout.padded_length(meta, 2, 1) == 8 + 8
-    row = Metadata(np.repeat([0, 1, -1], [5, 8, 3]), np.zeros(16, int), np.zeros(16, int), np.arange(16))
+    row = Metadata.of_documents(np.repeat([0, 1, -1], [5, 8, 3]))
     # chunks of two: 0-1, 2-3, 4 and filler 13, fillers 14-15; then 5-6, 7-8, 9-10, 11-12
     assert layout.deal(row, 2).tolist() == [[0, 1, 14, 15, 5, 6, 11, 12], [2, 3, 4, 13, 7, 8, 9, 10]]
-    inside = Metadata(np.array([0, 0, -1, -1, 1, 1, 1, 1]), np.zeros(8, int), np.zeros(8, int), np.arange(8))
+    inside = Metadata.of_documents(np.array([0, 0, -1, -1, 1, 1, 1, 1]))
     assert layout.padded_length(inside, 2, 1) == 8, "padding that the row has serves as filler"
 
 
@@ -119,8 +118,18 @@ def test_balanced_deals_one_causal_document_as_zigzag_and_one_bidirectional_one_
     n = 16 * cp
     zigzag = LAYOUTS["zigzag"].deal(plain(n), cp)
     assert np.array_equal(LAYOUTS["balanced"].deal(plain(n), cp), np.sort(zigzag))
-    both_ways = Metadata(np.zeros(n, int), np.zeros(n, int), np.ones(n, int), np.arange(n))
+    both_ways = Metadata.of_documents(np.zeros(n, int), span=1)
     assert np.array_equal(LAYOUTS["balanced"].deal(both_ways, cp), np.arange(n).reshape(cp, -1))
+
+
+@pytest.mark.parametrize("reach", [Reach(256), Reach(64), Reach(0, 128)], ids=str)
+def test_balanced_evens_out_the_area_of_all_layers_together(reach: Reach) -> None:
+    rng, mix = np.random.default_rng(0), {Reach(): 1, reach: 5}
+    lengths = (rng.lognormal(5.5, 1.2, 40) + 8).astype(int)
+    row = Metadata.of_documents(np.repeat(np.arange(40), lengths)[:8192])
+    area = row_area(row, mix)[LAYOUTS["balanced"].deal(row, 8, mix)].sum(1)
+    assert area.sum() == tile_table(row, row).area + 5 * row.within(reach).own_table.area
+    assert area.max() / area.mean() <= 1.03
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8, 16])
@@ -218,16 +227,14 @@ def config_of(cp: int, heads: int = 8, groups: int = 2, **values: Any) -> RunCon
 
 def causal(tokens: int, documents: int) -> PackedBatch:
     row = random_batch(np.random.default_rng(0), tokens, documents=1)
-    return PackedBatch(
-        **{**vars(row), "document": np.repeat(np.arange(documents), tokens // documents).astype(np.int32)}
-    )
+    length = tokens // documents
+    return dataclasses.replace(row, leave=np.repeat((1 + np.arange(documents)) * length, length).astype(np.int32))
 
 
 def uneven() -> PackedBatch:
     """One long document behind short ones, whose tokens see less."""
     row = causal(512, 1)
-    document = np.concatenate([np.arange(96) // 8, np.full(416, 12)]).astype(np.int32)
-    return dataclasses.replace(row, document=document)
+    return dataclasses.replace(row, leave=np.append(np.arange(96) // 8 * 8 + 8, np.full(416, 512)).astype(np.int32))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from megacp.core.data.tables import padded_lengths
 from megacp.prepare.build.writer import Segment
 from tests.data.datasets import write_dataset
 from tests.reference import collate as reference
+from tests.reference.packs import branched
 
 
 def make_pack(index: int, documents: list[reference.Document], weighted: bool) -> Pack:
@@ -30,7 +31,7 @@ def make_pack(index: int, documents: list[reference.Document], weighted: bool) -
         row["true_length"], row["padded_length"] = len(tokens), padded_length
         row["prefix_length"], row["num_branches"] = starts[0] if starts else len(tokens), len(starts)
         row["first_branch"] = len(branches) if starts else 0
-        branches += [(a, b - a) for a, b in zip(starts, (*starts, len(tokens))[1:], strict=True)]
+        branches += [(a, b - a, b) for a, b in zip(starts, (*starts, len(tokens))[1:], strict=True)]
     tokens = np.array([t for document in documents for t in document[0]], np.uint16)
     weights = np.array([w for document in documents for w in document[1]], np.float32)
     table = np.array(branches, tables.BRANCH_DTYPE) if branches else None
@@ -85,7 +86,7 @@ def test_the_last_token_of_a_document_predicts_nothing_but_runs_on_under_a_causa
 def test_branches_restart_at_the_prefix_and_do_not_predict_each_other() -> None:
     pack = make_pack(0, [([1, 2, 3, 4, 5, 6, 7], [0.0, 1.0, 1.0, 0.5, 1.0, 0.25, 1.0], 8, (3, 5))], weighted=True)
     batch = collate([pack])
-    assert batch.branch.tolist() == [0, 0, 0, 1, 1, 2, 2, 0]
+    assert batch.leave.tolist() == [7, 7, 7, 5, 5, 7, 7, 0]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4, 0]
     assert batch.labels.tolist() == [2, 3, 0, 5, 0, 7, 0, 0]
     assert batch.loss_weights.tolist() == [1, 1, 0, 1, 0, 1, 0, 0] and batch.weight_sum == 4  # of the token predicted
@@ -124,8 +125,7 @@ def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
         "labels": np.arange(1, length + 1, dtype=np.int64),
         "loss_weights": np.ones(length, np.float32),
         "position_ids": np.arange(length, dtype=np.int64),
-        "document": np.zeros(length, np.int32),
-        "branch": np.zeros(length, np.int32),
+        "leave": np.full(length, length, np.int32),
         "span": np.zeros(length, np.int32),
     }
     return PackedBatch(**{**values, **changes}, pack_ids=(7,))
@@ -133,7 +133,7 @@ def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
 
 def test_what_is_no_batch_is_refused() -> None:
     for changes, told in (
-        ({"document": np.array([0, 0, 0, 0, -1], np.int32)}, "padding tokens have a loss weight"),
+        ({"leave": np.array([4, 4, 4, 4, 0], np.int32)}, "padding tokens have a loss weight"),
         ({"loss_weights": np.array([1, 1, np.nan, 1, 1], np.float32)}, "finite and not negative"),
         ({"span": np.zeros(4, np.int32)}, r"span must be int32 \[5\], got int32 \(4,\)"),
     ):
@@ -188,11 +188,11 @@ def test_the_fingerprint_covers_what_ranks_share_of_the_images_and_no_pixels() -
 
 
 def test_a_dropped_document_is_inert_and_the_rest_stays() -> None:
-    document = np.array([0, 0, 1, 1, -1], np.int32)
+    leave = np.array([2, 2, 4, 4, 0], np.int32)
     weights = np.array([1, 1, 1, 1, 0], np.float32)
-    batch = make(5, document=document, loss_weights=weights, span=np.array([1, 1, 2, 2, 0], np.int32))
+    batch = make(5, leave=leave, loss_weights=weights, span=np.array([1, 1, 2, 2, 0], np.int32))
     left = dataclasses.replace(batch, vision=IMAGES).without_documents([0])
-    assert left.document.tolist() == [-1, -1, 1, 1, -1] and left.loss_weights.tolist() == [0, 0, 1, 1, 0]
+    assert left.leave.tolist() == [0, 0, 4, 4, 0] and left.loss_weights.tolist() == [0, 0, 1, 1, 0]
     assert left.labels.tolist()[:2] == [0, 0] and left.span.tolist() == [0, 0, 2, 2, 0]
     assert left.tokens is batch.tokens and left.vision is not None
     assert batch.without_documents([]).fingerprint() == batch.fingerprint()
@@ -230,10 +230,10 @@ def test_a_pack_depends_on_seed_and_number_alone() -> None:
 def test_masks_hold_what_their_names_say() -> None:
     rows = {mask: [mock_batch([i], MockRules(50, 64, mask, ragged=True)) for i in range(30)] for mask in MASKS}
     documents = {mask: max(int(batch.document.max()) for batch in batches) for mask, batches in rows.items()}
-    branched = {mask for mask, batches in rows.items() if any(batch.branch.any() for batch in batches)}
+    branching = {mask for mask, batches in rows.items() if any(branched(batch) for batch in batches)}
     spanned = {mask for mask, batches in rows.items() if any(batch.span.any() for batch in batches)}
     assert documents["causal"] == 0 and all(count > 0 for mask, count in documents.items() if mask != "causal")
-    assert branched == {"branches", "mixed"}
+    assert branching == {"branches", "tree", "mixed"}
     assert spanned == {"image", "mixed"}
 
 

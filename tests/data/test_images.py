@@ -53,7 +53,7 @@ def rows_of_ranks(packs: list[Pack], ranks: int, strategy: str = "stored") -> li
 def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[int], list[int], list[int]]:
     """Span of each token, places, and both bounds, one token at a time."""
     span, places, images, pooled = list[int](), list[int](), list[int](), list[int]()
-    document = number = 0
+    document, number, parts = 0, 0, dict[tuple[int, int], int]()
     for pack in packs:
         taken, crops = 0, 0
         for index, segment in enumerate(pack.segments):
@@ -62,7 +62,8 @@ def spans_by_hand(packs: list[Pack], attention: str) -> tuple[list[int], list[in
             for unit in pack.images.units[pack.images.units["segment"] == index]:
                 number += 1
                 for token in range(unit["start"], unit["start"] + unit["num_tokens"]):
-                    row[token] = {"example": document, "image": number, "causal": 0}[attention]
+                    part = parts.setdefault((document, int(unit["branch"])), len(parts) + 1)
+                    row[token] = {"example": part, "image": number, "causal": 0}[attention]
                     if pack.tokens[taken + token] == IMAGES.image_patch:
                         places.append(len(span) + token)
                 crops, before = int(unit["image_stop"]), crops
@@ -158,7 +159,7 @@ def test_a_bad_image_ends_the_run_or_drops_its_document_alone() -> None:
     assert bad == sorted(set(owners)) and all("half a JPEG" in why for _, why in left.vision.bad_documents)
     assert np.isfinite(features(left)).all() and left.fingerprint() == batch.fingerprint()
     dropped = left.without_documents(bad)
-    assert set(dropped.document.tolist()) == set(batch.document.tolist()) - set(bad) | {-1}
+    assert np.array_equal(dropped.leave, np.where(np.isin(batch.document, bad), 0, batch.leave))
 
 
 def test_an_image_of_another_size_than_the_dataset_says_is_a_bad_one() -> None:

@@ -75,7 +75,7 @@ def test_forward_and_backward_are_near_float64(dtype: torch.dtype, heads: int, g
 def test_rows_that_see_nothing_give_zero_and_lse_minus_infinity() -> None:
     """In a block without any key, and beside rows that see some."""
     document = np.repeat([0, -1, 1, -1], [100, 200, 20, 60])
-    meta = Metadata(document, np.zeros(380, int), np.zeros(380, int), np.arange(380))
+    meta = Metadata.of_documents(document)
     tensors = tuple(torch.randn(380, 2, 32, device="cuda") for _ in range(3))
     partial = empty_partial(tensors[0])
     select_kernel("flex", torch.device("cuda")).attend(partial, tensors, tile_table(meta, meta), 0.2)

@@ -41,6 +41,7 @@ MODELS: dict[str, Values] = {
         "rope_original_max_positions": 4000,
         "rotary_base": 50.0,
     },
+    "windows in two layers of three": {"window_size": 7, "window_attn_skip_freq": "3"},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }
 

@@ -46,7 +46,8 @@ from torch.utils._pytree import tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from megacp.core.ops import flex  # noqa: E402
-from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table  # noqa: E402
+from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
+from megacp.core.ops.tile_kernels import MathKernel  # noqa: E402
 from tests.ops.test_flex import split  # noqa: E402
 from tests.ops.test_kernels import Tensors, by_autograd, by_tiles  # noqa: E402
 from tests.reference.packs import metadata, random_batch  # noqa: E402
@@ -132,6 +133,7 @@ def stand_in() -> None:
     torch._C._dynamo.guards._empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cpu
     torch._inductor.runtime.triton_helpers.set_driver_to_gpu = always(None)
     CachingAutotuner.run = launched
+    triton.language.extra.libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1  # NVIDIA's library has no source
     torch.nn.attention.flex_attention._validate_device = always(None)  # refuses gradients of tensors of the CPU
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_make_tensor_descriptor = DESCRIPTORS
@@ -142,19 +144,20 @@ stand_in()
 
 def one(document: Any, branch: Any = 0, span: Any = 0) -> Metadata:
     """A pack of documents `[n]`; branches and spans are `(value, start, stop)`."""
-    columns = [np.asarray(document), *(np.zeros(len(document), int) for _ in range(2)), np.arange(len(document))]
+    columns = [np.asarray(document), *(np.zeros(len(document), int) for _ in range(2))]
     for column, stretches in zip(columns[1:], (branch, span), strict=False):
         for value, start, stop in stretches or ():
             column[start:stop] = value
-    return Metadata(*columns)
+    return Metadata.of_documents(*columns)
 
 
 def lengths(*parts: int) -> np.ndarray:
     return np.repeat(np.arange(len(parts)), parts)
 
 
-def everything(seed: int, tokens: int) -> Metadata:
-    return metadata(random_batch(np.random.default_rng(seed), tokens, branches=True, images=True, padding=True))
+def everything(seed: int, tokens: int, depth: int = 1) -> Metadata:
+    kinds = {"branches": True, "images": True, "padding": True, "depth": depth}
+    return metadata(random_batch(np.random.default_rng(seed), tokens, **kinds))
 
 
 def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
@@ -178,6 +181,9 @@ def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
         "everything in random order": everything(2, 200).take(np.random.default_rng(0).permutation(200)),
         "one document of three blocks": one(lengths(384)),
         "a block of padding between documents": one(np.repeat([0, -1, 1], [128, 140, 110])),
+        "trees": everything(5, 250, depth=5),
+        "trees in windows": everything(6, 250, depth=4).within(Reach(window=40)),
+        "trees in chunks": everything(7, 250, depth=4).within(Reach(chunk=60)),
         "two tokens": one(lengths(2)),
         "one token": one(lengths(1)),
     }
@@ -209,9 +215,11 @@ def differentiated(kernel: flex.FlexKernel, tensors: list[torch.Tensor], table: 
 CASES = {
     "pointers": (torch.float32, 2, 1, 16, BLOCKS),
     "descriptors": (torch.float32, 4, 4, 16, BLOCKS | {"fwd_USE_TMA": True, "bwd_USE_TMA": True}),
+    "capped": (torch.float32, 2, 1, 16, BLOCKS),
     "bfloat16": (torch.bfloat16, 4, 2, 128, {}),
 }
-"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes a single mask."""
+"""Dtype, heads, K/V heads, their width, and changed options; the last is as in training, and takes a single mask, as
+does a cap of scores."""
 
 
 def main(case: str) -> None:
@@ -224,15 +232,17 @@ def main(case: str) -> None:
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
-    kernel = flex.FlexKernel(flex.compiled(backend, backend))
+    cap = 0.7 if case == "capped" else 0.0
+    kernel = flex.FlexKernel(flex.compiled(backend, backend), cap=cap)
     generator = torch.Generator().manual_seed(0)
     found = {}
     for name, q, k, sources in masks():
-        if case == "bfloat16" and name != "everything":
+        if case in ("bfloat16", "capped") and name != "everything":
             continue
         shapes = [(len(q), heads), (len(k), groups), (len(k), groups), (len(q), heads)]
         tensors = [torch.randn(*shape, width, generator=generator).to(dtype) for shape in shapes]
-        exact = by_autograd([x.double() for x in tensors], allowed(q, k), 0.25)
+        wide = [x.double() for x in tensors]
+        exact = by_tiles(MathKernel(cap), wide, sources, 0.25) if cap else by_autograd(wide, allowed(q, k), 0.25)
         found[name] = errors(by_tiles(kernel, tensors, sources, 0.25), exact)
         if name == "everything":
             found[f"{name}, differentiated whole"] = errors(

@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from megacp.core.ops import tile_kernels
 from megacp.core.ops.blocks import BlockCover, block_cover
 from megacp.core.ops.kernel import Heads
-from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
+from megacp.core.ops.mask import CAUSAL, Metadata, TileTable, allowed, tile_table
 from megacp.core.ops.tile_kernels import KernelCall, table_calls
 from tests.reference.packs import metadata, random_batch
 
 
 def plain(*lengths: int) -> Metadata:
     """Documents of these lengths, no branches, no spans."""
-    n = sum(lengths)
-    return Metadata(np.repeat(np.arange(len(lengths)), lengths), np.zeros(n, int), np.zeros(n, int), np.arange(n))
+    return Metadata.of_documents(np.repeat(np.arange(len(lengths)), lengths))
 
 
 def pairs_by_block(dense: np.ndarray, size: int) -> dict[tuple[int, int], int]:
@@ -82,14 +81,14 @@ def test_full_blocks_hold_every_pair_and_the_others_have_the_rules_mask(
 
 
 def test_the_last_blocks_that_stick_out_are_never_full() -> None:
-    whole = Metadata(np.zeros(130, int), np.zeros(130, int), np.ones(130, int), np.arange(130))
+    whole = Metadata.of_documents(np.zeros(130, int), span=1)
     cover = block_cover(tile_table(whole, whole))
     assert pairs_of(cover) == {(0, 0): 128 * 128, (0, 1): 2 * 128, (1, 0): 2 * 128, (1, 1): 4}
     assert cover.full.tolist() == [True, False, False, False]
 
 
 def test_nothing_to_see_gives_no_block() -> None:
-    nothing = Metadata(*[np.full(300, -1)] * 3, np.arange(300))
+    nothing = Metadata.of_documents(np.full(300, -1))
     empty = nothing.take(np.arange(0))
     for q, k in ((nothing, nothing), (empty, nothing), (nothing, empty), (empty, empty)):
         cover = block_cover(tile_table(q, k))
@@ -113,7 +112,7 @@ def keys_of(call: KernelCall) -> int:
 
 def pairs_of_call(call: KernelCall) -> np.ndarray:
     """bool `[n, m]`."""
-    if call.causal:
+    if call.kind == CAUSAL:
         return np.tri(call.queries, keys_of(call), dtype=bool)
     return np.ones((call.queries, keys_of(call)), bool) if call.bias is None else call.bias == 0
 
@@ -141,13 +140,12 @@ def test_every_allowed_pair_is_in_one_call_and_no_other_pair_in_any(
 
 def short_documents(number: int, tokens: int) -> TileTable:
     document = np.repeat(np.arange(number), tokens)
-    zeros = np.zeros_like(document)
-    return Metadata(document, zeros, zeros, np.arange(len(document))).own_table
+    return Metadata.of_documents(document).own_table
 
 
 def test_short_documents_are_a_few_calls_and_long_ones_a_call_each() -> None:
     assert len(table_calls(short_documents(64, 8), NARROW)) <= 8
-    assert [call.causal for call in table_calls(short_documents(3, 400), NARROW)] == [True] * 3
+    assert [call.kind for call in table_calls(short_documents(3, 400), NARROW)] == [CAUSAL] * 3
 
 
 def test_wide_heads_compute_fewer_pairs_in_vain() -> None:

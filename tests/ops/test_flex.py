@@ -34,7 +34,7 @@ from megacp.core.distributed.grid import single_axis
 from megacp.core.ops import flex
 from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
-from megacp.core.ops.mask import Metadata, TileTable, allowed, tile_table
+from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed, tile_table
 from megacp.train import REFUSED, main
 from tests.ops.test_kernels import HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
@@ -123,7 +123,9 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
     rng = np.random.default_rng(seed)
     tokens = int(rng.integers(2, 60))
     flags = dict(zip(("branches", "images", "padding"), rng.random(3) < 0.7, strict=True))
-    meta = metadata(random_batch(rng, tokens, documents=int(rng.integers(1, min(tokens, 5) + 1)), **flags))
+    trees = {"documents": int(rng.integers(1, min(tokens, 5) + 1)), "depth": int(rng.integers(1, 4))}
+    reach = (Reach(), Reach(int(rng.integers(1, 30))), Reach(0, int(rng.integers(1, 30))), Reach(5, 11))[seed % 4]
+    meta = metadata(random_batch(rng, tokens, **trees, **flags)).within(reach)
     order = rng.permutation(tokens) if permuted else np.arange(tokens)
     q, k = meta.take(order[: rng.integers(1, tokens + 1)]), meta.take(order[rng.integers(0, tokens) :])
     mask = mask_of(tile_table(q, k), size)
@@ -159,7 +161,7 @@ def test_the_lists_are_those_that_torch_finds_itself(seed: int) -> None:
 def test_the_lists_are_as_narrow_as_the_longest_of_them() -> None:
     tokens, blocks = 131072, 1024
     document = np.arange(tokens) // 4096
-    row = Metadata(document, 0 * document, 0 * document, np.arange(tokens))
+    row = Metadata.of_documents(document)
     mask = mask_of(tile_table(row, row))
     kinds = [(f"{full}{side}_num_blocks", f"{full}{side}_indices") for full in ("", "full_") for side in ("kv", "q")]
     shapes = [tuple(getattr(mask, indices).shape) for _, indices in kinds]
@@ -170,9 +172,17 @@ def test_the_lists_are_as_narrow_as_the_longest_of_them() -> None:
 
 
 def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
-    padding = Metadata(np.array([-1, 0, -1, 0]), np.zeros(4, int), np.array([-1, 0, 0, 0]), np.arange(4))
+    padding = Metadata.of_documents(np.array([-1, 0, -1, 0]))
     mask = mask_of(tile_table(padding, padding))
     assert read(mask).nonzero()[0].tolist() == [1, 3, 3] and read(mask).nonzero()[1].tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("reach", [Reach(3), Reach(0, 4), Reach(3, 4)], ids=str)
+def test_the_rule_on_a_device_knows_windows_and_chunks(reach: Reach) -> None:
+    row = Metadata.of_documents(np.repeat([0, 1], 11), np.repeat([0, 1, 2, 0], [4, 3, 4, 11])).within(reach)
+    filled = np.zeros((24, 24), bool)
+    filled[:22, :22] = allowed(row, row)
+    assert np.array_equal(read(mask_of(tile_table(row, row), 4)), filled)
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
@@ -223,7 +233,7 @@ def test_the_real_functions_are_exact(heads: int, groups: int) -> None:
 
 
 def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_gradients() -> None:
-    meta = Metadata(np.array([0, -1, 0, -1, 1]), np.zeros(5, int), np.zeros(5, int), np.arange(5))
+    meta = Metadata.of_documents(np.array([0, -1, 0, -1, 1]))
     tensors = draw(5, 5, 4, 2)
     for sources in ([(np.arange(5), tile_table(meta, meta))], split(meta, 1, 3)):
         _, *grads = by_tiles(flex.FlexKernel(DENSE), tensors, sources, 1.0)
@@ -240,7 +250,7 @@ def test_a_source_that_nobody_sees_costs_no_call_and_changes_nothing() -> None:
         raise AssertionError("called")
 
     meta, (q, k, v, dout) = pack(1), draw(40, 40, 4, 2)
-    nobody = Metadata(*[np.full(40, -1)] * 3, np.arange(40))
+    nobody = Metadata.of_documents(np.full(40, -1))
     kernel, partial = flex.FlexKernel((never, never)), empty_partial(q)
     for keys, table in ((40, tile_table(nobody, meta)), (0, tile_table(meta, meta.take(np.arange(0))))):
         kernel.attend(partial, (q, k[:keys], v[:keys]), table, 1.0)
@@ -341,7 +351,9 @@ def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(mo
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize(("case", "tolerance"), [("pointers", 1e-5), ("descriptors", 1e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize(
+    ("case", "tolerance"), [("pointers", 1e-5), ("descriptors", 1e-5), ("capped", 1e-5), ("bfloat16", 4e-2)]
+)
 def test_the_kernels_that_torch_writes_for_hopper_are_exact(case: str, tolerance: float, tmp_path: Path) -> None:
     """See `interpreted.py`. Tolerances: fp32 sums of 400 terms and an approximate exp2; bf16 rounds to 2^-9."""
     settings = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
@@ -349,10 +361,10 @@ def test_the_kernels_that_torch_writes_for_hopper_are_exact(case: str, tolerance
     ran = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
-    assert len(found["errors"]) == (2 if case == "bfloat16" else 25)
+    assert len(found["errors"]) == (2 if case in ("bfloat16", "capped") else 28)
     wrong = {name: errors for name, errors in found["errors"].items() if not all(x < tolerance for x in errors)}
     assert not wrong, wrong
-    assert (found["descriptors"] > 0) == (case != "pointers")
+    assert (found["descriptors"] > 0) == (case in ("descriptors", "bfloat16"))
     kernels = " ".join(found["launches"])
     assert "tem_fused_flex_attention_0" in kernels and "tem_fused_flex_attention_backward" in kernels
 

@@ -14,7 +14,7 @@ from megacp.core.ops import pointwise, tile_kernels
 from megacp.core.ops.device import fused, to_device, whole_graph
 from megacp.core.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial, merge_into
 from megacp.core.ops.kernels import select_kernel
-from megacp.core.ops.mask import Metadata, allowed, tile_table
+from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.core.ops.pointwise import keep_mask, rms_norm, swiglu
 from megacp.core.ops.rotary import rotate
 from megacp.core.ops.tile_kernels import FlashKernel, MathKernel, dense_attention
@@ -46,10 +46,10 @@ def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.T
     return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
-def by_autograd(tensors: list[torch.Tensor], visible: np.ndarray, scale: float) -> Tensors:
+def by_autograd(tensors: list[torch.Tensor], visible: np.ndarray, scale: float, cap: float = 0.0) -> Tensors:
     """out, dq, dk, dv of the dense reference."""
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = dense_attention(q, k, v, torch.from_numpy(visible), scale)
+    out = dense_attention(q, k, v, torch.from_numpy(visible), scale, cap=cap)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
 
 
@@ -98,6 +98,17 @@ def test_a_kernel_over_tiles_equals_the_dense_mask_forward_and_backward(name: st
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)  # float64, sums of 40 terms
 
 
+@pytest.mark.parametrize("reach", [Reach(), Reach(9), Reach(0, 7)], ids=str)
+@pytest.mark.parametrize("cap", [0.0, 0.7])
+def test_trees_in_windows_and_chunks_are_exact_with_a_cap_and_without(reach: Reach, cap: float) -> None:
+    meta = metadata(random_batch(np.random.default_rng(6), 60, images=True, depth=4)).within(reach)
+    tensors, kernel = draw(60, 60, 4, 2), MathKernel(cap) if cap else FlashKernel()
+    sources = [(index, tile_table(meta, meta.take(index))) for index in np.split(np.arange(60), [11, 12, 45])]
+    expected = by_autograd(tensors, allowed(meta, meta), 0.4, cap)
+    for got, exact in zip(by_tiles(kernel, tensors, sources, 0.4), expected, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_keys_in_several_parts_and_any_order_give_the_same(name: str) -> None:
     meta = pack(5)
@@ -112,7 +123,7 @@ def test_keys_in_several_parts_and_any_order_give_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_rows_that_see_nothing_give_zero_output_lse_minus_infinity_and_zero_gradients(name: str) -> None:
-    meta = Metadata(np.array([0, -1, 0, -1, 1]), np.zeros(5, int), np.zeros(5, int), np.arange(5))
+    meta = Metadata.of_documents(np.array([0, -1, 0, -1, 1]))
     tensors = draw(5, 5, 4, 2)
     partial = empty_partial(tensors[0])
     KERNELS[name].attend(partial, tuple(tensors[:3]), tile_table(meta, meta), 1.0)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.ops.mask import CAUSAL, FULL, Metadata, allowed, tile_table
+from megacp.core.ops.mask import CAUSAL, FULL, Metadata, Reach, allowed, tile_table
 from tests.reference import attention as reference
 from tests.reference.packs import dense_mask, metadata, random_batch
+
+reaches = st.one_of(
+    st.just(Reach()),
+    st.integers(1, 30).map(Reach),
+    st.integers(1, 30).map(lambda chunk: Reach(0, chunk)),
+    st.builds(Reach, st.integers(1, 9), st.integers(1, 20)),
+)
 
 
 @st.composite
@@ -24,14 +33,14 @@ def packs(draw: st.DrawFn, branches: bool | None = None, images: bool | None = N
             branches=draw(st.booleans()) if branches is None else branches,
             images=draw(st.booleans()) if images is None else images,
             padding=draw(st.booleans()),
+            depth=draw(st.integers(1, 5)) if branches is None else 1,
         )
-    )
+    ).within(draw(reaches) if branches is None else Reach())
 
 
 def plain(*lengths: int) -> Metadata:
     """Documents of these lengths, no branches, no spans."""
-    n = sum(lengths)
-    return Metadata(np.repeat(np.arange(len(lengths)), lengths), np.zeros(n, int), np.zeros(n, int), np.arange(n))
+    return Metadata.of_documents(np.repeat(np.arange(len(lengths)), lengths))
 
 
 @settings(max_examples=200, deadline=None)
@@ -76,20 +85,21 @@ def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata
         stop, key = row.q_stop, 0
         assert row.tiles
         for tile in row.tiles:
-            assert key <= tile.k_start < tile.k_stop <= table.keys and tile.kind in (FULL, CAUSAL)
+            assert key <= tile.k_start < tile.k_stop <= table.keys
             assert tile.kind == FULL or tile.k_stop - tile.k_start == row.q_stop - row.q_start
             key = tile.k_stop
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
-@given(packs())
+@given(packs(branches=True))
 def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
     """One span per document means `every image token of an example sees every other`; images stand before branches."""
-    span = np.where((meta.span > 0) & (meta.document >= 0) & (meta.branch == 0), 1 + meta.document, 0)
-    ours = Metadata(meta.document, meta.branch, span, meta.order)
-    subsegment = 100_000 * meta.document + np.where(meta.branch == 0, 10_000, meta.branch)
-    subsegment = np.where(meta.document >= 0, subsegment, -1)
+    end = np.maximum.accumulate(meta.leave)  # of the document
+    span = np.where((meta.span > 0) & (meta.leave == end), 1 + meta.document, 0)
+    ours = dataclasses.replace(meta, span=span)
+    subsegment = 100_000 * meta.document + np.where(meta.leave == end, 10_000, meta.leave)
+    subsegment = np.where(meta.leave > 0, subsegment, -1)
     theirs = reference.molmo2_visible(subsegment, span > 0)
     assert np.array_equal(allowed(ours, ours), theirs)
     assert np.array_equal(dense_mask(tile_table(ours, ours)), allowed(ours, ours))
@@ -97,7 +107,7 @@ def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
 
 def test_a_branch_sees_its_prefix_and_itself_only() -> None:
     branch = np.array([0, 0, 1, 1, 2, 2])
-    mask = allowed(*[Metadata(np.zeros(6, int), branch, np.zeros(6, int), np.arange(6))] * 2)
+    mask = allowed(*[Metadata.of_documents(np.zeros(6, int), branch)] * 2)
     assert mask.astype(int).tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -109,10 +119,10 @@ def test_a_branch_sees_its_prefix_and_itself_only() -> None:
 
 
 def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
-    meta = Metadata(np.array([0, -1, 0, -1]), np.zeros(4, int), np.array([1, 1, 1, 0]), np.arange(4))
+    meta = Metadata.of_documents(np.array([0, -1, 0, -1]), span=np.array([1, 1, 1, 0]))
     mask = dense_mask(tile_table(meta, meta))
     assert not mask[[1, 3]].any() and not mask[:, [1, 3]].any() and mask[0, 2]
-    nothing = Metadata(*[np.full(4, -1)] * 3, np.arange(4))
+    nothing = Metadata.of_documents(np.full(4, -1))
     assert tile_table(nothing, nothing).rows == () and tile_table(nothing, nothing).area == 0
 
 
@@ -121,7 +131,8 @@ def test_padding_sees_nothing_and_is_seen_by_nobody() -> None:
 def test_a_plain_pack_on_one_process_costs_one_kernel_call_per_document(lengths: list[int]) -> None:
     table = tile_table(plain(*lengths), plain(*lengths))
     assert [len(row.tiles) for row in table.rows] == [1] * len(lengths)
-    assert all(tile.kind == CAUSAL for row in table.rows for tile in row.tiles)
+    kinds = [tile.kind for row in table.rows for tile in row.tiles]
+    assert kinds == [CAUSAL if n > 1 else FULL for n in lengths]
     assert table.area == sum(n * (n + 1) // 2 for n in lengths)
 
 

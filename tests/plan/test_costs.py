@@ -58,6 +58,7 @@ def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
     model = ModelConfig(
         num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=10
     )
+    assert [costs.causal_area(5, window) for window in (0, 1, 2, 5, 9)] == [15, 5, 9, 15, 15]
     layer = costs.layer_flops(model, 3, costs.causal_area(3))
     products = [(8, 8), (8, 4), (8, 4), (8, 8), (8, 16), (8, 16), (16, 8)]
     assert layer.matmul == sum(2 * 3 * a * b for a, b in products)

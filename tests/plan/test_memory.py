@@ -81,7 +81,7 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str,
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
     zeros, places = np.zeros(tokens, np.int32), np.arange(tokens)
-    plan = AttentionPlan(places[None], Metadata(zeros, zeros, zeros, places), 0)
+    plan = AttentionPlan(places[None], Metadata.of_documents(zeros), 0)
     frequencies = inverse_frequencies(config.model.head_dim, 1e4, RotaryScaling())
     rotary = cos_sin(torch.arange(tokens), frequencies, backend.dtype)
     shared = [*block.parameters(), *rotary]

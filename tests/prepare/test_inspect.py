@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -75,6 +76,24 @@ def test_branches_stand_apart_and_images_are_shown(tmp_path: Path) -> None:
     assert "item 0: 60 x 30" in page.text and "item 0, " in page.text
     (source,) = [str(attributes["src"]) for tag, attributes in page.tags if tag == "img"]
     assert Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2]))).size == (60, 30)
+
+
+def test_branches_of_branches_stand_inside_of_what_they_continue(tmp_path: Path) -> None:
+    inner = {"text": "one", "branches": [{"text": "two", "branches": ["three"]}, "four"]}
+    page = page_of(tmp_path, {"text": "What? ", "branches": [inner, "five"]}, {"text": "next"})
+    boxes = re.findall(r"</?div|Branch \d", (tmp_path / "page.html").read_text())
+    heads = {box: boxes[:i].count("<div") - boxes[:i].count("</div") for i, box in enumerate(boxes) if "B" in box}
+    assert heads == {"Branch 1": 1, "Branch 2": 2, "Branch 3": 3, "Branch 4": 2, "Branch 5": 1}
+    assert page.tags and page.text.index("Branch 5") < page.text.index("next")
+    told = describe_pack(PackedDataset(tmp_path / "d"), 0, load_tokenizer("byte")).splitlines()
+    found = [line.partition(":")[0] for line in told if line.lstrip().startswith("branch ")]
+    assert found == [
+        "      branch 1",
+        "        branch 2 of 1",
+        "          branch 3 of 2",
+        "        branch 4 of 1",
+        "      branch 5",
+    ]
 
 
 def test_a_small_image_is_enlarged_and_crops_stand_beside_theirs(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ def visible(q: Metadata, k: Metadata) -> np.ndarray:
     mask = np.zeros((len(q), len(k)), bool)
     for i in range(len(q)):
         for j in range(len(k)):
-            if k.document[j] < 0 or k.document[j] != q.document[i]:
+            if q.leave[i] == 0 or k.leave[j] == 0:
                 continue
-            if k.branch[j] not in (0, q.branch[i]):
-                continue
-            in_span = q.span[i] != 0 and q.span[i] == k.span[j]
-            mask[i, j] = k.order[j] <= q.order[i] or in_span
+            on_path = k.order[j] <= q.order[i] < k.leave[j]
+            back, (window, chunk) = q.depth[i] - k.depth[j], q.reach
+            near = (not window or back < window) and (not chunk or q.depth[i] // chunk == k.depth[j] // chunk)
+            mask[i, j] = near and (on_path or q.span[i] == k.span[j] != 0)
     return mask
 
 

@@ -25,14 +25,14 @@ def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 
-def mask_of(batch: Any) -> Tensor:
-    """Bool `[T, T]` from the three integers of each token."""
-    document, branch, span = (torch.from_numpy(x) for x in (batch.document, batch.branch, batch.span))
-    place = torch.arange(len(document))
-    same = (document[:, None] == document[None]) & (document >= 0)[None]
-    branches = (branch[None] == 0) | (branch[:, None] == branch[None])
-    spans = (span[:, None] == span[None]) & (span != 0)[None]
-    return same & branches & ((place[:, None] >= place[None]) | spans)
+def mask_of(batch: Any, window: int | None = None) -> Tensor:
+    """Bool `[T, T]` from the two integers of each token, and from positions where the layer has a window."""
+    leave, span = torch.from_numpy(batch.leave), torch.from_numpy(batch.span)
+    place = torch.arange(len(leave))
+    on_path = (place[None] <= place[:, None]) & (place[:, None] < leave[None]) & (leave > 0)[:, None]
+    seen = on_path | ((span[:, None] == span[None]) & (span != 0)[None])
+    position = torch.from_numpy(batch.position_ids)
+    return seen if window is None else seen & (position[:, None] - position[None] < window)
 
 
 def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]:
@@ -76,7 +76,8 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     positions = torch.from_numpy(batch.position_ids)
     if not (model.no_rope_freq and (int(name.split(".")[1]) + 1) % int(model.no_rope_freq) == 0):
         q, k = turn(q, positions, model), turn(k, positions, model)
-    mask, outs = mask_of(batch), []
+    layer, skipped = int(name.split(".")[1]), int(model.window_attn_skip_freq or 10**6)
+    mask, outs = mask_of(batch, None if (layer + 1) % skipped == 0 else model.window_size), []
     for head in range(heads):
         group = head // (heads // groups)
         scores = (q[:, head] @ k[:, group].t() / dim**0.5).masked_fill(~mask, -torch.inf)

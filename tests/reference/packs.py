@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megacp.core.data.batch import PackedBatch
-from megacp.core.ops.mask import CAUSAL, Metadata, TileTable
+from megacp.core.ops.mask import CAUSAL, FULL, WINDOW, Metadata, TileTable
 
 
 def random_batch(
@@ -17,12 +17,14 @@ def random_batch(
     branches: bool = False,
     images: bool = False,
     padding: bool = False,
+    depth: int = 1,
     weights: str = "some",
     number: int = 0,
 ) -> PackedBatch:
     """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier ones.
 
-    `weights`: `some` (about two thirds are counted, with unequal weights) or `all` (1 everywhere).
+    `depth`: branches above one another at the most. `weights`: `some` (about two thirds are counted, with unequal
+    weights) or `all` (1 everywhere).
     """
     cuts = np.sort(rng.choice(np.arange(1, tokens), min(documents, tokens) - 1, replace=False))
     lengths = np.diff(np.concatenate([[0], cuts, [tokens]]))
@@ -55,30 +57,54 @@ def random_batch(
     if padding:
         holes = rng.random(len(lengths)) < 0.3
         document[holes[document] | (np.arange(tokens) >= tokens - int(rng.integers(0, 4)))] = -1
+    meta = Metadata.of_documents(document, branch, span)
+    if depth > 1:
+        meta, position = _trees(rng, lengths, document >= 0, depth, images)
     loss = (rng.random(tokens) < 0.7) * rng.integers(1, 4, tokens) / 2 if weights == "some" else np.ones(tokens)
     return PackedBatch(
         tokens=rng.integers(0, vocab_size, tokens),
         labels=rng.integers(0, vocab_size, tokens),
         loss_weights=np.where(document >= 0, loss, 0).astype(np.float32),
         position_ids=position,
-        document=document.astype(np.int32),
-        branch=np.where(document >= 0, branch, 0).astype(np.int32),
-        span=np.where(document >= 0, span, 0).astype(np.int32),
+        leave=meta.leave.astype(np.int32),
+        span=np.where(document >= 0, meta.span, 0).astype(np.int32),
         pack_ids=(number,),
     )
+
+
+def _trees(
+    rng: np.random.Generator, lengths: np.ndarray, real: np.ndarray, depth: int, images: bool
+) -> tuple[Metadata, np.ndarray]:
+    """Random trees of these lengths side by side, and the position of each token on its path."""
+    leave, span, position = (np.zeros(len(real), np.int64) for _ in range(3))
+
+    def grow(start: int, stop: int, above: int, left: int) -> None:
+        own = stop if left == 0 or rng.random() < 0.25 else int(rng.integers(start + 1, stop + 1))
+        leave[start:own], position[start:own] = stop, above + np.arange(own - start)
+        for first in rng.integers(start, own, 2) if images else ():
+            span[first : int(rng.integers(first, own)) + 1] = span.max() + 1
+        place = own
+        while place < stop:
+            end = int(rng.integers(place + 1, stop + 1))
+            grow(place, end, above + own - start, left - 1)
+            place = end
+
+    for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist(), strict=True):
+        grow(end - length, end, 0, depth)
+    return Metadata.of_row(np.where(real, leave, 0), np.where(real, span, 0)), position
 
 
 def video_batch(frames: int, text: int, tokens_of_frame: int, after: int = 3) -> PackedBatch:
     """One document: frames that all see each other, `text` causal tokens in front of each, `after` behind the last."""
     one = [0] * text + [1] * tokens_of_frame
     span = np.array(one * frames + [0] * after, np.int32)
-    zeros, numbers, ones = np.zeros(len(span), np.int32), np.arange(len(span)), np.ones(len(span), np.float32)
-    return PackedBatch(numbers, 0 * numbers, ones, numbers, zeros, zeros, span, pack_ids=(0,))
+    leave, numbers, ones = np.full(len(span), len(span), np.int32), np.arange(len(span)), np.ones(len(span), np.float32)
+    return PackedBatch(numbers, 0 * numbers, ones, numbers, leave, span, pack_ids=(0,))
 
 
 def metadata(batch: PackedBatch) -> Metadata:
     """What the mask knows of a batch."""
-    return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch)))
+    return Metadata.of_row(batch.leave, batch.span)
 
 
 def dense_mask(table: TileTable) -> np.ndarray:
@@ -87,5 +113,12 @@ def dense_mask(table: TileTable) -> np.ndarray:
     for row in table.rows:
         for tile in row.tiles:
             block = dense[row.q_start : row.q_stop, tile.k_start : tile.k_stop]
-            block |= np.tri(*block.shape).astype(bool) if tile.kind == CAUSAL else True
+            causal = np.tri(*block.shape).astype(bool)
+            block |= {FULL: True, CAUSAL: causal, WINDOW: causal.T}[tile.kind]
     return dense
+
+
+def branched(batch: PackedBatch) -> bool:
+    """Whether some document has branches."""
+    end = np.maximum.accumulate(batch.leave)
+    return bool((batch.leave != end)[batch.leave > 0].any())

@@ -54,7 +54,7 @@ def config_of(values: Mapping[str, Any], shape: Mapping[str, int]) -> RunConfig:
 def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) -> list[PackedBatch]:
     """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss weights."""
     rng = np.random.default_rng(seed)
-    kinds = [{}, {"branches": True}, {"images": True, "branches": True}, {"padding": True}]
+    kinds = [{}, {"depth": 4, "images": True}, {"images": True, "branches": True}, {"padding": True}]
     return [
         random_batch(
             rng, tokens - int(rng.integers(0, 14)), vocab_size, documents=3, number=1000 * seed + i, **kinds[i % 4]

@@ -96,8 +96,8 @@ def document_with_images(
         patches,
         pooling.astype(np.int64),
     )
-    zeros, weights = np.zeros(len(row), np.int32), rng.random(len(row)).astype(np.float32)
+    leave, weights = np.full(len(row), len(row), np.int32), rng.random(len(row)).astype(np.float32)
     labels = np.concatenate([row[1:], [0]])
     weights[labels >= VOCAB] = 0.0
     labels[labels >= VOCAB] = 0
-    return PackedBatch(row, labels, weights, np.arange(len(row)), zeros, zeros, span, (seed,), vision)
+    return PackedBatch(row, labels, weights, np.arange(len(row)), leave, span, (seed,), vision)

@@ -32,7 +32,13 @@ MODELS: dict[str, Values] = {
         "rope_scaling_factor": 4.0,
         "rope_original_max_positions": 16,
     },
-    "untied, q/k norms": {"untie_embeddings_and_output_weights": True, "qk_layernorm": "head", "kv_channels": 6},
+    "untied, q/k norms, windows": {
+        "untie_embeddings_and_output_weights": True,
+        "qk_layernorm": "head",
+        "kv_channels": 6,
+        "window_size": 9,
+        "window_attn_skip_freq": "2",
+    },
     "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": "head", "clip_grad": 0.0},
 }
 Shape = dict[str, int]

@@ -43,9 +43,8 @@ from tests.training.runs import TINY
 
 def eight_tokens() -> PackedBatch:
     """Eight tokens of one document of which the last three are counted."""
-    zeros = np.zeros(8, np.int32)
-    weights = (np.arange(8) >= 5).astype(np.float32)
-    return PackedBatch(np.arange(8), np.arange(8), weights, np.arange(8), zeros, zeros, zeros, (0,))
+    weights, leave = (np.arange(8) >= 5).astype(np.float32), np.full(8, 8, np.int32)
+    return PackedBatch(np.arange(8), np.arange(8), weights, np.arange(8), leave, 0 * leave, (0,))
 
 
 def gradient_of_eight_tokens(rank: int, world_size: int, shape: dict[str, int], layout: str) -> tuple[float, float]:

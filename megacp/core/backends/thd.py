@@ -67,12 +67,14 @@ class Sequences:
 
 def mask_reason(metadata: Metadata) -> str | None:
     """Why a row's mask is none of Transformer Engine's; None when documents are causal."""
-    real = metadata.document >= 0
+    start, stop = document_bounds(metadata)
     found = []
-    if metadata.span[real].any():
+    if metadata.span[metadata.leave > 0].any():
         found.append("image spans")
-    if metadata.branch[real].any():
+    if (metadata.leave[metadata.leave > 0] != np.repeat(stop, stop - start)).any():
         found.append("branches")
+    if metadata.reach.chunk:
+        found.append("chunks")
     return f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's" if found else None
 
 
@@ -89,7 +91,7 @@ def _per_document(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 
 def _whole_row(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
     """One sequence that fills the row; only its beginning may hold tokens."""
-    true = int((metadata.document >= 0).sum())
+    true = int((metadata.leave > 0).sum())
     return Sequences(np.array([true], np.int32), np.array([len(metadata)], np.int32)), np.zeros(1, np.int64)
 
 
@@ -121,13 +123,18 @@ def _sequences(plan: AttentionPlan) -> Sequences | str:
         if sequences.cu_padded[-1] != len(metadata) or (cp > 1 and (sequences.padded % (2 * cp)).any()):
             continue
         expected = sequences.tokens(first)[sequences.order(cp)]  # [T] -> [cp, t]
-        held = np.where(metadata.document[plan.indices] >= 0, plan.indices, -1)
+        held = np.where(metadata.leave[plan.indices] > 0, plan.indices, -1)
         if np.array_equal(held, expected):
             return sequences
     return (
         "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document: "
         "choose --cp-layout zigzag_document"
     )
+
+
+def window_of(tokens: int) -> tuple[int, int]:
+    """Transformer Engine's word for a window of so many tokens, 0 for none: how far to the left, and to the right."""
+    return tokens - 1, 0
 
 
 class PackedAttention:
@@ -146,6 +153,8 @@ class PackedAttention:
         """Places that a sequence fills at least, and a multiple of which it fills."""
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
         """What the selector of its kernels is told about context parallelism."""
+        self.windows = cp.size == 1 or comm_type in ("a2a", "all_gather")
+        """Whether rows may have a sliding window."""
         if cp.size == 1:
             return
         groups: Any = cp.group
@@ -163,6 +172,12 @@ class PackedAttention:
             cp_comm_type=comm_type,
         )
 
+    def sequences(self, plan: AttentionPlan) -> Sequences | str:
+        """See `thd_sequences`."""
+        if plan.metadata.reach.window and not self.windows:
+            return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose a2a or all_gather"
+        return thd_sequences(plan)
+
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, sequences: Sequences
     ) -> torch.Tensor:
@@ -176,7 +191,7 @@ class PackedAttention:
         lengths = places
         if sequences.has_padding:
             lengths = plan.on_device("thd lengths", device, lambda: sequences.cu_lengths)
-        padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.document[plan.local] < 0))
+        padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.leave[plan.local] == 0))
         empty = plan.on_device("thd padding", device, lambda: padding) if len(padding) else None
         if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
@@ -192,5 +207,6 @@ class PackedAttention:
             max_seqlen_q=sequences.longest,
             max_seqlen_kv=sequences.longest,
             attn_mask_type="padding_causal",
+            window_size=window_of(plan.metadata.reach.window),
         ).view(q.shape)  # [t, heads * d] -> [t, heads, d]
         return out if empty is None else out.index_fill(0, empty, 0.0)

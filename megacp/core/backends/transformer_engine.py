@@ -26,7 +26,7 @@ from torch import nn
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec, Tower
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
-from megacp.core.backends.thd import PackedAttention, thd_sequences
+from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan
@@ -187,7 +187,7 @@ def packed_attention(
 
 
 def selector_problem(
-    packed: PackedAttention, heads: Heads, dtype: torch.dtype, tokens: int, longest: int
+    packed: PackedAttention, heads: Heads, dtype: torch.dtype, tokens: int, longest: int, window: int = 0
 ) -> str | None:
     """Why Transformer Engine has no fused kernel for rows of `tokens` with sequences of up to `longest`; None: it has.
 
@@ -208,7 +208,7 @@ def selector_problem(
             **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]),
             **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
             attn_mask_type="padding_causal",
-            window_size=(-1, 0),
+            window_size=window_of(window),
             bottom_right_diagonal=False,
             core_attention_bias_shape=None,
             core_attention_bias_requires_grad=False,
@@ -277,7 +277,10 @@ class TransformerEngineBackend(NativeBackend):
             packed = packed_attention(config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device)
             pack = config.data.seq_length
             tokens = pack * training.micro_batch_size
-            reasons = selector_problem(packed, self._heads, self.dtype, tokens, pack) or ""
+            windows = {config.model.reach(layer)[0] for layer in range(config.model.num_layers)}
+            asked = (packed, self._heads, self.dtype, tokens, pack)
+            refusals = {selector_problem(*asked, window) for window in windows if not window or packed.windows}
+            reasons = "; ".join(filter(None, refusals))
             self.packed = None if reasons else packed
         if reasons:
             self.tell(f"attention: ours for every row, {reasons}")
@@ -372,7 +375,7 @@ class TransformerEngineBackend(NativeBackend):
         """The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:
             return super().attention(q, k, v, plan, scale)
-        sequences = thd_sequences(plan)
+        sequences = self.packed.sequences(plan)
         if isinstance(sequences, str):
             self.tell(f"attention: ours for some rows, {sequences}")
             return super().attention(q, k, v, plan, scale)
@@ -382,7 +385,7 @@ class TransformerEngineBackend(NativeBackend):
             return self.packed(q, k, v, plan, sequences)
 
     def prepare(self, plan: AttentionPlan) -> None:
-        if self.packed is None or isinstance(thd_sequences(plan), str):
+        if self.packed is None or isinstance(self.packed.sequences(plan), str):
             super().prepare(plan)
 
     def precision(self) -> AbstractContextManager[Any]:

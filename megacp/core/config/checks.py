@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacp.core.config.blend import named_folders, path_problems, shown_path
-from megacp.core.config.model import LINEARS, no_rope_pattern
+from megacp.core.config.model import LINEARS
 from megacp.core.config.run import RunConfig, fields, flag, flatten
 from megacp.core.storage.place import place_of
 from megacp.core.storage.url import Url, is_url
@@ -119,7 +119,8 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
-        no_rope_pattern(m.no_rope_freq)
+        for layer in (0,):
+            m.rotates(layer), m.reach(layer)
     except ValueError as error:
         yield str(error)
 

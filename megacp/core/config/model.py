@@ -1,6 +1,6 @@
 """The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU, and a vision tower before it.
 
-Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, SmolLM3 and Molmo2 are settings of it. No field speaks of ranks.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3 and Molmo2 are settings of it. No field speaks of ranks.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ class ModelConfig:
 
     no_rope_freq: str | None = None
     """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the third of each three."""
+
+    window_size: Positive[int | None] = None
+    """Tokens that a layer with a sliding window sees, the query's own included (default: no layer has one)."""
+
+    window_attn_skip_freq: str | None = None
+    """Which layers have the window: N leaves it out of every N-th layer, [1,1,0] of the third of each three (default:
+    all have it)."""
 
     max_position_embeddings: Positive[int | None] = None
     """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
@@ -143,21 +150,29 @@ class ModelConfig:
         """Number of key/value heads: `num_query_groups`, or the number of heads."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
+    def reach(self, layer: int) -> tuple[int, int]:
+        """Window of a layer, and chunk (of models of others); 0: no limit. ValueError for a pattern of neither form."""
+        pattern = skip_pattern("--window-attn-skip-freq", self.window_attn_skip_freq, skips="0")
+        return 0 if self.window_size is None or pattern[layer % len(pattern)] else self.window_size, 0
+
     def rotates(self, layer: int) -> bool:
         """Whether a layer has the rotary embedding. ValueError for a `no_rope_freq` that is neither form."""
-        pattern = no_rope_pattern(self.no_rope_freq)
+        pattern = skip_pattern("--no-rope-freq", self.no_rope_freq)
         return not pattern[layer % len(pattern)]
 
 
-def no_rope_pattern(text: str | None) -> tuple[bool, ...]:
-    """Which layers of a repeating pattern have no rotary embedding. ValueError when `text` is no `no_rope_freq`."""
+def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, ...]:
+    """Which layers of a repeating pattern go without: of N the last, of a list those with the digit `skips`.
+
+    ValueError when `text` is neither.
+    """
     if text is None:
         return (False,)
     if re.fullmatch(r"[1-9]\d{0,3}", text):
         return (*[False] * (int(text) - 1), True)
     if re.fullmatch(r"\[\s*[01](\s*,\s*[01])*\s*\]", text):
-        return tuple(digit == "1" for digit in re.findall("[01]", text))
-    raise ValueError(f"--no-rope-freq {text}: expected N above 0 or a pattern of 0 and 1 like [0,0,0,1]")
+        return tuple(digit == skips for digit in re.findall("[01]", text))
+    raise ValueError(f"{flag} {text}: expected N above 0 or a pattern of 0 and 1 like [0,0,0,1]")
 
 
 @dataclass(frozen=True)

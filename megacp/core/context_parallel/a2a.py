@@ -33,7 +33,13 @@ class HeadsForSequence:
         self.inner.prepare(plan.grouped(ranks), Heads(heads.heads // ranks, groups // ranks, heads.dim))
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         n, (t, heads, d), groups = self.axis.size, q.shape, k.shape[1]
         copies = key_copies(heads, groups, n)
@@ -44,7 +50,8 @@ class HeadsForSequence:
         arrived = exchange(outgoing.flatten(0, 1), self.axis)  # [n * t, c, d]: all tokens, this rank's heads
         whole = arrived.index_select(0, plan.arrival(n, q.device))  # rank by rank -> the order of the grouped plan
         q, k, v = whole.split([heads // n, groups * copies // n, groups * copies // n], 1)
-        out = self.inner.attend(q, k, v, plan.grouped(n), scale)  # [n * t, heads / n, d]
+        own = None if sinks is None else sinks.chunk(n)[self.axis.rank]  # of its heads
+        out = self.inner.attend(q, k, v, plan.grouped(n), scale, own)  # [n * t, heads / n, d]
         # back: the tokens of each rank together, and then each rank's heads side by side
         back = exchange(out.index_select(0, plan.departure(n, q.device)), self.axis)  # [n * t, heads / n, d]
         return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)  # [n, t, heads / n, d] -> [t, heads, d]

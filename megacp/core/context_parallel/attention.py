@@ -42,17 +42,22 @@ TRANSPORTS: dict[str, Callable[[Axis, Kernel, tuple[int, ...]], Transport]] = {
 
 
 def select_transport(
-    comm_type: str, kernel: str, axis: Axis, device: torch.device, hierarchy: tuple[int, ...] = ()
+    comm_type: str,
+    kernel: str,
+    axis: Axis,
+    device: torch.device,
+    hierarchy: tuple[int, ...] = (),
+    cap: float = 0.0,
 ) -> Transport:
     """The transport of `--cp-comm-type` with the kernel of `--attention-kernel`; raises ValueError when unknown.
 
     `hierarchy` (`--hierarchical-context-parallel-sizes`): ranks of the inner all-to-all and of the outer ring. The
-    kernel `dense` is the one-process reference and ignores the transport. `a2a+p2p` makes process groups: all ranks of
-    the world must call this alike.
+    kernel `dense` is the one-process reference and ignores the transport. `cap`: see `MathKernel`. `a2a+p2p` makes
+    process groups: all ranks of the world must call this alike.
     """
     if kernel == "dense":
-        return DenseAttention(axis)
+        return DenseAttention(axis, cap)
     if comm_type not in TRANSPORTS:
         raise ValueError(f"--cp-comm-type {comm_type} is unknown; choose {', '.join(TRANSPORTS)}")
-    chosen = select_kernel(kernel, device)
+    chosen = select_kernel(kernel, device, cap)
     return _of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[comm_type](axis, chosen, hierarchy)

@@ -8,9 +8,13 @@ is taken where it costs clearly fewer exchanged keys and little balance.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+
 import numpy as np
 
-from megacp.core.ops.mask import Metadata
+from megacp.core.config.model import ModelConfig
+from megacp.core.ops.mask import Metadata, Reach
 
 AREA_SLACK = 0.01
 """Most error of a rank's area, as a share of its target, for a cheaper cut."""
@@ -18,9 +22,24 @@ WORTHWHILE = 0.75
 """A cut besides the one of best balance must cost at most this share of its exchanged keys."""
 
 
-def deal_balanced(metadata: Metadata, cp: int) -> np.ndarray:
+Mix = Mapping[Reach, int]
+"""Layers by how far they look."""
+ALIKE: Mix = {Reach(): 1}
+
+
+def mix_of(model: ModelConfig) -> Mix:
+    """How many layers of a model look how far."""
+    return Counter(Reach(*model.reach(layer)) for layer in range(model.num_layers))
+
+
+def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:
+    """int64 `[T]`: how many tokens of the row each one sees, summed over the layers."""
+    return sum((metadata.within(reach).cost * layers for reach, layers in mix.items()), np.zeros(len(metadata), int))
+
+
+def deal_balanced(metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:
     """Indices `[cp, T / cp]` into the row, ascending on each rank: a stretch from either end of what is left."""
-    cost = metadata.cost
+    cost = row_area(metadata, mix)
     order = density_order(metadata, cost)
     keys_cut = keys_crossing(metadata.take(order))  # [T + 1]
     area = np.concatenate([[0], np.cumsum(cost[order])])  # [T + 1], of the first 0, 1, ..., T tokens
@@ -49,38 +68,16 @@ def keys_crossing(metadata: Metadata) -> np.ndarray:
     """
     n = len(metadata)
     here = np.arange(n)  # [T], as are all arrays but `steps`
-    real = metadata.document >= 0
-    of_branch = _code(metadata.document, metadata.branch)
-    last = np.where(metadata.branch == 0, _last(metadata.document), _last(of_branch))
-    of_span = _code(metadata.document, metadata.span)
-    first = np.where(metadata.branch == 0, _first(of_span), _first(_code(of_span, metadata.branch)))
-    last = np.where(real, last, here)  # the last and the first token that see the key; itself for padding
-    first = np.where(real & (metadata.span != 0), first, here)
+    # the last and the first token that see the key; itself for padding
+    stretch = np.cumsum(np.diff(metadata.document, prepend=metadata.document[:1]) != 0) * (n + 1)
+    last = np.searchsorted(stretch + metadata.order, stretch + metadata.leave) - 1
+    last = np.where(metadata.leave > 0, last, here)
+    _, begin, span = np.unique(metadata.span, return_index=True, return_inverse=True)
+    first = np.where(metadata.span != 0, begin[span.reshape(-1)], here)
     # [T + 2]: +1 where a key begins to cross cuts, -1 behind its last one; the running sum counts crossing keys
     steps = np.bincount(here + 1, minlength=n + 2) - np.bincount(last + 1, minlength=n + 2)  # cuts in (here, last]
     steps += np.bincount(first + 1, minlength=n + 2) - np.bincount(here + 1, minlength=n + 2)  # cuts in (first, here]
     return np.cumsum(steps)[: n + 1]
-
-
-def _code(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    wide = a.astype(np.int64)
-    return (wide - wide.min()) * (int(b.max()) + 1) + b
-
-
-def _groups(values: np.ndarray) -> np.ndarray:
-    return np.unique(values, return_inverse=True)[1].reshape(-1)
-
-
-def _last(values: np.ndarray) -> np.ndarray:
-    group = _groups(values)
-    found = np.zeros(len(values), np.int64)
-    found[group] = np.arange(len(values))  # later elements overwrite earlier ones
-    return found[group]
-
-
-def _first(values: np.ndarray) -> np.ndarray:
-    n = len(values)
-    return n - 1 - _last(values[::-1])[::-1]  # the last one of the row read backwards
 
 
 def _light_tokens(area: np.ndarray, keys_cut: np.ndarray, ends: tuple[int, int], share: int, target: float) -> int:

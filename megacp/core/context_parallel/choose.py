@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
@@ -66,7 +67,7 @@ def transport_for(config: RunConfig, needed: float) -> str:
 def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
     """`zigzag` where it deals these rows evenly."""
     dealt = (_dealt(config, row, "zigzag") for row in rows)
-    areas = [metadata.cost[indices].sum(1) for metadata, indices in dealt]  # [cp, t] -> [cp]
+    areas = [row_area(metadata, mix_of(config.model))[indices].sum(1) for metadata, indices in dealt]  # [cp, t] -> [cp]
     return "zigzag" if max(area.max() / max(1.0, area.mean()) for area in areas) <= EVEN else "balanced"
 
 
@@ -75,7 +76,7 @@ def _dealt(config: RunConfig, row: PackedBatch, name: str) -> tuple[Metadata, np
     p, layout = config.parallel, LAYOUTS[name]
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
-    return metadata, layout.deal(metadata, p.context_parallel_size)
+    return metadata, layout.deal(metadata, p.context_parallel_size, mix_of(config.model))
 
 
 def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:

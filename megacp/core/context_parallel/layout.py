@@ -13,19 +13,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.core.context_parallel.balance import deal_balanced
+from megacp.core.context_parallel.balance import ALIKE, Mix, deal_balanced
 from megacp.core.ops.mask import Metadata
 
 
 @dataclass(frozen=True)
 class Layout:
-    """`deal(metadata of the padded row, cp) -> [cp, t]` indices; a rank holds `chunks` equal parts of the row."""
+    """A permutation of the padded row; a rank holds `chunks` equal parts of it."""
 
     name: str
     chunks: int
-    deal: Callable[[Metadata, int], np.ndarray]
+    _deal: Callable[[Metadata, int, Mix], np.ndarray]
     padded: Callable[[Metadata, int], int] = lambda metadata, cp: len(metadata)
     """Least tokens of the padded row, before rounding up to `multiple`."""
+
+    def deal(self, metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:
+        """The tokens `[cp, t]` of each rank; `mix` says how far the layers look."""
+        return self._deal(metadata, cp, mix)
 
     def multiple(self, cp: int, tp: int) -> int:
         """Padded rows have a multiple of this; `tp` > 1 only with sequence parallelism."""
@@ -37,7 +41,7 @@ class Layout:
         return -(-self.padded(metadata, cp) // multiple) * multiple
 
 
-def _contiguous(metadata: Metadata, cp: int) -> np.ndarray:
+def _contiguous(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     return np.arange(len(metadata)).reshape(cp, -1)
 
 
@@ -46,7 +50,7 @@ def zigzag_chunks(cp: int, rank: int) -> tuple[int, int]:
     return rank, 2 * cp - 1 - rank
 
 
-def _zigzag(metadata: Metadata, cp: int) -> np.ndarray:
+def _zigzag(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     chunks = np.arange(len(metadata)).reshape(2 * cp, -1)  # [2 cp, T / (2 cp)]
     return np.stack([chunks[list(zigzag_chunks(cp, rank))].reshape(-1) for rank in range(cp)])
 
@@ -66,13 +70,13 @@ def _zigzag_document_length(metadata: Metadata, cp: int) -> int:
     return max(len(metadata), filled)
 
 
-def _zigzag_document(metadata: Metadata, cp: int) -> np.ndarray:
+def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     """Zigzag within each document, which is filled up at its end; chunk after chunk, document after document.
 
     This is the order of Transformer Engine's packed (thd) context parallelism.
     """
     start, stop = document_bounds(metadata)
-    fillers = np.flatnonzero(metadata.document < 0)
+    fillers = np.flatnonzero(metadata.leave == 0)
     parts: list[list[np.ndarray]] = [[] for _ in range(cp)]
     used = 0
     for first, last in zip(start.tolist(), stop.tolist(), strict=True):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megacp.core.ops.device import to_device
-from megacp.core.ops.mask import Metadata, TileTable, text_before_images, tile_table
+from megacp.core.ops.mask import Metadata, Reach, TileTable, text_before_images, tile_table
 
 Part = TypeVar("Part")
 
@@ -89,6 +89,13 @@ class AttentionPlan:
         if np.array_equal(self.local, self.order):  # one rank holds the row: the table by which `order` was chosen
             return (self.metadata.by_type if self._by_type else self.metadata).own_table
         return tile_table(self._queries, self.metadata.take(self.order))
+
+    def within(self, reach: Reach) -> AttentionPlan:
+        """The plan of layers that look so far: the same tokens on every rank, in the same order."""
+        if reach == self.metadata.reach:
+            return self
+        build = functools.partial(AttentionPlan, self.indices, self.metadata.within(reach), self.cp_rank, self.order)
+        return self.part(f"within {reach}", build)
 
     def grouped(self, size: int) -> AttentionPlan:
         """The plan of groups of `size` neighbouring ranks that hold their tokens together."""

@@ -1,7 +1,7 @@
 """Cutting a microbatch for one rank: every per-token array by the same indices, padding included.
 
 Labels were shifted before (`collate`), so a cut never needs a neighbour's token. Tokens that make the row
-divisible are padding (document -1, weight 0), and no token sees them.
+divisible are padding (leave 0, weight 0), and no token sees them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from megacp.core.config.parallel import ParallelConfig
+from megacp.core.context_parallel.balance import ALIKE, Mix
 from megacp.core.context_parallel.layout import LAYOUTS, Layout
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.vision import LocalVision, local_vision
@@ -38,7 +39,7 @@ class LocalBatch:
     loss_weights: torch.Tensor
     """float32 `[t]`; 0 where nothing is predicted."""
     position_ids: torch.Tensor
-    """int64 `[t]`, per document and branch."""
+    """int64 `[t]`, along the paths of each document's tree."""
     token_names: torch.Tensor
     """int64 `[t]`: what names each token in its microbatch, on every grid; see `PackedBatch.token_names`."""
     plan: AttentionPlan
@@ -83,7 +84,7 @@ def row_axis(grid: ProcessGrid, parallel: ParallelConfig) -> Axis:
 
 def mask_metadata(batch: PackedBatch) -> Metadata:
     """What the mask must know of a whole row, in its own order."""
-    return Metadata(batch.document, batch.branch, batch.span, np.arange(len(batch.document)))
+    return Metadata.of_row(batch.leave, batch.span)
 
 
 def padded_row(batch: PackedBatch, layout: Layout, cp: int, tp: int) -> tuple[PackedBatch, Metadata]:
@@ -92,15 +93,15 @@ def padded_row(batch: PackedBatch, layout: Layout, cp: int, tp: int) -> tuple[Pa
     return padded, mask_metadata(padded)
 
 
-def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1) -> LocalBatch:
+def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mix: Mix = ALIKE) -> LocalBatch:
     """This cp rank's share of `batch[T]`, on the host, padded as the layout needs it.
 
-    `tp` > 1 with sequence parallelism.
+    `tp` > 1 with sequence parallelism; `mix` says how far the layers look that attend to it.
     """
     if cp.size == 1:
         layout = LAYOUTS["contiguous"]  # there is nothing to deal
     padded, metadata = padded_row(batch, layout, cp.size, tp)
-    plan = AttentionPlan(layout.deal(metadata, cp.size), metadata, cp.rank)
+    plan = AttentionPlan(layout.deal(metadata, cp.size, mix), metadata, cp.rank)
     fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, padded.token_names)
     local: dict[str, Any] = {
         name: torch.from_numpy(field[plan.local]) for name, field in zip(_TENSORS, fields, strict=True)

@@ -17,7 +17,16 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import Heads, Kernel, Saved, WholeKernel, accumulation_dtype, empty_partial
+from megacp.core.ops.kernel import (
+    Heads,
+    Kernel,
+    Saved,
+    WholeKernel,
+    accumulation_dtype,
+    empty_partial,
+    merge_sinks,
+    sinks_gradient,
+)
 from megacp.core.ops.mask import TileTable, allowed
 from megacp.core.ops.tile_kernels import dense_attention
 
@@ -34,9 +43,18 @@ class Transport(Protocol):
     name: str
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype."""
+        """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
+
+        `sinks[heads]`: see `merge_sinks`; of each its gradient from this rank's queries.
+        """
         ...
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
@@ -66,11 +84,17 @@ class KeysToQueries(ABC):
             self.kernel.prepare(table, heads)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return _AttendBlocks.apply(q, k, v, self, plan, scale)
+        return _AttendBlocks.apply(q, k, v, sinks, self, plan, scale)
 
 
 class _AttendBlocks(torch.autograd.Function):
@@ -80,6 +104,7 @@ class _AttendBlocks(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        sinks: torch.Tensor | None,
         transport: KeysToQueries,
         plan: AttentionPlan,
         scale: float,
@@ -87,8 +112,10 @@ class _AttendBlocks(torch.autograd.Function):
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
         for keys, values, table in transport.kv_blocks(k, v, plan):
             transport.kernel.attend(partial, (q, keys, values), table, scale)
+        if sinks is not None:
+            merge_sinks(partial.out, partial.lse, sinks)
         out = partial.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, partial.lse)
+        ctx.save_for_backward(q, k, v, out, partial.lse, sinks)
         ctx.transport, ctx.plan, ctx.scale = transport, plan, scale
         return out
 
@@ -96,7 +123,7 @@ class _AttendBlocks(torch.autograd.Function):
     def backward(ctx: Any, *douts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise ValueError("backward with create_graph=True: attention over ranks cannot be differentiated twice")
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         # a kernel called for one source of keys starts from the merged (out, lse), so the sum over sources is exact
         saved, wide = Saved(q, out, lse, douts[0].contiguous()), accumulation_dtype(q.dtype)
         dq, dkv = zeros(q.shape, q, wide), None
@@ -107,7 +134,8 @@ class _AttendBlocks(torch.autograd.Function):
                     keys, values, table = blocks.send(dkv)
                 except StopIteration as end:
                     dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
-                    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+                    dsinks = None if sinks is None else sinks_gradient(saved, sinks)
+                    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
                 dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
                 dk, dv = dkv.unbind(1)
                 ctx.transport.kernel.attend_backward(saved, (keys, values), table, ctx.scale, (dq, dk, dv))
@@ -134,8 +162,16 @@ class WholeAttention(LocalAttention):
     kernel: WholeKernel
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if sinks is not None:  # they are merged by the log-sum-exp
+            return super().attend(q, k, v, plan, scale, sinks)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self.kernel.whole(q, k, v, plan.table_of_row, scale)
 
@@ -145,15 +181,22 @@ class DenseAttention:
 
     name = "dense"
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, cap: float = 0.0) -> None:
         if axis.size != 1:
             raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
+        self.cap = cap
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
         """See `Transport.prepare`: its mask is dense."""
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
-        return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale)
+        return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale, sinks, self.cap)

@@ -16,11 +16,11 @@ import numpy as np
 
 _NAMES_OF_A_PACK = 1 << 24
 """Distance between the names of two packs' tokens; longer packs share names with the next one."""
-PADDING = -1  # `document` of a token that belongs to no document
+PADDING = -1  # number of the document of a token that belongs to none
 
 _DTYPES: dict[str, np.dtype] = {
     **dict.fromkeys(("tokens", "labels", "position_ids"), np.dtype(np.int64)),
-    **dict.fromkeys(("document", "branch", "span"), np.dtype(np.int32)),
+    **dict.fromkeys(("leave", "span"), np.dtype(np.int32)),
     "loss_weights": np.dtype(np.float32),
 }
 
@@ -62,7 +62,7 @@ class VisionInputs:
 
 @dataclass(frozen=True, eq=False)
 class PackedBatch:
-    """One microbatch, numpy arrays [T]. A padding token has document -1, weight 0, label 0, token 0.
+    """One microbatch, numpy arrays [T]. A padding token has leave 0, weight 0, label 0, token 0.
 
     A document that was dropped for a bad image is padding that keeps its token ids. ValueError says what is wrong.
     """
@@ -74,11 +74,10 @@ class PackedBatch:
     loss_weights: np.ndarray
     """float32 [T], weight of this place's loss term; 0 means ignore."""
     position_ids: np.ndarray
-    """int64 [T], for the rotary embedding; restarts in each document, and at the prefix length in each branch."""
-    document: np.ndarray
-    """int32 [T], number of the document in this row; -1 = padding."""
-    branch: np.ndarray
-    """int32 [T], 0 = the document's shared prefix, i >= 1 = its i-th alternative continuation."""
+    """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning."""
+    leave: np.ndarray
+    """int32 [T], the place in the row where the part ends that sees this token: of a document's prefix the end of the
+    document, of a branch its own; 0 = padding."""
     span: np.ndarray
     """int32 [T], 0 = text, else the group of image tokens that see each other in both directions."""
     pack_ids: tuple[int, ...]
@@ -94,12 +93,20 @@ class PackedBatch:
                 raise ValueError(f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}")
         if not np.isfinite(self.loss_weights).all() or (self.loss_weights < 0).any():
             raise ValueError("loss_weights must be finite and not negative")
-        if self.loss_weights[self.document < 0].any():
+        if self.loss_weights[self.leave == 0].any():
             raise ValueError("padding tokens have a loss weight")
 
     def __len__(self) -> int:
         """T, padding included."""
         return len(self.tokens)
+
+    @property
+    def document(self) -> np.ndarray:
+        """int64 [T], number of the document in this row; -1 = padding."""
+        real, number = self.leave > 0, np.full(len(self), PADDING, np.int64)
+        end = np.maximum.accumulate(self.leave)  # nothing in a document ends later than its prefix
+        number[real] = np.unique(end[real], return_inverse=True)[1]
+        return number
 
     @property
     def token_names(self) -> np.ndarray:
@@ -138,23 +145,22 @@ class PackedBatch:
 
     def without_documents(self, documents: Sequence[int]) -> PackedBatch:
         """This batch with some documents as padding: weight 0, and no token sees them. Ids and images stay."""
-        gone = np.isin(self.document, documents) & (self.document >= 0)
+        gone = np.isin(self.document, documents) & (self.leave > 0)
         cleared: dict[str, Any] = {}
-        for name in ("document", "labels", "loss_weights", "branch", "span"):
+        for name in ("leave", "labels", "loss_weights", "span"):
             cleared[name] = getattr(self, name).copy()
-            cleared[name][gone] = PADDING if name == "document" else 0
+            cleared[name][gone] = 0
         return dataclasses.replace(self, **cleared)
 
     def with_padding_to(self, multiple: int) -> PackedBatch:
         """This batch with padding tokens at the end, so that T is a multiple of `multiple`; itself if it is already.
 
-        Padding: document -1, token, label, weight, branch and span 0, positions 0, 1, 2, ...
+        Padding: token, label, weight, leave and span 0, positions 0, 1, 2, ...
         """
         count = -len(self) % multiple
         if not count:
             return self
         tails = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
-        tails["document"] += PADDING
         tails["position_ids"] = np.arange(count, dtype=np.int64)
         padded: dict[str, Any] = {name: np.concatenate((getattr(self, name), tail)) for name, tail in tails.items()}
         return dataclasses.replace(self, **padded)

@@ -104,11 +104,14 @@ def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int, packs: 
 def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
     """int32 [length]: image tokens (markers included) that see each other in both directions share a number above 0.
 
-    "example": all of a source document; "image": each image or frame by itself; "causal": none.
+    "example": all of a source document, or of one of its branches; "image": each image or frame by itself; "causal":
+    none.
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
-        number = {"example": units.table["segment"], "image": np.arange(len(units.first))}[image_attention]
+        parts = np.stack([units.table["segment"], units.table["branch"]])
+        together = np.unique(parts, axis=1, return_inverse=True)[1].reshape(-1)
+        number = {"example": together, "image": np.arange(len(units.first))}[image_attention]
         for first, count, value in zip(units.first, units.table["num_tokens"], number + 1, strict=True):
             span[first : first + count] = value
     return span

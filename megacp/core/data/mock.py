@@ -22,8 +22,9 @@ from megacp.core.data.images import ImageLoading, Pixels, joined
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 
-MASKS = ("causal", "packed", "branches", "image", "mixed")
-"""What a mock row's mask is made of: one document; several; several with branches, with image spans, with both."""
+MASKS = ("causal", "packed", "branches", "tree", "image", "mixed")
+"""What a mock row's mask is made of: one document; several; several with branches, with branches of branches, with
+image spans, with branches and spans."""
 _ITEM = struct.Struct("<5q")  # seed, pack, item, crops (frames of a video), pooled tokens of the image or a frame
 
 
@@ -68,22 +69,28 @@ class MockRules:
         cuts = np.sort(rng.choice(np.arange(1, total), count - 1, replace=False))
         padded = np.diff(np.concatenate(([0], cuts, [total])))
         true = padded - (rng.integers(0, np.minimum(padded, 4)) if self.ragged else 0)
-        starts: list[list[int]] = [[] for _ in true]  # where the branches of each document begin
-        for begins, length in zip(starts, true.tolist(), strict=True):
-            if self.mask in ("branches", "mixed") and length >= 2 and rng.random() >= 0.3:
+        trees: list[list[_Node]] = [[(0, n, n)] for n in true.tolist()]  # of each document
+        for tree, length in zip(trees, true.tolist(), strict=True):
+            if self.mask == "tree":
+                tree[:] = _nodes(rng, 0, length, TREE_DEPTH)
+            elif self.mask in ("branches", "mixed") and length >= 2 and rng.random() >= 0.3:
                 chosen = int(rng.integers(1, min(3, length - 1) + 1))
-                begins += np.sort(rng.choice(np.arange(1, length), chosen, replace=False)).tolist()
+                places = np.sort(rng.choice(np.arange(1, length), chosen, replace=False)).tolist()
+                ends = [*places[1:], length]
+                tree[:] = [(0, places[0], length), *zip(places, ends, ends, strict=True)]
         runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
             (segment, branch, start, stop)
-            for segment, (places, length) in enumerate(zip(starts, true.tolist(), strict=True))
-            for branch, (start, stop) in enumerate(zip((0, *places), (*places, length), strict=True))
+            for segment, tree in enumerate(trees)
+            for branch, (start, stop, _) in enumerate(tree)
         ]
-        branches = np.array([(start, stop - start) for _, branch, start, stop in runs if branch], BRANCH_DTYPE)
+        branches = np.array(
+            [(start, stop - start, leave) for tree in trees for start, stop, leave in tree[1:]], BRANCH_DTYPE
+        )
         segments = np.zeros(count, SEGMENT_DTYPE)
         segments["true_length"], segments["padded_length"] = true, padded
-        segments["num_branches"] = [len(places) for places in starts]
+        segments["num_branches"] = [len(tree) - 1 for tree in trees]
         segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
-        segments["prefix_length"] = [places[0] if places else n for places, n in zip(starts, true, strict=True)]
+        segments["prefix_length"] = [tree[0][1] for tree in trees]
         num_tokens = int(true.sum())
         steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, self.vocab_size, num_tokens))
         tokens = np.cumsum(steps) % self.vocab_size
@@ -97,6 +104,23 @@ class MockRules:
         return Pack(i, tokens, weights, segments, branches if len(branches) else None, images)
 
 
+_Node = tuple[int, int, int]
+"""First token of a prefix or branch, the end of its own tokens, and that of its subtree."""
+TREE_DEPTH = 4
+"""Branches above one another at the most."""
+
+
+def _nodes(rng: np.random.Generator, start: int, stop: int, depth: int) -> list[_Node]:
+    """A random tree over tokens start..stop, in the order of its tokens."""
+    own = stop if depth == 0 or stop - start < 2 or rng.random() < 0.3 else int(rng.integers(start + 1, stop))
+    found = [(start, own, stop)]
+    while own < stop:
+        end = int(rng.integers(own + 1, stop + 1))
+        found += _nodes(rng, own, end, depth - 1)
+        own = end
+    return found
+
+
 def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading | None = None) -> PackedBatch:
     """One microbatch of the mock packs `numbers`, collated like stored ones, with spans where the mask has them.
 
@@ -107,24 +131,19 @@ def mock_batch(numbers: Sequence[int], rules: MockRules, loading: ImageLoading |
         return collate(packs, image_attention=rules.images.attention if rules.images else "example", loading=loading)
     batch = collate(packs)
     rng = np.random.default_rng([rules.seed, *numbers, len(numbers)])
-    return dataclasses.replace(batch, span=_spans(rng, batch.document, batch.branch))
+    return dataclasses.replace(batch, span=_spans(rng, batch.document, batch.leave))
 
 
-def _spans(rng: np.random.Generator, document: np.ndarray, branch: np.ndarray) -> np.ndarray:
-    """int32 [T]: stretches of image tokens; in some documents all images see each other, in others each only itself."""
+def _spans(rng: np.random.Generator, document: np.ndarray, leave: np.ndarray) -> np.ndarray:
+    """int32 [T]: a stretch of image tokens in most prefixes and branches."""
     span = np.zeros(len(document), np.int32)
-    change = np.flatnonzero(np.diff(document) | np.diff(branch)) + 1
+    change = np.flatnonzero(np.diff(document) | np.diff(leave)) + 1
     bounds = np.concatenate(([0], change, [len(document)]))
-    shared: dict[int, int] = {}  # document -> its one span
-    following = 1
-    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        owner = int(document[start])
-        if owner < 0 or stop - start < 2 or rng.random() < 0.3:
+    for number, (start, stop) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True), 1):
+        if document[start] < 0 or stop - start < 2 or rng.random() < 0.3:
             continue
         first, last = np.sort(rng.choice(np.arange(start, stop + 1), 2, replace=False)).tolist()
-        if owner not in shared or owner % 2:  # odd documents: one span per image
-            shared[owner], following = following, following + 1
-        span[first:last] = shared[owner]
+        span[first:last] = number
     return span
 
 

@@ -45,7 +45,13 @@ SEGMENT_DTYPE = np.dtype(
         ("flags", "<u4"),  # FLAG_SPLIT | FLAG_TRUNCATED
     ]
 )
-BRANCH_DTYPE = np.dtype([("start", "<i4"), ("length", "<i4")])  # of branches 1, 2, ...: tokens within the segment
+BRANCH_DTYPE = np.dtype(  # branches 1, 2, ... in the order of their tokens; a branch may have branches
+    [
+        ("start", "<i4"),  # its first token, within the segment, as are all
+        ("length", "<i4"),  # its own tokens
+        ("leave", "<i4"),  # where its last branch ends; its own end where it has none
+    ]
+)
 UNIT_DTYPE = np.dtype(
     [
         ("segment", "<i8"),  # row of segments.npy that holds the unit's tokens

@@ -251,10 +251,10 @@ def irecv(buffer: torch.Tensor, axis: Axis, peer: int) -> Pending:
     return Pending([work], lambda: buffer if arrived is buffer else buffer.copy_(arrived))
 
 
-def start_shift(x: torch.Tensor, axis: Axis) -> Pending:
-    """Start passing contiguous `x` to the next rank of the axis (as a ring) while receiving the previous rank's."""
+def start_shift(x: torch.Tensor, axis: Axis, by: int = 1) -> Pending:
+    """Start passing contiguous `x` on by so many ranks of the axis (as a ring) while another rank's arrives."""
     x = x.contiguous()
-    after, before = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (1, -1))
+    after, before = (axis.global_ranks[(axis.rank + step) % axis.size] for step in (by, -by))
     axis.traffic["ring"] += x.nbytes
     if (channel := local_channel(x, axis)) is not None:
         received = empty(x.shape, x)

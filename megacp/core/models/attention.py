@@ -14,6 +14,7 @@ from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.init import output_std
+from megacp.core.ops.mask import Reach
 from megacp.core.ops.rotary import rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
@@ -26,7 +27,7 @@ class SelfAttention(nn.Module):
         prefix = f"layers.{layer}.attention"
         self.backend, self.rotates = backend, config.rotates(layer)
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale, self.reach = config.head_dim**-0.5, Reach(*config.reach(layer))
         heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
         hidden, epsilon = config.hidden_size, config.norm_epsilon
         tensors = (("q", heads), ("k", groups), ("v", groups))
@@ -58,5 +59,5 @@ class SelfAttention(nn.Module):
         elif not self.column_norms:
             v = v.contiguous()  # a view would keep the whole fused product alive for backward
         q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
-        out = self.backend.attention(q, k, v, plan, self.scale)
+        out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale)
         return self.output(out.flatten(1))  # [t, heads/tp, d] -> [t, heads/tp * d]

@@ -53,9 +53,15 @@ class Flops:
         return Flops(self.matmul * factor, self.attention * factor)
 
 
-def causal_area(tokens: int) -> int:
-    """Allowed (query, key) pairs of one causal document: n (n + 1) / 2."""
-    return tokens * (tokens + 1) // 2
+def causal_area(tokens: int, window: int = 0) -> int:
+    """Allowed (query, key) pairs of one causal document: n (n + 1) / 2, or what a window leaves of them."""
+    seen = min(tokens, window or tokens)
+    return seen * (seen + 1) // 2 + (tokens - seen) * seen
+
+
+def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
+    """`causal_area` of each layer."""
+    return [causal_area(tokens, model.reach(layer)[0]) for layer in range(model.num_layers)]
 
 
 def layer_weights(model: ModelConfig) -> int:
@@ -218,11 +224,11 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
     last = head.passing if "text" in config.frozen_parts else head.training
-    layer = (text_flops(config, tokens, causal_area(tokens)) - last) / model.num_layers
+    layers = [(text_flops(config, tokens, area) - last) / model.num_layers for area in layer_areas(model, tokens)]
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
-    return [layer] * model.num_layers, first, last
+    return layers, first, last
 
 
 def tokens_per_rank(config: RunConfig) -> int:

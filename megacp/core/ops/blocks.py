@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.core.ops.mask import CAUSAL, FULL, TileTable, allowed, expand
+from megacp.core.ops.mask import CAUSAL, FULL, WINDOW, TileTable, allowed, expand
 
 BLOCK = 128
 """Tokens along each side of a block: what FlexAttention's kernels are tuned for."""
@@ -125,32 +125,35 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
     return _Stretches(block, seen.start, seen.stop, height * seen.weight)
 
 
-def _of_causal_tiles(table: TileTable, size: int) -> _Stretches:
-    """Allowed pairs of the causal tiles, likewise: on each query block what is left of the diagonal, and a triangle."""
-    tile = np.flatnonzero(table.kind == CAUSAL)
+def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
+    """Allowed pairs of the triangles, likewise: on each query block a triangle, and what is left of a causal one's
+    diagonal or right of a window's.
+    """
+    tile = np.flatnonzero(table.kind == kind)
     row, k_start = table.row_of_tile[tile], table.k_start[tile]
     q_start, q_stop = table.row_start[row], table.row_stop[row]
     block, owner = expand(q_start // size, -(-q_stop // size))
-    # [tiles x their query blocks]: the part of a causal tile in one query block, `height` queries from `top` on
+    # [tiles x their query blocks]: the part of a triangle in one query block, `height` queries from `top` on
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
-    first = k_start[owner]
-    corner = first + top - q_start[owner]  # the key at the place of the first query
-    left = _in_blocks(np.arange(len(block)), first, corner, size)
+    corner = k_start[owner] + top - q_start[owner]  # the key at the place of the first query
+    beside = (k_start[owner], corner) if kind == CAUSAL else (corner + height, table.k_stop[tile][owner])
+    whole = _in_blocks(np.arange(len(block)), *beside, size)
     # a line was a part of a tile; from here on it is that part's query block
-    left = _Stretches(block[left.line], left.start, left.stop, left.weight * height[left.line])
+    whole = _Stretches(block[whole.line], whole.start, whole.stop, whole.weight * height[whole.line])
     column = corner // size  # the triangle lies in this key block and perhaps the next
     near = np.minimum(height, (column + 1) * size - corner)  # its keys in the first one
-    pairs = near * height - near * (near - 1) // 2  # its key j is seen by height - j queries
+    # its key j is seen by height - j queries of a causal one, and by j + 1 of a window's
+    pairs = near * height - near * (near - 1) // 2 if kind == CAUSAL else near * (near + 1) // 2
     rest = height * (height + 1) // 2 - pairs
-    return _concatenated(
-        [left, _Stretches(block, column, column + 1, pairs), _Stretches(block, column + 1, column + 2, rest)]
-    )
+    parts = [_Stretches(block, column, column + 1, pairs), _Stretches(block, column + 1, column + 2, rest)]
+    return _concatenated([whole, *parts])
 
 
 def block_cover(table: TileTable, size: int = BLOCK) -> BlockCover:
     """The blocks of `size x size` that hold an allowed pair of the table."""
-    parts = _concatenated([_of_full_tiles(table, size), _of_causal_tiles(table, size)])
+    triangles = [_of_triangles(table, size, kind) for kind in (CAUSAL, WINDOW)]
+    parts = _concatenated([_of_full_tiles(table, size), *triangles])
     sums = parts.summed(-(-table.keys // size))
     k_block, owner = expand(sums.start, sums.stop)
     return BlockCover(table, size, sums.line[owner], k_block, sums.weight[owner])

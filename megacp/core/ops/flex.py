@@ -21,13 +21,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, flex_attention
 from torch.nn.functional import pad
 
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.core.ops.device import lend_scratch, to_device, whole_graph
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, merge_into
-from megacp.core.ops.mask import Metadata, TileTable
+from megacp.core.ops.mask import Metadata, Reach, TileTable
+from megacp.core.ops.tile_kernels import MathKernel
 
 FlexAttention = Callable[..., Any]
 """`flex_attention` (or `flex_backward`), compiled or not, or a function with its arguments.
@@ -105,6 +106,7 @@ class HostMask:
     """int32: all arrays one after the other, each from a multiple of `_ALIGNED` on."""
     lengths: tuple[int, ...]
     """Of the columns of `_rule`, then of `_lists` by queries (partial blocks, full blocks) and by keys."""
+    reach: Reach
 
 
 def padded(length: int, size: int) -> int:
@@ -122,7 +124,7 @@ def host_mask(table: TileTable, size: int) -> HostMask:
     content = np.zeros(starts[-1], np.int32)
     for x, start in zip(arrays, starts, strict=False):
         content[start : start + len(x)] = x
-    return HostMask(size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)))
+    return HostMask(size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)), table.q.reach)
 
 
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
@@ -130,10 +132,10 @@ def block_mask(host: HostMask, device: torch.device) -> BlockMask:
     content, starts = to_device(host.content, device), _starts(host.lengths)
     slices = (content[start : start + length] for start, length in zip(starts, host.lengths, strict=False))
     arrays = [x.clone() for x in slices]  # tensors of their own, as kernels compiled for them expect
-    rule = _rule(*arrays[:8])
+    rule = _rule(host.reach, *arrays[:-8])
     lengths = (host.blocks[0] * host.size, host.blocks[1] * host.size)
     (seen, which), (full, full_which), (seen_by, by_whom), (full_by, full_by_whom) = map(
-        _list, arrays[8::2], arrays[9::2]
+        _list, arrays[-8::2], arrays[-7::2]
     )
     return BlockMask(
         seq_lengths=lengths,
@@ -162,18 +164,20 @@ def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
 
 
 def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
-    """Document, branch, span and place of queries, then of keys, in whole blocks of tokens.
-
-    Keys of no document or no span get values that no query has, which leaves one comparison for each. Tokens that fill
-    up the last block have no document.
+    """What `_rule` asks, in whole blocks of tokens: order and span of queries, order, leave and span of keys; of layers
+    with a limited reach the depths of both. Queries and keys of nothing get values that none of the other side has.
     """
-    documents, spans = np.where(k.document >= 0, k.document, _NOBODY), np.where(k.span != 0, k.span, _NOBODY)
-    for nobody, side in (
-        (-1, (q.document, q.branch, q.span, q.order)),
-        (_NOBODY, (documents, k.branch, spans, k.order)),
-    ):
-        for x in side:
-            yield np.pad(x.astype(np.int32), (0, padded(len(x), size) - len(x)), constant_values=nobody)
+    sides = [
+        (np.where(q.leave > 0, q.order, _NOBODY), _NOBODY),
+        (q.span, 0),
+        (k.order, 0),
+        (k.leave, 0),
+        (np.where(k.span != 0, k.span, _NOBODY), _NOBODY),
+    ]
+    if any(q.reach):
+        sides += [(q.depth, 0), (k.depth, 0)]
+    for x, nobody in sides:
+        yield np.pad(x.astype(np.int32), (0, padded(len(x), size) - len(x)), constant_values=nobody)
 
 
 def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
@@ -192,23 +196,31 @@ def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
 
 
 def _rule(
-    q_document: torch.Tensor,
-    q_branch: torch.Tensor,
+    reach: Reach,
+    q_order: torch.Tensor,
     q_span: torch.Tensor,
-    q_place: torch.Tensor,
-    k_document: torch.Tensor,
-    k_branch: torch.Tensor,
+    k_order: torch.Tensor,
+    k_leave: torch.Tensor,
     k_span: torch.Tensor,
-    k_place: torch.Tensor,
+    *depths: torch.Tensor,
 ) -> Callable[..., torch.Tensor]:
     """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device."""
 
     def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        same_branch = (k_branch[j] == 0) | (k_branch[j] == q_branch[i])
-        seen = (k_place[j] <= q_place[i]) | (k_span[j] == q_span[i])
-        return (k_document[j] == q_document[i]) & same_branch & seen
+        on_path = (k_order[j] <= q_order[i]) & (q_order[i] < k_leave[j])
+        return on_path | (k_span[j] == q_span[i])
 
-    return rule
+    if not depths:
+        return rule
+    (q_depth, k_depth), (window, chunk) = depths, reach
+
+    def in_window(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return q_depth[i] - k_depth[j] < window
+
+    def in_chunk(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return q_depth[i] // chunk == k_depth[j] // chunk
+
+    return and_masks(rule, *[in_window][: bool(window)], *[in_chunk][: bool(chunk)])
 
 
 def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
@@ -230,7 +242,7 @@ class FlexKernel:
 
     `functions` take the place of the compiled `flex_attention` and `flex_backward`, `size` is the side of a block, and
     `whole_backend` is the kernel of a row whose keys are all here (`FLASH`: FlashAttention 4, which gives no gradient
-    of the lse).
+    of the lse); `cap` see `MathKernel`, which then differentiates parts.
     """
 
     def __init__(
@@ -238,7 +250,10 @@ class FlexKernel:
         functions: tuple[FlexAttention, FlexAttention] | None = None,
         size: int = BLOCK,
         whole_backend: Backend = "TRITON",
+        cap: float = 0.0,
     ) -> None:
+        self._score = {"score_mod": lambda score, *place: cap * torch.tanh(score / cap)} if cap else {}
+        self._capped = MathKernel(cap)
         self._forward, self._backward = functions or compiled()
         self._size = size
         self._whole_backend: Backend = whole_backend
@@ -278,6 +293,7 @@ class FlexKernel:
             enable_gqa=True,
             kernel_options=self._options(qkv[0], backend),
             return_aux=aux,
+            **self._score,
         )
 
     @torch.no_grad()  # and detached: the compiled function has one form less
@@ -299,6 +315,8 @@ class FlexKernel:
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
         if table.num_tiles == 0:
             return
+        if self._score:  # torch 2.13 cannot differentiate a score of a backward of its own
+            return self._capped.attend_backward(saved, kv, table, scale, grads)
         *qkv, out, dout = self._heads_first(*(x.detach() for x in (saved.q, *kv, saved.out, saved.dout)))
         lse = pad(saved.lse, (0, 0, 0, out.shape[2] - len(saved.lse)), value=-torch.inf)  # what fills up sees nothing
         results = out, (lse / math.log(2)).t().contiguous()[None]

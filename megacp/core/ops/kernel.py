@@ -93,3 +93,21 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_ls
     out.mul_(torch.exp(lse - shift).unsqueeze(-1))
     out.addcmul_(part.to(out.dtype), torch.exp(part_lse - shift).unsqueeze(-1).to(out.dtype))
     lse.copy_(total)
+
+
+@fused
+def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Merge, in place and after all keys, one more key a head: its score is `sinks[heads]`, its value 0.
+
+    A head then need not attend to any token (Xiao et al., 2023; learned as in gpt-oss).
+    """
+    total = torch.logaddexp(lse, sinks.to(lse.dtype))
+    out.mul_(torch.exp(lse - total).unsqueeze(-1))
+    lse.copy_(total)
+
+
+def sinks_gradient(saved: Saved, sinks: torch.Tensor) -> torch.Tensor:
+    """`d sinks[heads]`: over all queries, a sink's weight times `dout . (0 - out)`."""
+    weights = torch.exp(sinks.to(saved.lse.dtype) - saved.lse)  # [n, heads]
+    inner = (saved.dout.to(weights.dtype) * saved.out.to(weights.dtype)).sum(-1)
+    return -(weights * inner).sum(0).to(sinks.dtype)

@@ -16,7 +16,8 @@ from megacp.core.ops.tile_kernels import FlashKernel, MathKernel
 class KernelChoice:
     """A row of the table of kernels: how to build it, and where alone it runs."""
 
-    build: Callable[[], Kernel]
+    build: Callable[[float], Kernel]
+    """With a cap of scores, or 0."""
     device: str = ""
     """The only device type, or any."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
@@ -26,10 +27,12 @@ class KernelChoice:
 
 
 KERNELS = {
-    "flash": KernelChoice(FlashKernel, "cpu"),
+    "flash": KernelChoice(lambda cap: MathKernel(cap) if cap else FlashKernel(), "cpu"),
     "math": KernelChoice(MathKernel),
-    "flex": KernelChoice(FlexKernel, "cuda", ("float32", "bfloat16")),
-    "flex_flash": KernelChoice(lambda: FlexKernel(whole_backend="FLASH"), "cuda", ("bfloat16",), flash_problem),
+    "flex": KernelChoice(lambda cap: FlexKernel(cap=cap), "cuda", ("float32", "bfloat16")),
+    "flex_flash": KernelChoice(
+        lambda cap: FlexKernel(whole_backend="FLASH", cap=cap), "cuda", ("bfloat16",), flash_problem
+    ),
 }
 """The values of `--attention-kernel` besides auto, and dense."""
 
@@ -69,12 +72,13 @@ def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
     return kernel_name("auto", device_type, str(accumulation_dtype(dtype)).removeprefix("torch."))
 
 
-def select_kernel(name: str, device: torch.device) -> Kernel:
+def select_kernel(name: str, device: torch.device, cap: float = 0.0) -> Kernel:
     """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
 
+    torch's flash attention for the CPU has no `cap` of scores: plain torch takes its place.
     It knows no dtype: for a float64 model `kernel_name` or `auto_kernel` must have resolved `auto` before.
     """
     chosen = kernel_name(name, device.type)
     if chosen not in KERNELS:
         raise ValueError(f"--attention-kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
-    return KERNELS[chosen].build()
+    return KERNELS[chosen].build(cap)

@@ -13,14 +13,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_dtype, merge_into
-from megacp.core.ops.mask import CAUSAL, FULL, TileRow, TileTable
+from megacp.core.ops.mask import CAUSAL, FULL, WINDOW, TileRow, TileTable
 
 CALL = 300_000
 """What a call costs beside its pairs, in pairs times elements of a query: half as much or twice as much is slower on a
@@ -34,7 +34,7 @@ MOST_PAIRS = 1 << 17
 
 
 class Allowed(NamedTuple):
-    """Which pairs of a block of `n` queries and `m` keys are allowed: all of them, a triangle, or what `bias` says."""
+    """Which pairs of `n` queries and `m` keys are allowed: all of them, a causal triangle, or what `bias` says."""
 
     causal: bool = False
     bias: torch.Tensor | None = None
@@ -47,8 +47,8 @@ class KernelCall:
 
     rows: slice
     keys: tuple[slice, ...]
-    causal: bool
-    """The keys are a causal triangle."""
+    kind: int
+    """What a call without a bias sees: all keys, or one triangle of them."""
     bias: np.ndarray | None
     """fp16 `[n, m]` of a masked call, see `Allowed`."""
     first: bool
@@ -61,7 +61,11 @@ class KernelCall:
 
     def allowed(self, device: torch.device) -> Allowed:
         """What a kernel on the device must know of the mask."""
-        return Allowed(self.causal, None if self.bias is None else to_device(self.bias, device))
+        return Allowed(self.kind != FULL, None if self.bias is None else to_device(self.bias, device))
+
+    def turned(self, *tensors: torch.Tensor) -> Any:
+        """As many tensors as a kernel takes or gives them: read backwards, a window's triangle is a causal one."""
+        return tuple(x.flip(0) for x in tensors) if self.kind == WINDOW else tensors
 
 
 def table_calls(table: TileTable, heads: Heads) -> tuple[KernelCall, ...]:
@@ -113,16 +117,16 @@ def _apart(row: TileRow, heads: Heads) -> int:
     height = row.q_stop - row.q_start
     sources = key_sources(row, heads.groups * heads.dim)
     return sum(
-        CALL + height * _length(keys) * heads.heads * heads.dim // (2 if causal else 1) for keys, causal in sources
+        CALL + height * _length(keys) * heads.heads * heads.dim // (1 if kind == FULL else 2) for keys, kind in sources
     )
 
 
 def _calls(group: _RowGroup, heads: Heads) -> Iterator[KernelCall]:
     if len(group.rows) == 1 and group.cost == _apart(group.rows[0], heads):
-        for number, (keys, causal) in enumerate(key_sources(group.rows[0], heads.groups * heads.dim)):
-            yield KernelCall(group.queries, keys, causal, None, number == 0)
+        for number, (keys, kind) in enumerate(key_sources(group.rows[0], heads.groups * heads.dim)):
+            yield KernelCall(group.queries, keys, kind, None, number == 0)
     else:
-        yield KernelCall(group.queries, group.keys, False, _bias(group), True)
+        yield KernelCall(group.queries, group.keys, FULL, _bias(group), True)
 
 
 def _bias(group: _RowGroup) -> np.ndarray:
@@ -136,12 +140,13 @@ def _bias(group: _RowGroup) -> np.ndarray:
         for tile in row.tiles:
             offset = offsets[np.searchsorted(starts, tile.k_start, side="right") - 1]
             pairs = rows[:, tile.k_start + offset : tile.k_stop + offset]  # a view [row's queries, tile's keys]
-            pairs[np.tri(*pairs.shape) > 0 if tile.kind == CAUSAL else ...] = 0.0
+            causal = np.tri(*pairs.shape) > 0
+            pairs[... if tile.kind == FULL else causal if tile.kind == CAUSAL else causal.T] = 0.0
     return bias
 
 
-KeySource = tuple[tuple[slice, ...], bool]
-"""Slices of keys that one call sees together, and whether they are a causal triangle."""
+KeySource = tuple[tuple[slice, ...], int]
+"""Slices of keys that one call sees together, and their kind."""
 
 
 def key_sources(row: TileRow, width: int) -> list[KeySource]:
@@ -156,9 +161,9 @@ def key_sources(row: TileRow, width: int) -> list[KeySource]:
         if tile.kind == FULL and (tile.k_stop - tile.k_start) * width <= GATHERED_ELEMENTS:
             small.append(keys)
         else:
-            sources.append(((keys,), tile.kind == CAUSAL))
+            sources.append(((keys,), tile.kind))
     if small:
-        sources.append((tuple(small), False))
+        sources.append((tuple(small), FULL))
     return sources
 
 
@@ -204,7 +209,7 @@ class TileKernel(ABC):
         q, k, v = qkv
         for call in table_calls(table, Heads(q.shape[1], *k.shape[1:])):
             rows, part = call.rows, (q[call.rows], _gather(k, call.keys), _gather(v, call.keys))
-            out, lse = self.forward(part, call.allowed(q.device), scale)
+            out, lse = call.turned(*self.forward(call.turned(*part), call.allowed(q.device), scale))
             if partial.untouched and call.first:
                 partial.out[rows], partial.lse[rows] = out, lse
             else:
@@ -215,8 +220,8 @@ class TileKernel(ABC):
         (k, v), (dq, dk, dv) = kv, grads
         for call in table_calls(table, Heads(saved.q.shape[1], *k.shape[1:])):
             rows, keys = call.rows, (_gather(k, call.keys), _gather(v, call.keys))
-            part = Saved(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows])
-            found = self.backward(part, keys, call.allowed(k.device), scale)
+            part = Saved(*call.turned(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows]))
+            found = call.turned(*self.backward(part, call.turned(*keys), call.allowed(k.device), scale))
             dq[rows] += found[0]
             _scatter_add(dk, call.keys, found[1])
             _scatter_add(dv, call.keys, found[2])
@@ -254,11 +259,15 @@ class MathKernel(TileKernel):
 
     block = 1024
 
+    def __init__(self, cap: float = 0.0) -> None:
+        """`cap`: scores are `cap * tanh(score / cap)` where it is not 0 (Gemma 2)."""
+        self.cap = cap
+
     def forward(self, qkv: QKV, allowed: Allowed, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = qkv
         outs, lses = [], []
         for start in range(0, len(q), self.block):
-            scores = self._scores(q, k, start, allowed, scale)  # [groups, heads/groups, b, m]
+            scores, _ = self._scores(q, k, start, allowed, scale)  # [groups, heads/groups, b, m]
             lse = torch.logsumexp(scores, -1)
             weights = torch.exp(scores - lse.unsqueeze(-1))
             out = torch.einsum("grnm,mgd->ngrd", weights, v.to(weights.dtype))
@@ -273,7 +282,7 @@ class MathKernel(TileKernel):
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for start in range(0, len(saved.q), self.block):
             rows = slice(start, min(start + self.block, len(saved.q)))
-            scores = self._scores(saved.q, k, start, allowed, scale)
+            scores, slope = self._scores(saved.q, k, start, allowed, scale)
             lse = saved.lse[rows].t().unflatten(0, (groups, -1)).to(wide)  # [b, heads] -> [groups, r, b]
             weights = torch.exp(scores - lse.unsqueeze(-1))
             q, out, dout = (
@@ -282,25 +291,39 @@ class MathKernel(TileKernel):
             delta = (out * dout).sum(-1).permute(1, 2, 0)  # [b, groups, r] -> [groups, r, b]
             dv += torch.einsum("grnm,ngrd->mgd", weights, dout)
             dscores = weights * (torch.einsum("ngrd,mgd->grnm", dout, v.to(wide)) - delta.unsqueeze(-1)) * scale
+            dscores = dscores if slope is None else dscores * slope
             dq[rows] = torch.einsum("grnm,mgd->ngrd", dscores, k.to(wide)).flatten(1, 2)
             dk += torch.einsum("grnm,ngrd->mgd", dscores, q)
         return dq, dk, dv
 
-    def _scores(self, q: torch.Tensor, k: torch.Tensor, start: int, allowed: Allowed, scale: float) -> torch.Tensor:
-        """Masked scores `[groups, heads/groups, b, m]` of the query block that begins at `start`."""
+    def _scores(
+        self, q: torch.Tensor, k: torch.Tensor, start: int, allowed: Allowed, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Masked scores `[groups, heads/groups, b, m]` of the query block that begins at `start`; what a cap makes of
+        their gradient.
+        """
         wide = accumulation_dtype(q.dtype)
         rows = q[start : start + self.block].unflatten(1, (k.shape[1], -1)).to(wide)  # [b, heads, d] -> [b, g, r, d]
-        scores = torch.einsum("ngrd,mgd->grnm", rows, k.to(wide)) * scale
+        scores, slope = torch.einsum("ngrd,mgd->grnm", rows, k.to(wide)) * scale, None
+        if self.cap:
+            bent = torch.tanh(scores / self.cap)
+            scores, slope = bent * self.cap, 1 - bent.square()
         if allowed.causal:
             place = torch.arange(start, start + rows.shape[0], device=q.device)
             scores.masked_fill_(torch.arange(len(k), device=q.device)[None] > place[:, None], -torch.inf)
         if allowed.bias is not None:
             scores += allowed.bias[start : start + self.block]
-        return scores
+        return scores, slope
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """The obvious reference: softmax over an explicit bool mask `visible[n, m]`, differentiated by autograd.
 
@@ -309,7 +332,12 @@ def dense_attention(
     repeat = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # [m, groups, d] -> [m, heads, d]
     scores = torch.einsum("nhd,mhd->hnm", q, keys).to(accumulation_dtype(q.dtype)) * scale
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:  # one more key, of value 0
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
+        values = torch.cat([values, torch.zeros_like(values[:1])])
+        visible = torch.cat([visible, torch.ones_like(visible[:, :1])], -1)
     nothing = ~visible.any(-1)  # [n]
     weights = torch.softmax(scores.masked_fill(nothing[None, :, None], 0.0), -1)
     weights = weights.masked_fill(nothing[None, :, None], 0.0)

@@ -9,6 +9,7 @@ import torch
 
 from megacp.core.checkpoint.agree import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
+from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
@@ -24,7 +25,8 @@ from megacp.core.training.state import Resumed, Start
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
     """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its images."""
     metadata, images = row.share.plan.metadata, row.batch.vision
-    total = text_flops(config, int((metadata.document >= 0).sum()), int(metadata.cost.sum()))
+    area = row_area(metadata, mix_of(config.model)).sum() / config.model.num_layers
+    total = text_flops(config, int((metadata.leave > 0).sum()), int(area))
     if images is not None:
         total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
     return total

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.balance import mix_of
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
@@ -63,7 +64,7 @@ class ParallelModel:
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedAdamW(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         self.rows = rows_of(config, grid)
-        self.layout = LAYOUTS[parallel.cp_layout]
+        self.layout, self.mix = LAYOUTS[parallel.cp_layout], mix_of(config.model)
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         width = config.model.hidden_size
         self.hidden = HiddenStates(lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype)
@@ -78,8 +79,10 @@ class ParallelModel:
             self.rows.axis,
             self.layout,
             tp=self.sharded_tokens * self.backend.token_multiple,
+            mix=self.mix,
         )
-        self.backend.prepare(share.plan)
+        for reach in self.mix:
+            self.backend.prepare(share.plan.within(reach))
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
             share = dataclasses.replace(share, vision=vision)

@@ -67,6 +67,9 @@ def same(value: Any, other: Any) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
+LAYER_TYPES = ("sliding_attention", "full_attention")
+
+
 class ConfigJson:
     """The fields of a config; `faults` gathers what is wrong with those that were read."""
 
@@ -125,7 +128,7 @@ class ConfigJson:
     def full_attention(self, count: int, section: str = "") -> None:
         """`layer_types` may say only what is so without it."""
         found, path = self.get(f"{section}layer_types"), f"{section}layer_types"
-        if found is not None and found != ["full_attention"] * count:
+        if found is not None and found != [LAYER_TYPES[1]] * count:
             self.faults.append(f"{path} is {shown(found)}, megacp can only express {count} times full_attention")
 
     def rope(
@@ -135,6 +138,8 @@ class ConfigJson:
         given = {name: self.get(section + name) for name in ("rope_scaling", "rope_parameters")}
         name = next((n for n, params in given.items() if params), "rope_parameters")
         path, params = section + name, ({} if given[name] is None else given[name])
+        if isinstance(params, Mapping) and params.keys() == {*LAYER_TYPES} and len({*map(repr, params.values())}) == 1:
+            params = params[LAYER_TYPES[0]]
         if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
             self.faults.append(f"{path} is {shown(params)}, expected one set of parameters for all layers")
             return {}

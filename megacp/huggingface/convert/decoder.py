@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacp.core.config.model import no_rope_pattern
+from megacp.core.config.model import skip_pattern
 from megacp.core.config.run import flag
-from megacp.huggingface.convert.config_json import ConfigJson, Values, rope_fields, shown
+from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
 from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
 
 NATIVE, RELEASED = "native", "released"
@@ -119,6 +119,7 @@ SIZES: Values = {
 _PLAIN: Values = {
     **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), False),
     **{"norm_position": "before", "qk_layernorm": "off", "no_rope_freq": None},
+    **{"window_size": None, "window_attn_skip_freq": None},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""
@@ -182,25 +183,41 @@ class Words:
     attention_bias: bool = False
     mlp_bias: bool = False
     window: str = ""
-    """`sliding_window`, taken where it is no shorter than the longest text, or `use_sliding_window`, which is false."""
+    """What says which layers have a sliding window: `sliding_window` (all), `use_sliding_window` or `layer_types`."""
     fixed: Values = field(default_factory=dict)
 
     def from_hf(self, c: ConfigJson) -> Values:
         """Our flags from a config."""
         v = _PLAIN | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds) | self.fixed
-        c.full_attention(v["num_layers"])
+        v |= self._windows(c, v["num_layers"], v["max_position_embeddings"])
         v["untie_embeddings_and_output_weights"] = not c.switch("tie_word_embeddings", self.tied)
         if self.attention_bias:
             v |= dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias"))
         if self.mlp_bias:
             v["add_mlp_bias"] = c.switch("mlp_bias")
-        if self.window == "use_sliding_window":
-            c.only(use_sliding_window=False)
-        elif self.window:
-            positions, found = v["max_position_embeddings"], c.get("sliding_window", self.sizes.get("sliding_window"))
-            if found is not None and not (type(found) is int and found >= positions):
-                c.faults.append(f"sliding_window is {shown(found)}, megacp has no mask for one below {positions}")
         return v
+
+    def _windows(self, c: ConfigJson, layers: int, positions: int) -> Values:
+        """The flags of sliding windows; one as long as the longest text is none."""
+        on = c.switch(_OFF) if self.window == _OFF else bool(self.window)
+        width = c.get("sliding_window", self.sizes.get("sliding_window")) if on else None
+        if width is None:
+            c.full_attention(layers)
+            return {}
+        width = c.checked("sliding_window", width, positions, int, 1, 2**31 - 1)
+        types = [_SLIDING] * layers if self.window == "sliding_window" else c.get("layer_types")
+        if types is None:
+            first = c.number("max_window_layers", 28, low=0) if self.window == _OFF else 0
+            types = [_SLIDING if i >= first and (self.window == _OFF or (i + 1) % 4) else _FULL for i in range(layers)]
+        if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_SLIDING, _FULL}:
+            c.faults.append(
+                f"layer_types is {shown(types)}, expected {_SLIDING} or {_FULL} for each of {layers} layers"
+            )
+            return {}
+        full = [kind == _FULL for kind in types]
+        if width >= positions or all(full):
+            return {}
+        return {"window_size": width, "window_attn_skip_freq": layer_pattern(full, "01")}
 
     def to_hf(self, v: Values) -> Values:
         """A config from our flags."""
@@ -210,11 +227,31 @@ class Words:
             content["attention_bias"] = v["add_qkv_bias"]
         if self.mlp_bias:
             content["mlp_bias"] = v["add_mlp_bias"]
-        if self.window == "use_sliding_window":
-            content |= {"use_sliding_window": False, "layer_types": ["full_attention"] * v["num_layers"]}
-        elif self.window:
-            content["sliding_window"] = None
+        if self.window:
+            content["sliding_window"] = v["window_size"]
+        if self.window in (_OFF, "layer_types"):
+            pattern = skip_pattern("--window-attn-skip-freq", v["window_attn_skip_freq"], skips="0")
+            sliding = [v["window_size"] and not pattern[i % len(pattern)] for i in range(v["num_layers"])]
+            content["layer_types"] = [_SLIDING if one else _FULL for one in sliding]
+        if self.window == _OFF:
+            content["use_sliding_window"] = v["window_size"] is not None
+        if self.window == _OFF and _SLIDING in content["layer_types"]:
+            content["max_window_layers"] = content["layer_types"].index(_SLIDING)
         return content
+
+
+@dataclass(frozen=True)
+class Olmo3Words(Words):
+    """Of a class that names the rotary embedding of each kind of layer; here all have one."""
+
+    def to_hf(self, v: Values) -> Values:
+        content = super().to_hf(v)
+        one = content["rope_parameters"]
+        return content | {"rope_parameters": {_SLIDING: one, _FULL: one}}
+
+
+_OFF = "use_sliding_window"
+_SLIDING, _FULL = LAYER_TYPES
 
 
 MISTRAL = {**SIZES, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -241,14 +278,14 @@ class LlamaWords(Words):
         return v
 
 
-def no_rope_freq(without: list[bool]) -> str | None:
-    """The flag that says which layers have no rotary embedding: every N-th of them, or one by one."""
+def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
+    """The flag that says which layers go without: every N-th of them, or one by one; `digits`: of those and others."""
     if not any(without):
         return None
     every = without.index(True) + 1
     if without == [(layer + 1) % every == 0 for layer in range(len(without))]:
         return str(every)
-    return f"[{','.join(str(int(one)) for one in without)}]"
+    return f"[{','.join(digits[not one] for one in without)}]"
 
 
 @dataclass(frozen=True)
@@ -262,15 +299,15 @@ class SmolLM3Words(Words):
         if rotates is None:
             rotates = [int((layer + 1) % every != 0) for layer in range(count)]
         if isinstance(rotates, list) and len(rotates) >= count and all(x in (0, 1) for x in rotates):
-            v["no_rope_freq"] = no_rope_freq([x == 0 for x in rotates[:count]])
+            v["no_rope_freq"] = layer_pattern([x == 0 for x in rotates[:count]])
         else:
             c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
         return v
 
     def to_hf(self, v: Values) -> Values:
-        pattern = no_rope_pattern(v["no_rope_freq"])
+        pattern = skip_pattern("--no-rope-freq", v["no_rope_freq"])
         without = [pattern[layer % len(pattern)] for layer in range(v["num_layers"])]
-        every = no_rope_freq(without)
+        every = layer_pattern(without)
         content = super().to_hf(v) | {"no_rope_layers": [int(not one) for one in without]}
         return content | ({"no_rope_layer_interval": int(every)} if every is not None and every.isdigit() else {})
 
@@ -282,9 +319,10 @@ def resolved(values: Values) -> Values:
         found |= {"num_query_groups": query_groups(values), "kv_channels": head_width(values)}
     if not values.get("max_position_embeddings"):
         found["max_position_embeddings"] = values.get("seq_length")
-    if (freq := values.get("no_rope_freq")) is not None:
-        pattern = no_rope_pattern(freq)
-        found["no_rope_freq"] = no_rope_freq([pattern[i % len(pattern)] for i in range(values["num_layers"])])
+    for name, digits in (("no_rope_freq", "10"), ("window_attn_skip_freq", "01")):
+        if (freq := values.get(name)) is not None:
+            pattern = skip_pattern(f"--{name.replace('_', '-')}", freq, digits[0])
+            found[name] = layer_pattern([pattern[i % len(pattern)] for i in range(values["num_layers"])], digits)
     if values.get("vision_num_layers"):
         found["connector_ffn_hidden_size"] = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
         layers = values.get("vision_feature_layers") or ()
@@ -354,7 +392,6 @@ class Family:
 
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 """Without a meaning while `use_sliding_window` is false."""
-_OFF = "use_sliding_window"
 
 
 def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
@@ -366,6 +403,13 @@ def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
 
 _LLAMA = LlamaWords(head_dim=True, attention_bias=True, mlp_bias=True)
 _OLMO2 = Words(OLMO2_SIZES, attention_bias=True, fixed={"norm_position": "after", "qk_layernorm": "all_heads"})
+_OLMO3 = Olmo3Words(
+    OLMO2_SIZES | {"sliding_window": 4096},
+    5e5,
+    attention_bias=True,
+    window="layer_types",
+    fixed={"norm_position": "after", "qk_layernorm": "all_heads"},
+)
 _SMOLLM3 = SmolLM3Words(SMOLLM3, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=_OFF)
 _QWEN3 = Words(QWEN3, head_dim=True, attention_bias=True, window=_OFF, fixed={"qk_layernorm": "head"})
 TEXT_FAMILIES = (
@@ -373,6 +417,7 @@ TEXT_FAMILIES = (
     _text("mistral", "Mistral", Words(MISTRAL, head_dim=True, window="sliding_window")),
     _text("phi3", "Phi3", Words(PHI3_SIZES, rope_kinds=("default",), window="sliding_window"), PHI3),
     _text("olmo2", "Olmo2", _OLMO2, OLMO2),
+    _text("olmo3", "Olmo3", _OLMO3, OLMO2),
     _text("smollm3", "SmolLM3", _SMOLLM3),
     _text("qwen2", "Qwen2", Words(QWEN2, window=_OFF, fixed={"add_qkv_bias": True})),
     _text("qwen3", "Qwen3", _QWEN3),

@@ -1,4 +1,4 @@
-"""The eight families by name, and how a config.json or flags choose one."""
+"""The nine families by name, and how a config.json or flags choose one."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ def of_values(values: Values) -> Family:
     after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
     chosen = {
         "molmo2": values["vision_num_layers"] > 0,
+        "olmo3": (after or values["qk_layernorm"] == "all_heads") and values["window_size"] is not None,
         "olmo2": after or values["qk_layernorm"] == "all_heads",
         "smollm3": values["no_rope_freq"] is not None,
         "qwen3": values["qk_layernorm"] == "head",
         "qwen2": biases == (True, False),
+        "mistral": values["window_size"] is not None,
     }
     return FAMILIES[next((name for name, fits in chosen.items() if fits), "llama")]
 

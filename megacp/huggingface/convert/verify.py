@@ -75,9 +75,9 @@ def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequenc
             None,
             *joined(pixels, (rules.patches_per_crop, rules.patch_dim)),
         )
-    zeros, weights = np.zeros(len(row), np.int32), np.ones(len(row), np.float32)
+    leave, weights = np.full(len(row), len(row), np.int32), np.ones(len(row), np.float32)
     spans = np.concatenate(span)
-    return PackedBatch(row, np.zeros_like(row), weights, np.arange(len(row)), zeros, zeros, spans, (0,), vision)
+    return PackedBatch(row, np.zeros_like(row), weights, np.arange(len(row)), leave, spans, (0,), vision)
 
 
 def tensor_differences(before: Source, after: Source) -> list[str]:

@@ -189,21 +189,26 @@ def _block_of_inputs(
 def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) -> DocumentIds:
     """The mask of rows with images. Position ids `[4, B, S]` begin with those of the text, as transformers has it.
 
-    In Gemma 3 the tokens of an image see each other: neighbours whose `token_type_ids` are 1.
+    In Gemma 3 and 4 the tokens of an image see each other: neighbours whose `token_type_ids` are 1, or 2 of a video.
     """
     positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
     if positions is not None and positions.dim() == 3:
         positions = positions[0] if len(positions) == 4 else None
-    kinds = inputs.get("token_type_ids") if getattr(model.config, "model_type", "") == "gemma3" else None
+    config: Any = model.config
+    kinds = inputs.get("token_type_ids") if getattr(config, "model_type", "") == "gemma3" else None
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision":  # Gemma 4
+        kinds = inputs.get("mm_token_type_ids")
     ids = inputs["input_ids"]
     found = documents_of(positions, torch.ones_like(ids) if positions is None and mask is None else mask)
     if kinds is None:
         return found
-    document = np.broadcast_to(found.cpu().numpy(), ids.shape).reshape(-1)
-    image = (kinds == 1).cpu().numpy()
+    numbers = np.broadcast_to(found.cpu().numpy(), ids.shape)
+    row = np.arange(len(ids))[:, None]  # no number in two rows
+    document = np.where(numbers >= 0, numbers + row * (numbers.max() + 1), numbers).reshape(-1)
+    image = ((kinds == 1) | (kinds == 2)).cpu().numpy()
     begins = np.diff(image, axis=1, prepend=False) & image  # [B, S]
     number = (begins.cumsum() * image.reshape(-1)).astype(np.int64)
-    return Metadata(document, np.zeros_like(document), number, np.arange(len(document)))
+    return Metadata.of_documents(document, span=number)
 
 
 def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:

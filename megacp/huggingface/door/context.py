@@ -22,7 +22,7 @@ import functools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,25 @@ from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
+from megacp.core.ops.mask import Reach
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
 from megacp.huggingface.door.model_rules import argument, call_problems, model_problems, rotary_length, stock_model
+
+
+class LayerRule(NamedTuple):
+    """What a layer's attention has beside the mask of the block."""
+
+    reach: Reach = Reach()
+    """How far it looks; for causal layers alone."""
+    cap: float = 0.0
+    """Scores become `cap * tanh(score / cap)`; 0: as they are."""
+    sinks: torch.Tensor | None = None
+    """`[heads]`: one more score a head, without a value."""
+    spans: bool = True
+    """Whether the spans of the mask hold."""
+
+
+_PLAIN = LayerRule()
 
 
 def refuse(*problems: str) -> None:
@@ -57,8 +74,8 @@ class ContextParallel:
     places: np.ndarray
     """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
     transport: str | Transport
-    plans: dict[tuple[int, bool], AttentionPlan] = field(default_factory=dict)
-    """By batch rows and `is_causal`; made by the first call and used by all layers."""
+    plans: dict[tuple[int, bool, bool], AttentionPlan] = field(default_factory=dict)
+    """By batch rows, `is_causal` and `spans`; made by the first call and used by all layers."""
     modules: set[int] = field(default_factory=set)
     """Ids of the modules of the model that runs here."""
     language: torch.nn.Module | None = None
@@ -67,7 +84,7 @@ class ContextParallel:
     """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
     noted: list[str] = field(default_factory=list)
     """What this rank alone has seen, until the next attention call tells all."""
-    _transports: dict[tuple[torch.device, str], Transport] = field(default_factory=dict)
+    _transports: dict[tuple[torch.device, str, float], Transport] = field(default_factory=dict)
     _longest: int = 0
     _unsettled: bool = True
 
@@ -87,7 +104,13 @@ class ContextParallel:
         return _part_of(x, dim % x.dim(), self.local, pad)
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None = None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        is_causal: bool,
+        scale: float | None = None,
+        layer: LayerRule = _PLAIN,
     ) -> torch.Tensor:
         """Attention over the ranks: `q[B, H, s, D]`, `k, v[B, Hkv, s, D or less]` of the tokens this rank holds, in the
         order of the buffers -> `[B, H, s, D or less]`. `is_causal` means the mask of the documents. Without it every
@@ -105,11 +128,15 @@ class ContextParallel:
             )
         if len(self.mask.document) not in (1, len(q)):
             refuse(f"{len(q)} batch rows, document_ids have {len(self.mask.document)}")
+        reach = Reach(*(size if size < self.length else 0 for size in layer.reach))  # a longer one leaves nothing out
+        if any(reach) and not is_causal:
+            refuse(f"a window of {max(reach)} tokens that also look ahead, in a sequence of {self.length}")
         self._settle(q.device)
         batch, _, tokens, width = q.shape
-        if (batch, is_causal) not in self.plans:
-            self.plans[batch, is_causal] = self.mask.plan(self.places, batch, self.axis.rank, is_causal)
-        plan = self.plans[batch, is_causal]
+        key = batch, is_causal, layer.spans or not self.mask.span.any()
+        if key not in self.plans:
+            self.plans[key] = self.mask.plan(self.places, batch, self.axis.rank, *key[1:])
+        plan = self.plans[key].within(reach)
         narrow = v.shape[-1]
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B, H, s, D] -> [B * s, H, D]
         v = torch.nn.functional.pad(v, (0, width - narrow))  # narrower values, as of latent attention
@@ -117,9 +144,9 @@ class ContextParallel:
         if order is not None:
             index = plan.on_device("order", q.device, functools.partial(np.asarray, order))
             q, k, v = (x.index_select(0, index) for x in (q, k, v))
-        transport = self.transport_on(q.device, q.dtype)
+        transport = self.transport_on(q.device, q.dtype, layer.cap)
         with torch.autocast(kind, enabled=False):
-            out = transport.attend(q, k, v, plan, width**-0.5 if scale is None else float(scale))
+            out = transport.attend(q, k, v, plan, width**-0.5 if scale is None else float(scale), layer.sinks)
         if order is not None:
             out = out.index_select(0, plan.on_device("back", q.device, functools.partial(np.argsort, order)))
         return out[..., :narrow].unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
@@ -131,13 +158,15 @@ class ContextParallel:
         order = np.argsort(cut)[np.argsort(np.argsort(plan.local))]
         return None if np.array_equal(cut, plan.local) else order
 
-    def transport_on(self, device: torch.device, dtype: torch.dtype) -> Transport:
+    def transport_on(self, device: torch.device, dtype: torch.dtype, cap: float = 0.0) -> Transport:
         """The transport for tensors of `dtype` on `device`: the caller's, or one that is built once for each kernel."""
         if not isinstance(self.transport, str):
+            if cap:
+                refuse(f"a soft cap of {cap:g} comes with the model: give transport by its name, not as an object")
             return self.transport
-        key = device, auto_kernel(device.type, dtype)
+        key = device, auto_kernel(device.type, dtype), cap
         if key not in self._transports:
-            self._transports[key] = select_transport(self.transport, key[1], self.axis, device)
+            self._transports[key] = select_transport(self.transport, key[1], self.axis, device, cap=cap)
         return self._transports[key]
 
     @contextlib.contextmanager

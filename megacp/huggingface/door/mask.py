@@ -5,6 +5,7 @@ So a batch is one longer row to every layout, transport and kernel, with the mes
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,14 +22,12 @@ DocumentIds = torch.Tensor | Metadata | None
 
 @dataclass(frozen=True)
 class BatchMask:
-    """Document, branch and span of batch rows of S tokens: int64 arrays `[rows, S]`.
+    """Leave and span of batch rows of S tokens, as `Metadata` has them: int64 arrays `[rows, S]`.
 
-    One row stands for any number of equal ones. Documents are numbered from 0 over all rows, padding is -1. Branches
-    and spans are numbered from 1, 0 is none.
+    One row stands for any number of equal ones.
     """
 
-    document: np.ndarray
-    branch: np.ndarray
+    leave: np.ndarray
     span: np.ndarray
     whole_rule: bool = False
     """Given as `Metadata`, which is the whole mask: position ids need not follow the documents."""
@@ -36,38 +35,40 @@ class BatchMask:
     @property
     def length(self) -> int:
         """S, padding included."""
-        return self.document.shape[1]
+        return self.leave.shape[1]
 
-    @property
+    @functools.cached_property
     def _rows(self) -> list[Metadata]:
-        fields = zip(self.document, self.branch, self.span, strict=True)
-        return [Metadata(*row, np.arange(self.length)) for row in fields]
+        return [Metadata.of_row(*row) for row in zip(self.leave, self.span, strict=True)]
+
+    @functools.cached_property
+    def document(self) -> np.ndarray:
+        """int64 `[rows, S]`: numbers of the documents of each row, -1 at padding."""
+        return np.stack([row.document for row in self._rows])
 
     def padded(self, layout: Layout, ranks: int) -> BatchMask:
         """These rows with padding at their ends, up to the least length that `layout` can deal."""
         more = max(layout.padded_length(row, ranks, 1) for row in self._rows) - self.length
-        tail = ((0, 0), (0, more))
-        document = np.pad(self.document, tail, constant_values=PADDING)
-        return BatchMask(document, np.pad(self.branch, tail), np.pad(self.span, tail), self.whole_rule)
+        leave, span = (np.pad(x, ((0, 0), (0, more))) for x in (self.leave, self.span))
+        return BatchMask(leave, span, self.whole_rule)
 
     def deal(self, layout: Layout, ranks: int) -> np.ndarray:
         """Places int64 `[rows, ranks, s]`, `s = S / ranks`; one row where all rows are dealt alike."""
         places = np.stack([layout.deal(row, ranks) for row in self._rows])
         return places[:1] if (places == places[:1]).all() else places
 
-    def plan(self, places: np.ndarray, batch: int, cp_rank: int, causal: bool) -> AttentionPlan:
-        """The plan of `batch` rows laid end to end, dealt by `places[1 or batch, ranks, s]`.
+    def plan(self, places: np.ndarray, batch: int, cp_rank: int, causal: bool, spans: bool) -> AttentionPlan:
+        """The plan of `batch` rows laid end to end, dealt by `places[1 or batch, ranks, s]`, without `spans` if False.
 
         Not causal: the rule without its clause on the order. Each token then sees its whole document; a branch sees
         its document's prefix and itself. Given spans make no difference.
         """
-        shape = (batch, self.length)
-        document, branch, span = (np.broadcast_to(x, shape) for x in (self.document, self.branch, self.span))
-        number, real = np.arange(batch)[:, None], document >= 0  # [batch, 1], [batch, S]
-        document = np.where(real, document + number * (self.document.max() + 1), PADDING)  # no number in two rows
-        # a span is what sees itself both ways, within a document: not causal, every document is one
-        span = span if causal else document + 1
-        flat = Metadata(document.reshape(-1), branch.reshape(-1), span.reshape(-1), np.arange(document.size))
+        leave, span = (np.broadcast_to(x, (batch, self.length)) for x in (self.leave, self.span))
+        number = np.arange(batch)[:, None]  # [batch, 1], of the rows
+        leave = np.where(leave > 0, leave + number * self.length, 0)
+        # a span is what sees itself both ways; not causal, every document and branch is one, which its end names
+        span = np.where((span != 0) & spans, span + number * (self.span.max() + 1), 0) if causal else leave
+        flat = Metadata.of_row(leave.reshape(-1), span.reshape(-1))
         return AttentionPlan(in_batch(places, batch, self.length), flat, cp_rank)
 
     def of(self, values: np.ndarray, local: np.ndarray) -> np.ndarray:
@@ -117,23 +118,21 @@ def batch_mask(document_ids: DocumentIds, length: int) -> BatchMask:
     ValueError for ids of another dtype or shape, and `Metadata` that is not in the order of its tokens.
     """
     if document_ids is None:
-        zeros = np.zeros((1, length), np.int64)
-        return BatchMask(zeros, zeros, zeros)
+        return BatchMask(np.full((1, length), length), np.zeros((1, length), np.int64))
     right = (
         f"document_ids are ints [S] or [B, S], or a Metadata of S or B * S tokens in order, S = {length} of the buffers"
     )
     if isinstance(document_ids, Metadata):
-        tokens = len(document_ids)
+        tokens, rows = len(document_ids), np.arange(len(document_ids)) // length * length
         if tokens == 0 or tokens % length or not np.array_equal(document_ids.order, np.arange(tokens)):
             raise ValueError(f"context_parallel: {right}")
-        fields = ((document_ids.document, PADDING), (document_ids.branch, 0), (document_ids.span, 0))
-        document, branch, span = (_numbered(np.asarray(x).reshape(-1, length), none) for x, none in fields)
-        return BatchMask(document, branch, span, whole_rule=True)
+        leave = np.clip(document_ids.leave - rows, 0, length)  # no document lies in two rows
+        return BatchMask(leave.reshape(-1, length), document_ids.span.reshape(-1, length), whole_rule=True)
     if document_ids.is_floating_point() or document_ids.dim() not in (1, 2) or document_ids.shape[-1] != length:
         raise ValueError(f"context_parallel: {right}")
-    document = _numbered(document_ids.detach().cpu().numpy().reshape(-1, length), PADDING)
-    zeros = np.zeros_like(document)
-    return BatchMask(document, zeros, zeros)
+    documents = document_ids.detach().cpu().numpy().reshape(-1, length)
+    leave = np.stack([Metadata.of_documents(np.maximum(row, PADDING)).leave for row in documents])
+    return BatchMask(leave, np.zeros_like(leave))
 
 
 def documents_of(position_ids: torch.Tensor | None = None, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -156,11 +155,3 @@ def documents_of(position_ids: torch.Tensor | None = None, attention_mask: torch
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ValueError("documents_of wants an attention_mask of 1 at tokens and 0 at padding, got other numbers")
     return numbers.masked_fill(attention_mask == 0, PADDING)  # [1 or B, S] of either
-
-
-def _numbered(values: np.ndarray, none: int) -> np.ndarray:
-    """Numbers above `none` as `none + 1, none + 2, ...`, in their order: layouts count them and kernels narrow them."""
-    given = values > none
-    numbered = np.full(values.shape, none, np.int64)
-    numbered[given] = np.unique(values[given], return_inverse=True)[1].reshape(-1) + none + 1
-    return numbered

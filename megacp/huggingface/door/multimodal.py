@@ -22,6 +22,7 @@ from megacp.huggingface.door.context import ContextParallel, refuse
 from megacp.huggingface.door.model_rules import model_problems
 
 _TOKENS = {"inputs_embeds": 1, "attention_mask": 1, "position_ids": -1, "visual_pos_masks": 1, "input_ids": 1}
+_TOKENS["per_layer_inputs"] = 1  # of Gemma 4
 """Arguments of language models that lie along the sequence, and the dim that does."""
 _OTHERS = ("deepstack_visual_embeds", "labels", "shift_labels")
 """Arguments that may be as long by chance, or are cut by the caller's block."""
@@ -166,6 +167,8 @@ def _cut_arguments(context: ContextParallel, kwargs: dict[str, Any]) -> dict[str
     for name, dim in _TOKENS.items():
         x = found.get(name)
         if isinstance(x, torch.Tensor):
+            if name == "position_ids":  # one row may stand for all, which are cut differently
+                x = x.expand(*x.shape[:-2], len(embeds), -1)
             axes = name == "position_ids" and x.dim() == 3  # [axes, B, S], such as time, height and width
             found[name] = torch.stack([context.cut(axis) for axis in x]) if axes else context.cut(x, dim)
     mask, features = kwargs.get("visual_pos_masks"), kwargs.get("deepstack_visual_embeds")

@@ -1,7 +1,7 @@
 """The attention of `transformers` models under `context_parallel`: an attention and a mask function under one name.
 
-In a block the attention is the block's, and no S x S mask is made. Outside both functions are the library's `sdpa`, so
-the same model evaluates and generates.
+In a block the attention is the block's, and no S x S mask is made: the mask function hands a layer its `Reach` at
+the most. Outside both functions are the library's `sdpa`, so the same model evaluates and generates.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from megacp.huggingface.door.context import ContextParallel, block_of, current_context, refuse
+from megacp.core.ops.mask import Reach
+from megacp.huggingface.door.context import ContextParallel, LayerRule, block_of, current_context, refuse
 
-_NO_SDPA = {"s_aux": "attention sinks", "sinks": "attention sinks", "softcap": "a soft cap"}
-_NO_SDPA |= dict.fromkeys(("indices", "block_indices"), "indexed attention")
-"""Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave most of them out."""
+_NOWHERE = {"sinks": "sinks of each token", "indices": "indexed attention", "block_indices": "indexed attention"}
+"""Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave them out."""
+_NO_SDPA = {"s_aux": "attention sinks", "softcap": "a soft cap"}
+"""Those that a block has and `sdpa` has not."""
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
 """Arguments that `sdpa` answers for a whole sequence and a block cannot."""
 _OVERLAY = (
@@ -27,8 +29,8 @@ def register_with_transformers(name: str = "megacp") -> str:
     """Make `attn_implementation=name` known to transformers; returns `name`. Calling it again changes nothing.
 
     In a `context_parallel` block packing is what `document_ids` say, and `position_ids` are only angles. What the block
-    cannot do is refused with a ValueError: masks with zeros that are not its padding, windows shorter than the
-    sequence, sinks, soft caps, position biases, KV caches, and overlays on the causal mask without a `Metadata`.
+    cannot do is refused with a ValueError: masks with zeros that are not its padding, windows of layers that also look
+    ahead, position biases, KV caches, and overlays on the causal mask without a `Metadata`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -46,24 +48,32 @@ def attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`query[B, H, s, D]`, `key, value[B, Hkv, s, D]` -> `[B, s, H, D]` and no weights."""
+    """`query[B, H, s, D]`, `key, value[B, Hkv, s, D]` -> `[B, s, H, D]` and no weights; the mask is `_mask`'s."""
     context = block_of(module)
-    refused = (*_NO_SDPA, *(_NOT_SHARDED if context is not None else ()))
-    given = [_NO_SDPA.get(x, x) for x in refused if kwargs.get(x) is not None and kwargs[x] is not False]
+    refused = {**_NOWHERE, **(dict.fromkeys(_NOT_SHARDED) if context is not None else _NO_SDPA)}
+    given = [said or name for name, said in refused.items() if not (kwargs.get(name) is None or kwargs[name] is False)]
     if given:
         refuse(f"{type(module).__name__} asks for {', '.join(given)}, which this attention does not have here")
     if context is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    _refuse_window(context, kwargs.get("sliding_window"))
     if kwargs.get("dropout", 0.0) > 0:
         refuse(f"dropout {kwargs['dropout']:g} in attention is not supported: set the model's to 0")
-    if attention_mask is not None:
+    window = kwargs.get("sliding_window") or 0  # some configs say 0 where there is none
+    rule = getattr(getattr(module, "config", None), "use_bidirectional_attention", None)
+    spans = rule != "vision" or window > 0  # Gemma 4: in the local layers alone
+    reach = Reach(window)
+    if attention_mask is not None and (attention_mask.dtype, attention_mask.shape) == (torch.int64, (1, 1, 1, 2)):
+        reach = Reach(*attention_mask.flatten().tolist())
+    elif attention_mask is not None:
         refuse(f"attn_mask {tuple(attention_mask.shape)} is of this rank's tokens alone: give document_ids")
+    elif 0 < window < context.length and not context.mask.whole_rule:  # Gemma 3's overlay of images has it inside
+        refuse(f"{type(module).__name__} asks for a window of {window} tokens, and its mask has none")
     is_causal = kwargs.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    out = context.attend(query, key, value, causal, kwargs.get("scaling"))
+    layer = LayerRule(reach, float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux"), spans)
+    out = context.attend(query, key, value, causal, kwargs.get("scaling"), layer)
     return out.transpose(1, 2).contiguous(), None  # [B, H, s, D] -> [B, s, H, D]
 
 
@@ -72,7 +82,10 @@ attention.is_sharded = True
 
 @torch.compiler.disable
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
-    """Outside of a block the stock mask; inside none, as the block's rule holds: a model's other rule is refused."""
+    """Outside of a block the stock mask; inside the block's rule holds, and a model's other rule is refused.
+
+    Inside it is None or int64 `[1, 1, 1, 2]`, a `Reach`: as a model cuts masks `[B, 1, queries, keys]`, it stays whole.
+    """
     from transformers.masking_utils import bidirectional_mask_function, sdpa_mask
 
     context = current_context()
@@ -83,7 +96,6 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
             f"{q_length} queries and {kv_length} keys: a KV cache and cross attention are not sharded, and an "
             f"attention_mask of the whole sequence must be among the buffers"
         )
-    _refuse_window(context, kwargs.get("local_size"))
     if kwargs.get("attention_mask") is not None:
         context.note(_padding_problem(context, kwargs["attention_mask"]))
     function = kwargs.get("mask_function")
@@ -95,16 +107,13 @@ def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torc
         rows = torch.arange(batch_size, device=q.device)[:, None]
         overlaid = torch.as_tensor(function(rows, torch.zeros_like(rows), q[None], q[None] + 1)).any()
         context.note(_OVERLAY if overlaid else "")
-    return None
-
-
-def _refuse_window(context: ContextParallel, window: int | None) -> None:
-    """Tokens of a row stand in front of a layout's padding, so a window as long as the row leaves none of them out."""
-    if window and window < context.length:  # some configs say 0 where there is none
-        refuse(
-            f"a sliding (or chunked) window of {window} tokens in a sequence of {context.length} is not supported: "
-            f"switch it off in the model's config"
-        )
+    size, config = kwargs.get("local_size"), kwargs.get("config")
+    if not size or size >= context.length:  # tokens of a row stand in front of a layout's padding
+        return None
+    if context.mask.span.any():
+        refuse(f"spans that may see each other past a window of {size} tokens, in a sequence of {context.length}")
+    chunked = size == getattr(config, "attention_chunk_size", None) != getattr(config, "sliding_window", None)
+    return torch.tensor([[[Reach(chunk=size) if chunked else Reach(window=size)]]])
 
 
 def _padding_problem(context: ContextParallel, attention_mask: torch.Tensor) -> str:

@@ -151,7 +151,7 @@ def prompt_row(
 def _pack(number: int, prompt: Prompt, tokens: np.ndarray, image_patch: int | None) -> Pack:
     """A prompt with its answer so far as a pack of one document."""
     start = len(tokens) if prompt.branch_start is None else prompt.branch_start
-    branches = np.array([(start, len(tokens) - start)] if start < len(tokens) else [], BRANCH_DTYPE)
+    branches = np.array([(start, len(tokens) - start, len(tokens))] if start < len(tokens) else [], BRANCH_DTYPE)
     segment = np.zeros(1, SEGMENT_DTYPE)
     segment["true_length"] = segment["padded_length"] = len(tokens)
     segment["prefix_length"], segment["num_branches"] = start, len(branches)

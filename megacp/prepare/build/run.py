@@ -159,7 +159,7 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
     same = "ignore_keys context_roles tokenizer_engine seq_length oversize pad_multiple append_eod seed"
-    same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid"
+    same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
     images = ("image_root", "max_crops_per_pack") if settings.image_rules is not None else ()
     values = {name: getattr(settings, name) for name in (*same.split(), *images)}
     if settings.image_rules is not None:

@@ -58,6 +58,7 @@ class BuildSettings:
     chat_template: str = "refuse"
     chat_template_date: str | None = None
     prepend_bos: bool | None = None
+    prefix_tree: bool = False
 
     @property
     def bytes_per_unit(self) -> int:

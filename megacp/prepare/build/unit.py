@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -26,7 +27,7 @@ from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
-from megacp.prepare.records.record import RecordError, RecordRules, Refusal, Sample
+from megacp.prepare.records.record import Media, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
 _UNWRITTEN = (
@@ -78,8 +79,9 @@ class _Entry(NamedTuple):
     """A parsed record on its way to the tokenizer."""
 
     place: _Place
+    parents: tuple[int, ...]
+    """As of its sample, whose prefix and branches the parts are."""
     parts: tuple[tuple[Part, ...], ...]
-    """Prefix, then branches."""
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""
 
@@ -118,7 +120,7 @@ class _UnitRun:
         self._documents = self._unlearned = self._learned_tokens = self._windows = self._in_context = 0
         self._before_answers: str | None = None
         named = settings.ignore_keys, settings.context_roles
-        self._rules = RecordRules(settings.text_key, self._media is not None, *named)
+        self._rules = RecordRules(settings.text_key, self._media is not None, *named, prefix_tree=settings.prefix_tree)
 
     def run(self) -> UnitResult:
         settings, unit, maker = self._settings, self._unit, self._builder.maker
@@ -129,7 +131,8 @@ class _UnitRun:
         owner = f"{platform.node()}-{os.getpid()}"  # a node that was given up may still write the same unit
         with ShardWriter(directory, *sizes, settings.cp_degrees, owner) as writer:
             for chunk in self._chunks():
-                for entry, document in zip(chunk, maker.encode([entry.parts for entry in chunk]), strict=True):
+                made = maker.encode([entry.parts for entry in chunk], [entry.parents for entry in chunk])
+                for entry, document in zip(chunk, made, strict=True):
                     if self._is_kept(entry.place, document):
                         window.append((entry, document))
                         tokens += len(document.tokens)
@@ -170,7 +173,7 @@ class _UnitRun:
                     self._in_context += sample.in_context
                     before = (sample.before_answers, self._before_answers)
                     self._before_answers = min((each for each in before if each is not None), default=None)
-                    chunk.append(_Entry(place, *self._expanded(sample, item.members or {})))
+                    chunk.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
                 except RecordError as error:
                     self._refuse(place.refusal(str(error)))
                     continue
@@ -190,8 +193,8 @@ class _UnitRun:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
             raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
-        items: list[bytes] = []
-        parts = tuple(self._media.expand(text, members, items) for text in texts)
+        items, seen = list[bytes](), dict[Media, list[Part]]()
+        parts = tuple(self._media.expand(text, members, items, seen) for text in texts)
         stored = []
         for data in items:
             stored.append((self._spool.seek(0, os.SEEK_END), len(data)))
@@ -201,7 +204,7 @@ class _UnitRun:
     def _is_kept(self, place: _Place, document: Document) -> bool:
         """Whether a document is packed; one that is not is entered with its reason."""
         settings, crops = self._settings, document.num_crops
-        tokens, weights, starts, units, problem = document
+        tokens, weights, starts, leaves, units, problem = document
         is_cut = settings.oversize in ("split", "truncate") and not starts and not units
         excess = None
         if settings.max_crops_per_pack is not None and crops > settings.max_crops_per_pack:
@@ -219,7 +222,8 @@ class _UnitRun:
         else:
             kept = settings.longest_piece if settings.oversize == "truncate" else len(tokens)
             self._documents += 1
-            self._unlearned += not learned_tokens(tokens[:kept], None if weights is None else weights[:kept], starts)
+            weights = None if weights is None else weights[:kept]
+            self._unlearned += not learned_tokens(tokens[:kept], weights, starts, leaves)
             return True
         return False
 
@@ -245,7 +249,8 @@ class _UnitRun:
             members = [places[i] for i in packing.pack(p).tolist()]
             segments = [self._segment(window[d], start, stop) for d, start, stop in members]
             writer.add_pack(segments)
-            self._learned_tokens += sum([learned_tokens(s.tokens, s.weights, s.branch_starts) for s in segments])
+            learned = [learned_tokens(s.tokens, s.weights, s.branch_starts, s.branch_leaves) for s in segments]
+            self._learned_tokens += sum(learned)
         self._spool.truncate(0)
 
     def _segment(self, packed: tuple[_Entry, Document], start: int, stop: int) -> Segment:
@@ -253,9 +258,12 @@ class _UnitRun:
         entry, document = packed
         place = entry.place.extent.source, entry.place.offset, start
         if start == 0 and stop == len(document.tokens):
-            items = tuple(functools.partial(self._read_back, *item) for item in entry.items)
-            tokens, weights, starts, units, _ = document
-            return Segment(tokens, weights, *place, starts, 0, units, items)
+            tokens, weights, starts, leaves, units, _ = document
+            begins = [unit.item for unit in units if unit.frame <= 0]  # a file that is named twice is stored twice
+            items = tuple(functools.partial(self._read_back, *entry.items[item]) for item in begins)
+            numbers = itertools.accumulate((unit.frame <= 0 for unit in units), initial=-1)
+            units = tuple(replace(unit, item=item) for unit, item in zip(units, [*numbers][1:], strict=True))
+            return Segment(tokens, weights, *place, starts, 0, units, items, leaves)
         weights = None if document.weights is None else document.weights[start:stop]
         flag = FLAG_TRUNCATED if self._settings.oversize == "truncate" else FLAG_SPLIT
         return Segment(document.tokens[start:stop], weights, *place, (), flag)

@@ -29,7 +29,7 @@ from megacp.prepare.records.documents import SegmentUnit
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
 _PACK_ROW = struct.Struct("<qqiiii")
 _SEGMENT_ROW = struct.Struct("<qqqiiiiiI")
-_BRANCH_ROW = struct.Struct("<ii")
+_BRANCH_ROW = struct.Struct("<iii")
 _UNIT_ROW = struct.Struct("<qqiiiiii")
 
 
@@ -128,6 +128,8 @@ class Segment:
     """Its images and frames, in the order of their tokens."""
     items: tuple[Callable[[], bytes], ...] = ()
     """What gives the encoded bytes of each of its images and videos; called once, when the segment is written."""
+    branch_leaves: tuple[int, ...] = ()
+    """Where the last branch of each branch ends; empty = none has branches of its own."""
 
 
 class ShardWriter:
@@ -233,8 +235,9 @@ class ShardWriter:
             len(starts),
             segment.flags,
         )
-        for start, stop in zip(starts, (*starts, length)[1:], strict=True):
-            self._branches += _BRANCH_ROW.pack(start, stop - start)
+        stops = (*starts, length)[1:]
+        for start, stop, leave in zip(starts, stops, segment.branch_leaves or stops, strict=True):
+            self._branches += _BRANCH_ROW.pack(start, stop - start, leave)
         self._num_tokens += length
 
     def _add_images(self, segments: Sequence[Segment]) -> tuple[int, int, int]:

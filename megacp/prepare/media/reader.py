@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
@@ -32,19 +33,27 @@ class MediaReader:
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
 
     def expand(
-        self, pieces: Iterable[SamplePart], members: Mapping[str, bytes], items: list[bytes]
+        self,
+        pieces: Iterable[SamplePart],
+        members: Mapping[str, bytes],
+        items: list[bytes],
+        seen: dict[Media, list[Part]] | None = None,
     ) -> tuple[Part, ...]:
         """`pieces` with each image and video replaced by its units and the texts between them.
 
         The bytes to store are appended to `items`. RecordError names the place in the record and what is wrong.
+        `seen`: what images and videos of the record became before; those that are named alike are the same again.
         """
+        seen = {} if seen is None else seen
         parts: list[Part] = []
         for piece in pieces:
             if piece.media is None:
                 parts.append(piece)
                 continue
             try:
-                expanded = self._expanded(piece.media, members, items)
+                if (named := replace(piece.media, key="")) not in seen:
+                    seen[named] = self._expanded(piece.media, members, items)
+                expanded = [*seen[named]]
             except ImageError as error:
                 raise RecordError(f"{_shown(piece.media)}: {error}") from error
             last, first = parts[-1] if parts else None, expanded[0]

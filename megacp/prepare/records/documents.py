@@ -6,12 +6,13 @@ that the tokenizer begins a text with, so a prompt that a server tokenizes is on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from megacp.core.data.collate import parents
 from megacp.core.data.geometry import ImageLayout
 from megacp.core.data.tables import token_dtype
 from megacp.prepare.records.chat_template import ChatTemplate
@@ -50,29 +51,35 @@ class SegmentUnit:
     """Number among the taken frames of its item; -1 for an image."""
 
 
-def learned_tokens(tokens: np.ndarray, weights: np.ndarray | None, branch_starts: Sequence[int]) -> int:
+def learned_tokens(
+    tokens: np.ndarray, weights: np.ndarray | None, starts: Iterable[int] = (), leaves: Iterable[int] = ()
+) -> int:
     """How many tokens of a document have a loss weight and a token before them that predicts them.
 
-    tokens: [n]; weights: [n] or None = all ones. Where all branches begin with the same token, the prefix predicts it.
+    tokens: [n]; weights: [n] or None = all ones; starts, leaves: of its branches. Where all branches of a part begin
+    with the same token, its end predicts that.
     """
-    if weights is None and not branch_starts:
+    first = np.array([0, *starts])
+    if weights is None and len(first) == 1:
         return len(tokens) - 1
     counted = np.ones(len(tokens), bool) if weights is None else weights > 0
-    first = np.array([0, *branch_starts])
     total = int(counted.sum() - counted[first].sum())
-    if branch_starts and (tokens[first[1:]] == tokens[first[1]]).all():
-        total += int(counted[first[1]])
-    return total
+    begins: dict[int, list[int]] = {}  # of each part with branches, where these begin
+    for start, parent in zip(first[1:], parents(first, np.array([len(tokens), *leaves]))[1:].tolist(), strict=True):
+        begins.setdefault(parent, []).append(start)
+    return total + sum([int(counted[of[0]]) for of in begins.values() if len({*tokens[of].tolist()}) == 1])
 
 
 class Document(NamedTuple):
-    """A record in tokens: its prefix, then its branches."""
+    """A record in tokens: its prefix, then its branches, depth first."""
 
     tokens: np.ndarray
     """[n], of the type that stores the vocabulary."""
     weights: np.ndarray | None
     """float32 [n]; None = all ones."""
     branch_starts: tuple[int, ...]
+    branch_leaves: tuple[int, ...]
+    """Where the last branch of each branch ends, or itself."""
     units: tuple[SegmentUnit, ...]
     """Its images and frames."""
     problem: str | None
@@ -110,43 +117,48 @@ class DocumentMaker:
         self._eod = np.array([tokenizer.eos_id], dtype=np.int32) if append_eod else None
         self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
 
-    def encode(self, records: Sequence[Sequence[Sequence[Part]]]) -> Iterator[Document]:
-        """The document of each record, which is a prefix and branches, in order."""
+    def encode(
+        self, records: Sequence[Sequence[Sequence[Part]]], parents: Sequence[Sequence[int]] = ()
+    ) -> Iterator[Document]:
+        """The document of each record, which is a prefix and branches, in order; `parents`: those of the samples."""
         parts = [part for record in records for text in record for part in text if type(part) is SamplePart]
         encoded = iter(self._tokenizer.encode([part.text for part in parts if part.text is not None]))
-        for record in records:
-            if self._template is not None and isinstance(record[0][0], Rendered):
-                yield self._document(*_conversation(record, self._template))
-                continue
-            stretches: list[list[Stretch]] = []
-            for text in record:
-                stretches.append([])
-                for part in text:
-                    if isinstance(part, Placed):
-                        stretches[-1].append(Stretch(part.layout.tokens, 0.0, part))
-                    elif part.text is not None:
-                        stretches[-1].append(Stretch(next(encoded), part.weight))
-                    elif self._eod is not None:
-                        stretches[-1].append(Stretch(self._eod, part.weight))
-            head = next((stretch for stretch in stretches[0] if len(stretch.ids)), None)
-            if self._first is not None and head is not None and head.ids[0] != self._first[0]:
-                stretches[0].insert(0, Stretch(self._first, head.weight))
-            yield self._document(stretches, None)
-
-    def _document(self, parts: list[list[Stretch]], problem: str | None) -> Document:
-        """`parts` in a row; a branch that begins with learned text is made predictable."""
-        lengths = [sum([len(stretch.ids) for stretch in part]) for part in parts]
-        if len(parts) > 1 and 0 not in lengths and any(_begins_learned(branch) for branch in parts[1:]):
-            if lengths[0] == 1:
-                problem = (
-                    "the record's branches begin with learned text after a prefix of a single token, and nothing "
-                    "could predict it: let more stand before it"
-                )
+        for record, above in zip(records, parents or [()] * len(records), strict=True):
+            if -1 in above:
+                yield self._document(*_prefix_tree([self._stretches([whole], (), encoded) for whole in record]))
             else:
-                parts = _predictable(parts)
-                lengths = [lengths[0] - 1, *(length + 1 for length in lengths[1:])]
-        if 0 in lengths:
-            problem = problem or NO_TOKEN
+                above = above or (0,) * (len(record) - 1)
+                made, problem = self._stretches(record, above, encoded)
+                yield self._document(made, above, problem)
+
+    def _stretches(
+        self, record: Sequence[Sequence[Part]], above: Sequence[int], encoded: Iterator[np.ndarray]
+    ) -> tuple[list[list[Stretch]], str | None]:
+        """The tokens of a prefix and branches, and what is wrong with them; `encoded`: of the texts that come."""
+        if self._template is not None and isinstance(record[0][0], Rendered):
+            return _conversation(record, above, self._template)
+        stretches: list[list[Stretch]] = []
+        for text in record:
+            stretches.append([])
+            for part in text:
+                if isinstance(part, Placed):
+                    stretches[-1].append(Stretch(part.layout.tokens, 0.0, part))
+                elif part.text is not None:
+                    stretches[-1].append(Stretch(next(encoded), part.weight))
+                elif self._eod is not None:
+                    stretches[-1].append(Stretch(self._eod, part.weight))
+        head = next((stretch for stretch in stretches[0] if len(stretch.ids)), None)
+        if self._first is not None and head is not None and head.ids[0] != self._first[0]:
+            stretches[0].insert(0, Stretch(self._first, head.weight))
+        return stretches, None
+
+    def _document(self, parts: list[list[Stretch]], above: Sequence[int], problem: str | None) -> Document:
+        """`parts` in a row, each behind that of number `above`; a branch that begins learned is made predictable."""
+        parts = [[stretch for stretch in part if len(stretch.ids)] for part in parts]
+        if problem is None and not all(parts):
+            problem = NO_TOKEN
+        if problem is None and len(parts) > 1:
+            parts, above, problem = _predictable(parts, above)
         stretches = [stretch for part in parts for stretch in part]
         units, start = [], 0
         for ids, _, placed in stretches:
@@ -163,19 +175,27 @@ class DocumentMaker:
         if any([stretch.weight != 1.0 for stretch in stretches]):
             each = np.array([stretch.weight for stretch in stretches], dtype=np.float32)
             weights = np.repeat(each, [len(stretch.ids) for stretch in stretches])
-        starts = tuple(np.cumsum(lengths)[:-1].tolist()) if len(lengths) > 1 else ()
-        return Document(tokens, weights, starts, tuple(units), problem)
+        if problem is not None or len(parts) < 2:
+            return Document(tokens, weights, (), (), tuple(units), problem)
+        leaves = np.cumsum([sum([len(stretch.ids) for stretch in part]) for part in parts]).tolist()
+        starts = tuple(leaves[:-1])
+        for number in range(len(parts) - 1, 0, -1):
+            leaves[above[number - 1]] = max(leaves[above[number - 1]], leaves[number])
+        return Document(tokens, weights, starts, tuple(leaves[1:]), tuple(units), problem)
 
 
-def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> tuple[list[list[Stretch]], str | None]:
-    """A record that a chat template wrote: one text, or one and several that begin with it; and what is wrong."""
-    prefix = np.empty(0, np.int32)
+def _conversation(
+    record: Sequence[Sequence[Part]], above: Sequence[int], template: ChatTemplate
+) -> tuple[list[list[Stretch]], str | None]:
+    """A record that a chat template wrote: texts of which each begins with that of number `above`; what is wrong."""
+    texts: list[np.ndarray] = []
     parts: list[list[Stretch]] = []
     for number, (rendered, *placed) in enumerate(record):
         assert isinstance(rendered, Rendered) and rendered.text, "a template writes all of a record"
         ids, places = template.encode(rendered.text)
+        prefix = texts[above[number - 1]] if number else ids[:0]
         if not np.array_equal(ids[: len(prefix)], prefix):
-            what = f"branches[{number - 1}]: the tokens of the shared messages are others once it follows them"
+            what = f"branch {number}: the tokens of the shared messages are others once it follows them"
             return parts, f"{what}; make a record of each branch"
         weights = np.zeros(len(ids))
         for start, stop, weight in rendered.learned:
@@ -192,9 +212,7 @@ def _conversation(record: Sequence[Sequence[Part]], template: ChatTemplate) -> t
                 return parts, "the place of an image in the chat template is no whole token"
             images[int(first)] = int(last), unit
         parts.append(_cut(ids, weights, images, len(prefix)))
-        prefix = prefix if number else ids
-    if len(parts) > 1 and parts[0][-1].placed is not None and any(_begins_learned(branch) for branch in parts[1:]):
-        return parts[:1], "branches begin with learned text right after an image: let a text stand between"
+        texts.append(ids)
     return parts, None
 
 
@@ -214,20 +232,79 @@ def _cut(ids: np.ndarray, weights: np.ndarray, images: dict[int, tuple[int, Plac
     return stretches
 
 
-def _begins_learned(part: list[Stretch]) -> bool:
-    return next((stretch.weight for stretch in part if len(stretch.ids)), 0.0) > 0
+def _prefix_tree(
+    rollouts: Sequence[tuple[list[list[Stretch]], str | None]],
+) -> tuple[list[list[Stretch]], list[int], str | None]:
+    """Whole documents, each with what is wrong with it, as the tree of the tokens with which they begin alike.
 
-
-def _predictable(parts: list[list[Stretch]]) -> list[list[Stretch]]:
-    """A record's prefix and branches, such that some token before it predicts the first one of every branch.
-
-    The end of a prefix cannot predict several tokens. Where a branch begins with learned text, the prefix's last token
-    moves to the beginning of every branch. It is learned once, as before.
+    Its parts, the number of that above each but the first, and what is wrong. A part ends where documents differ; they
+    go on in the order in which they came. The weights of a shared token add up.
     """
-    prefix, *branches = parts
-    *before, end = prefix
-    while not len(end.ids):  # texts of no token
-        end = before.pop()
-    last = end.ids[-1:]
-    moved = [[Stretch(last, end.weight if i == 0 else 0.0), *branch] for i, branch in enumerate(branches)]
-    return [[*before, end._replace(ids=end.ids[:-1])], *moved]
+    if problem := next((problem for _, problem in rollouts if problem is not None), None):
+        return [], [], problem
+    numbers: dict[Placed, int] = {}
+    ids, keys, weights = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+    images: list[dict[int, tuple[int, Placed]]] = []
+    for (stretches,), _ in rollouts:
+        ids.append(np.concatenate([stretch.ids for stretch in stretches]))
+        keys.append(ids[-1].astype(np.int64))
+        weights.append(np.repeat([stretch.weight for stretch in stretches], [len(each.ids) for each in stretches]))
+        images.append({})
+        end = 0
+        for of_text, _, placed in stretches:
+            start, end = end, end + len(of_text)
+            if placed is not None:  # an image is shared as a whole: its tokens are its number
+                images[-1][start] = end, placed
+                keys[-1][start:end] = -1 - numbers.setdefault(placed, len(numbers))
+    if not all(map(len, keys)):
+        return [], [], NO_TOKEN
+    if len({int(key[0]) for key in keys}) > 1:
+        return [], [], "the rollouts begin with different tokens and share nothing: make a record of each"
+    parts, above, waiting = list[list[Stretch]](), list[int](), [([*range(len(keys))], 0, -1)]
+    while waiting:
+        alike, start, parent = waiting.pop()
+        longest = max(alike, key=lambda rollout: len(keys[rollout]))
+        stop = len(keys[longest])
+        for rollout in alike:
+            until = min(len(keys[rollout]), stop)
+            other = np.flatnonzero(keys[rollout][start:until] != keys[longest][start:until])
+            stop = start + int(other[0]) if len(other) else stop
+        total, branches = np.zeros(stop), dict[int, list[int]]()
+        for rollout in alike:
+            total[start : len(keys[rollout])] += weights[rollout][start:stop]
+            if len(keys[rollout]) > stop:
+                branches.setdefault(int(keys[rollout][stop]), []).append(rollout)
+        waiting += [(going, stop, len(parts)) for going in branches.values()][::-1]
+        parts.append(_cut(ids[longest][:stop], total, images[longest], start))
+        above.append(parent)
+    return parts, above[1:], None
+
+
+def _predictable(
+    parts: list[list[Stretch]], above: Sequence[int]
+) -> tuple[list[list[Stretch]], Sequence[int], str | None]:
+    """The parts of a tree, such that some token before it predicts the first one of every branch; what prevents it.
+
+    The end of a part cannot predict several tokens. Where a branch begins with learned text, the last token of what it
+    continues moves to the beginning of every branch of that. It is learned once, as before. A part of which nothing is
+    left makes room for its branches.
+    """
+    branches = list[list[int]]([] for _ in parts)
+    for branch, parent in enumerate(above, start=1):
+        branches[parent].append(branch)
+    for number, part in enumerate(parts):
+        if not any(parts[branch][0].weight > 0 for branch in branches[number]):
+            continue
+        *before, end = part
+        if end.placed is not None or (number == 0 and not before and len(end.ids) == 1):
+            what = "a single token" if end.placed is None else "an image"
+            reason = f"branches or rollouts go on with learned text right after {what}, which cannot predict it"
+            return parts, above, f"{reason}: let more text stand before it"
+        part[:] = [*before, *([end._replace(ids=end.ids[:-1])] if len(end.ids) > 1 else [])]
+        for branch in branches[number]:
+            parts[branch].insert(0, Stretch(end.ids[-1:], end.weight if branch == number + 1 else 0.0))
+    left, new = list[int](), list[int]()
+    for number, part in enumerate(parts):
+        new.append(len(left) if part else new[above[number - 1]])
+        left += [number] if part else []
+    return [parts[number] for number in left], [new[above[number - 1]] for number in left[1:]], None

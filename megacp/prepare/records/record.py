@@ -135,6 +135,8 @@ class RecordRules:
     """Whether `weight` of messages and branches counts as 1."""
     asks: bool = False
     """Whether an assistant's header follows messages that end with another's: no text of it is learned."""
+    prefix_tree: bool = False
+    """Whether a record may be several that share their beginnings: rollouts, or completions of one prompt."""
 
     def refuse_lost(self, found: Mapping[str, Any], known: Iterable[str], where: str, in_record: bool = False) -> None:
         """RecordError for keys of `found`, which stands at `where`, that are not read and not empty.
@@ -223,10 +225,13 @@ class Rendered(SamplePart):
 
 @dataclass(frozen=True)
 class Sample:
-    """One document: `prefix`, then each of `branches` as an alternative continuation of it."""
+    """One document: `prefix`, then `branches`, each a continuation of one of the parts before it."""
 
     prefix: tuple[SamplePart, ...]
     branches: tuple[tuple[SamplePart, ...], ...] = ()
+    """Depth first: behind each stand those that continue it."""
+    parents: tuple[int, ...] = ()
+    """Of each branch the part that it continues, 0 = the prefix; -1 = none: it is a whole, as the prefix then is."""
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
     in_context: int = 0

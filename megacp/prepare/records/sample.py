@@ -1,14 +1,16 @@
 """A record of the input as a `Sample`: pieces of text with a loss weight each, after a shared prefix maybe branches.
 
 Messages become `<|ROLE|>` newline CONTENT, with a newline between them, and the end-of-document token after an
-assistant's, which is learned with it. A branch sees the record's text as its prefix, and no other branch. After an
-image, a learned branch begins with a newline that is not learned: no text token would predict its first word.
+assistant's, which is learned with it. A branch sees what it continues, the record's text or another branch, and all
+before that. After an image, a learned branch begins with a newline that is not learned: no text token would predict its
+first word.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.conversation import WrittenTalk
@@ -25,23 +27,61 @@ from megacp.prepare.records.record import (
 
 TEXT_RULES = RecordRules()
 RECORD_KEYS = ("weight", "branches")
-"""Of a record beside what it says."""
+"""Of a record, or a branch, beside what it says."""
+
+
+class _Said(NamedTuple):
+    """What a record says, or a branch: its loss weight there, its place, and the number of what it continues."""
+
+    what: Said
+    weight: float
+    where: str
+    parent: int
 
 
 def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTemplate | None = None) -> Sample:
     """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong with it."""
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {described(record)}")
-    said = said_by(record, rules, RECORD_KEYS, template is not None)
-    branches = record.get("branches")
-    if branches is not None and (not isinstance(branches, list) or not branches):
-        raise RecordError(f"`branches` must be a list of at least one continuation, found {described(branches)}")
-    found = [_branch(branch, i, rules, template is not None) for i, branch in enumerate(branches or ())]
-    talks = any(isinstance(each, Talk) for each in (said, *(branch for branch, _ in found)))
-    made = _templated(said, found, template, rules) if template is not None and talks else _plain(said, found, rules)
+    given = {key for key, value in record.items() if value is not None and value != []}
+    given -= {rules.text_key, *rules.ignore_keys}
+    if "rollouts" in given or given >= {"prompt", "completions"}:
+        made = _together(record, "rollouts" if "rollouts" in given else "completions", rules, template)
+    else:
+        said = _said_in(record, rules, template is not None)
+        talks = any(isinstance(each.what, Talk) for each in said)
+        made = _templated(said, template, rules) if template is not None and talks else _plain(said, rules)
+        made = replace(made, talks=talks)
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
-    return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed, talks=talks)
+    return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed)
+
+
+def _together(record: dict[str, Any], key: str, rules: RecordRules, template: ChatTemplate | None) -> Sample:
+    """The rollouts at `key` of a record: wholes, of which a `DocumentMaker` makes the tree of what they share."""
+    rest, rollouts = {name: value for name, value in record.items() if name not in (key, "weight")}, record[key]
+    if not rules.prefix_tree:
+        raise RecordError(f"`{key}` holds rollouts, and --prefix-tree (of a build) merges what they share into a tree")
+    if not isinstance(rollouts, list):
+        raise RecordError(f"`{key}` must be a list of rollouts, found {described(rollouts)}")
+    if other := [name for name in ("branches", "completion") if rest.get(name) is not None]:
+        raise RecordError(f"`{key}` and `{other[0]}` are both what follows; leave one out")
+    if key == "completions":
+        rollouts = [{**rest, "completion": each} for each in rollouts]
+    else:
+        rules.refuse_lost(rest, (), "", in_record=True)
+    found = []
+    for i, rollout in enumerate(rollouts):
+        try:
+            found.append(parse_record(rollout, rules, template))
+            if found[-1].branches:
+                raise RecordError("a rollout is one text or conversation, without branches or rollouts of its own")
+        except RecordError as error:
+            raise RecordError(f"`{key}[{i}]`: {error}") from error
+    parts, in_context = [each.prefix for each in found], sum(each.in_context for each in found)
+    empty = min((each.before_answers for each in found if each.before_answers is not None), default=None)
+    talks = any(each.talks for each in found)
+    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, in_context, empty)
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
@@ -56,25 +96,24 @@ def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart,
     return tuple(found) or pieces
 
 
-def _plain(said: Said, branches: list[tuple[Said, float]], rules: RecordRules) -> Sample:
+def _plain(said: Sequence[_Said], rules: RecordRules) -> Sample:
     """A record in the house's own form."""
-    if not branches:
-        return Sample(_ended(said, rules))
-    prefix = from_messages(said, rules) if isinstance(said, Talk) else said
-    joined = []
-    for branch, weight in branches:
-        first, *rest = _ended(branch, rules)
-        if isinstance(said, Talk) and isinstance(branch, Talk):  # as in one conversation
-            first = replace(first, text=f"\n{first.text}")
-        elif prefix[-1].media is not None and first.weight > 0:
+    parents, parts = [each.parent for each in said], list[tuple[SamplePart, ...]]()
+    for number, each in enumerate(said):
+        first, *rest = _pieces(each.what, rules, ends=number not in parents)
+        if number and isinstance(said[each.parent].what, Talk) and isinstance(each.what, Talk):
+            first = replace(first, text=f"\n{first.text}")  # as in one conversation
+        elif number and parts[each.parent][-1].media is not None and first.weight > 0:
             first, rest = SamplePart("\n", 0.0), [first, *rest]
-        joined.append(_weighed((first, *rest), weight))
-    return Sample(tuple(prefix), tuple(joined))
+        parts.append(_weighed((first, *rest), each.weight))
+    return Sample(parts[0], tuple(parts[1:]), tuple(parents[1:]))
 
 
-def _ended(said: Said, rules: RecordRules) -> tuple[SamplePart, ...]:
-    """A record's pieces to the end of its document, or the header of the answer that it asks for."""
+def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...]:
+    """A part's pieces; one that `ends`: to the end of its document, or the header of the answer that it asks for."""
     pieces = from_messages(said, rules) if isinstance(said, Talk) else said
+    if not ends:
+        return tuple(pieces)
     if rules.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES:
         pieces = [*pieces, header(LEARNED_ROLES[0], first=False)]
     if pieces[-1].is_end:  # an assistant's last word ends the document too
@@ -82,35 +121,49 @@ def _ended(said: Said, rules: RecordRules) -> tuple[SamplePart, ...]:
     return (*pieces, SamplePart(None, pieces[-1].weight))
 
 
-def _templated(said: Said, branches: list[tuple[Said, float]], template: ChatTemplate, rules: RecordRules) -> Sample:
-    """A record whose messages a template writes."""
-    if not isinstance(said, Talk):
-        raise RecordError("a branch has messages and the record has none: a chat template writes whole conversations")
-    shared = None if rules.asks and branches else WrittenTalk(said, template, rules)  # each question is whole
-    written, found = [shared] if shared is not None else [], []
-    for i, (branch, weight) in enumerate(branches):
-        if not isinstance(branch, Talk):
-            raise RecordError(f"`branches[{i}]` has no messages: a chat template writes whole conversations")
-        if branch.tools is not None or branch.variables:
-            raise RecordError(f"`branches[{i}]`: tools and variables of a template are those of the whole record")
-        whole = replace(said, messages=said.messages + branch.messages, paths=said.paths + branch.paths)
-        written.append(WrittenTalk(whole, template, rules))
-        found.append(written[-1].pieces(shared, weight))
-    first = shared.in_context if shared is not None else 0
-    in_context = first + sum(each.in_context - first for each in written[1:])
-    before_answers = min((each.before_answers for each in written if each.before_answers is not None), default=None)
-    prefix = shared.pieces() if shared is not None else ()
-    return Sample(prefix, tuple(found), in_context=in_context, before_answers=before_answers)
+def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules) -> Sample:
+    """A record whose messages a template writes: each branch with all that it continues is a conversation."""
+    talks, written, parts, in_context = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]](), 0
+    for talk, weight, where, parent in said:
+        if not isinstance(talk, Talk):
+            what = f"`{where}` has no messages" if where else "a branch has messages and the record has none"
+            raise RecordError(f"{what}: a chat template writes whole conversations")
+        if where and (talk.tools is not None or talk.variables):
+            raise RecordError(f"`{where}`: tools and variables of a template are those of the whole record")
+        before = talks[parent] if where else Talk([], (), talk.tools, talk.variables)
+        talks.append(replace(before, messages=before.messages + talk.messages, paths=before.paths + talk.paths))
+        if rules.asks and not where and len(said) > 1:  # each question is whole
+            written.append(None)
+            parts.append(())
+            continue
+        shared, whole = written[parent] if where else None, WrittenTalk(talks[-1], template, rules)
+        written.append(whole)
+        parts.append(whole.pieces(shared, weight))
+        in_context += whole.in_context - (0 if shared is None else shared.in_context)
+    empty = [each.before_answers for each in written if each is not None and each.before_answers is not None]
+    parents = tuple(each.parent for each in said[1:])
+    return Sample(parts[0], tuple(parts[1:]), parents, False, in_context, min(empty, default=None))
 
 
-def _branch(value: Any, i: int, rules: RecordRules, has_template: bool) -> tuple[Said, float]:
-    """What a branch says, and its weight."""
-    where = f"branches[{i}]"
-    if isinstance(value, str):
-        return plain_text(value, where), 1.0
-    if not isinstance(value, dict):
-        raise RecordError(f"`{where}` is {described(value)}, it must be a string or an object")
-    if value.get("branches") is not None:
-        raise RecordError(f"`{where}.branches`: branches of branches are written out as branches")
-    weight = 1.0 if rules.ignore_weights else weight_of(value, f"{where}.weight")
-    return said_by(value, rules, ("weight",), has_template, where), weight
+def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> list[_Said]:
+    """What a record says, and all its branches: behind each those that continue it."""
+    found, waiting = list[_Said](), [(record, "", -1, 1.0)]
+    while waiting:
+        value, where, parent, weight = waiting.pop()
+        if rules.asks and parent > 0:
+            raise RecordError(f"`{where}`: a branch of a branch cannot be asked; make a record of all it continues")
+        if isinstance(value, str):
+            what, value = plain_text(value, where), {}
+        elif not isinstance(value, dict):
+            raise RecordError(f"`{where}` is {described(value)}, it must be a string or an object")
+        else:
+            what = said_by(value, rules, RECORD_KEYS, has_template, where)
+        if where and not rules.ignore_weights:
+            weight *= weight_of(value, f"{where}.weight")
+            weight_of({"weight": weight}, f"{where}.weight times those of all it continues")
+        found.append(_Said(what, weight, where, parent))
+        at, branches = f"{where}.branches" if where else "branches", value.get("branches")
+        if branches is not None and (not isinstance(branches, list) or not branches):
+            raise RecordError(f"`{at}` must be a list of at least one continuation, found {described(branches)}")
+        waiting += [(each, f"{at}[{i}]", len(found) - 1, weight) for i, each in enumerate(branches or ())][::-1]
+    return found

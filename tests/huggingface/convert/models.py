@@ -50,6 +50,7 @@ def qwen3(**changes: Any) -> Any:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+BY_KIND = dict.fromkeys(("sliding_attention", "full_attention"), rope(500.0))
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
@@ -99,13 +100,16 @@ MODELS = {
     "qwen3 tied": lambda: qwen3(tie_word_embeddings=True, attention_bias=True),
     "qwen2": lambda: made("Qwen2"),
     "qwen2 tied, yarn": lambda: made("Qwen2", tie_word_embeddings=True, rope_parameters=YARN),
+    "qwen2 with windows": lambda: made("Qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1),
     "qwen2 with another width": lambda: made("Qwen2", head_dim=10),
     "mistral": lambda: made("Mistral", sliding_window=None, head_dim=16),
     "mistral yarn": lambda: made("Mistral", sliding_window=None, rope_parameters=YARN),
+    "mistral with windows": lambda: made("Mistral", sliding_window=9),
     "phi3": lambda: made("Phi3"),
     "phi3 tied, all groups": lambda: made("Phi3", tie_word_embeddings=True, num_key_value_heads=4),
     "olmo2": lambda: made("Olmo2"),
     "olmo2 tied with biases": lambda: made("Olmo2", tie_word_embeddings=True, attention_bias=True),
+    "olmo3": lambda: made("Olmo3", sliding_window=8, num_hidden_layers=5, rope_parameters=BY_KIND),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True

@@ -33,9 +33,9 @@ NAMES = [name for name in MODELS if "molmo2" not in name]
 
 def row() -> PackedBatch:
     """One document: the library has no mask of packs."""
-    rng, zeros = np.random.default_rng(0), np.zeros(TOKENS, np.int32)
+    rng, leave = np.random.default_rng(0), np.full(TOKENS, TOKENS, np.int32)
     tokens, labels = rng.integers(0, 97, TOKENS), rng.integers(0, 97, TOKENS)
-    return PackedBatch(tokens, labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), zeros, zeros, zeros, (0,))
+    return PackedBatch(tokens, labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave, (0,))
 
 
 def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], float, Any, Any, np.ndarray]:

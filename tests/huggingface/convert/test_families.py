@@ -65,7 +65,8 @@ def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     library, table = library.text_config if name == "molmo2" else library, FAMILIES[name].defaults
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    assert library.rope_parameters["rope_theta"] == (2_000_000.0 if name == "smollm3" else 10_000.0)
+    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0}.get(name, 10_000.0)
+    assert library.rope_parameters.get("full_attention", library.rope_parameters)["rope_theta"] == theta
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "molmo2"])
@@ -121,16 +122,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved is not known"),
     ("llama", {"is_decoder": 0}, "is_decoder is not known"),
-    ("mistral", {}, "sliding_window"),
-    ("mistral", {"sliding_window": 4095, "max_position_embeddings": 4096}, "sliding_window"),
-    ("phi3", {"sliding_window": 2047}, "sliding_window"),
+    ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("olmo3", {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type"),
     ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
-    ("smollm3", {"use_sliding_window": True}, "use_sliding_window"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
     ("olmo2", {"layer_types": ["sliding_attention"]}, "layer_types"),
     ("qwen3", {"head_dim": None}, "head_dim"),
-    ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": ["sliding_attention"]}, "layer_types"),
     ("molmo2", {"text_config": 5}, "text_config"),
     ("molmo2", {"text_config": {"qk_norm_type": "olmo"}}, "text_config.qk_norm_type"),
     ("molmo2", {"text_config": {"norm_after": True}}, "text_config.norm_after"),
@@ -145,7 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"vision_config": {"hidden_act": "gelu"}}, "vision_config.hidden_act"),
     ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
     ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
-    ("gpt2", {}, "known are llama, mistral, phi3, olmo2, smollm3, qwen2, qwen3, molmo2"),
+    ("gpt2", {}, "known are llama, mistral, phi3, olmo2, olmo3, smollm3, qwen2, qwen3, molmo2"),
 ]
 
 

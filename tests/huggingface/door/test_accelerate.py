@@ -83,11 +83,13 @@ def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
         if kind in MODELS:
             sizes = [(1, 4, 4)] * (number % 3)
             image = (positions < 6 * len(sizes)) & (positions % 6 < 4)  # of 4 tokens each
-            shape = (len(sizes), 3, 16, 16) if kind == "Gemma3" else (16 * len(sizes), 3 * 2 * 4 * 4)
+            shape = {"Gemma3": (len(sizes), 3, 16, 16), "Gemma4": (len(sizes), 16, 48)}.get(kind, (16 * len(sizes), 96))
             row |= {"input_ids": ids.masked_fill(image, IMAGE), "labels": ids.masked_fill(image, -100)}
             row["token_type_ids" if kind == "Gemma3" else "mm_token_type_ids"] = image.long()
             row["pixel_values"] = torch.randn(shape, generator=generator).double()
-            if kind != "Gemma3":
+            if kind == "Gemma4":
+                row["image_position_ids"] = torch.cartesian_prod(*[torch.arange(4)] * 2).repeat(len(sizes), 1, 1)
+            elif kind != "Gemma3":
                 row["image_grid_thw"] = torch.tensor(sizes, dtype=torch.long).view(-1, 3)
         found.append(row)
     return found
@@ -98,7 +100,7 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     found = {}
     for name in batch[0]:
         values = [row[name] for row in batch]
-        if name in ("pixel_values", "image_grid_thw"):
+        if name in ("pixel_values", "image_grid_thw", "image_position_ids"):
             if sum(len(x) for x in values):
                 found[name] = torch.cat(values)
         else:

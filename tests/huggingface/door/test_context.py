@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
 from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.transport import DenseAttention
 from megacp.core.distributed.grid import Axis, axis_of_mesh, single_axis
 from megacp.core.ops.flex import FlexKernel
 from megacp.core.ops.mask import Metadata
@@ -65,11 +66,11 @@ def row_metadata(mask: str, tokens: int) -> list[Metadata]:
     }
     if mask == "video":  # frames that see each other across text: their plan sorts tokens by type
         span = np.where(np.arange(tokens) % 5 < 3, 1, 0)
-        return [Metadata(np.zeros(tokens, int), np.zeros(tokens, int), span, np.arange(tokens))] * BATCH
+        return [Metadata.of_documents(np.zeros(tokens, int), span=span)] * BATCH
     alike = mask in ("one document", "documents, all rows alike")
     rng = np.random.default_rng(tokens + len(mask))
     batches = [random_batch(rng, tokens, **kinds[mask]) for _ in range(1 if alike else BATCH)]
-    rows = [Metadata(b.document, b.branch, b.span, np.arange(tokens)) for b in batches]
+    rows = [Metadata.of_row(b.leave, b.span) for b in batches]
     return rows * (BATCH // len(rows))
 
 
@@ -84,9 +85,11 @@ def as_argument(mask: str, rows: list[Metadata]) -> Tensor | Metadata | None:
         return torch.from_numpy(documents)
     if mask == "video":
         return rows[0]
-    fields = (np.concatenate([getattr(row, name) for row in rows]).astype(np.int64) for name in ("branch", "span"))
-    wide = (np.where(x > 0, 10**18 - 7 * x, 0) for x in fields)
-    return Metadata(documents.reshape(-1), *wide, np.arange(documents.size))
+    leave = np.concatenate([np.where(row.leave > 0, row.leave + i * len(row), 0) for i, row in enumerate(rows)])
+    span = np.concatenate(
+        [np.where(row.span > 0, 10**15 - 7 * row.span.astype(np.int64) - 10**12 * i, 0) for i, row in enumerate(rows)]
+    )
+    return Metadata.of_row(leave, span)
 
 
 def tensors(tokens: int) -> list[Tensor]:
@@ -106,7 +109,7 @@ def dense(mask: str, tokens: int, causal: bool) -> list[Tensor]:
     outs = []
     for number, row in enumerate(row_metadata(mask, tokens)):
         if not causal:  # the rule without its clause on the order
-            row = Metadata(row.document, row.branch, np.ones_like(row.span), row.order)
+            row = Metadata.of_row(row.leave, row.leave)
         seen = visible(row, row)
         q, k, v = (x[number].transpose(0, 1) for x in leaves)  # [H, S, D] -> [S, H, D]
         outs.append(dense_attention(q, k, v, torch.from_numpy(seen), 0.3).transpose(0, 1))
@@ -232,8 +235,8 @@ ZEROS = np.zeros(50, np.int64)
         ("the next length is 56", {"document_ids": torch.arange(48) // 7, "layout": "zigzag_document"}),
         ("S = 48", {"document_ids": torch.zeros(2, 24).int()}),
         ("are ints", {"document_ids": torch.zeros(48)}),
-        ("a Metadata of", {"document_ids": Metadata(ZEROS, ZEROS, ZEROS, np.arange(50))}),
-        ("in order", {"document_ids": Metadata(*[ZEROS[:48]] * 4)}),
+        ("a Metadata of", {"document_ids": Metadata.of_documents(np.zeros(50, int))}),
+        ("in order", {"document_ids": Metadata.of_documents(np.zeros(48, int)).take(np.arange(48)[::-1])}),
         ("the 2 batch rows", {"document_ids": ROWS, "layout": "balanced"}),
     ],
 )
@@ -255,6 +258,9 @@ def test_calls_that_cannot_be_taken_over_are_refused() -> None:
             keys = torch.zeros(rows, 4, 24 if rows == 3 else 48, 8)
             with pytest.raises(ValueError, match=message):
                 context.attend(torch.zeros(rows, 4, queries, 8), keys, keys, True)
+        context.transport = DenseAttention(single_axis("cp"))
+        with pytest.raises(ValueError, match="a soft cap of 50 comes with the model: give transport by its name"):
+            context.transport_on(CPU, torch.float32, 50.0)
         with pytest.raises(ValueError, match="cannot be nested"):
             context_parallel(TWO, buffers=[documents], buffer_seq_dims=[1]).__enter__()
 

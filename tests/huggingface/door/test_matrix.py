@@ -1,11 +1,11 @@
 """Every causal model of transformers in this table is exact over two ranks or refused by both: none silently wrong.
 
+Exact for rows of one document, and for packed ones: as the library alone does each document by itself.
 The table of docs/sdpa.md is what this test finds. `python -m tests.huggingface.door.test_matrix` prints it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +40,11 @@ WIDTHS = {
 SMALL = {name: size for size, names in WIDTHS.items() for name in names.split()}
 SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True, "use_cache": False}
 MLA = {"head_dim": None, "qk_rope_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1}
-EXACT, WINDOW = "exact", "exact, window wider than the row"
+EXACT, WINDOW = "exact", "exact, layers that look 16 tokens back"
+W16, LATER = {"sliding_window": 16}, {"use_sliding_window": True, "max_window_layers": 1}
+GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 
 class Model(NamedTuple):
@@ -66,11 +70,16 @@ MODELS = [
     ),
     Model("deepseek_v2", EXACT, MLA),
     Model("deepseek_v3", EXACT, MLA),
-    *(Model(name, WINDOW) for name in ("cohere2", "gemma3_text", "ministral", "olmo3")),
-    Model("mistral", "a sliding (or chunked) window of 16 tokens", {"sliding_window": 16}),
-    Model("gemma3_text", "a sliding (or chunked) window of 16 tokens", {"sliding_window": 16}),
-    Model("gemma2", "soft cap"),
-    Model("gpt_oss", "attention sinks"),
+    *(
+        Model(name, WINDOW, W16)
+        for name in (
+            "cohere2 cohere2_moe cwm exaone4 gemma2 gemma3_text gpt_oss granite_swa mimo_v2_flash ministral ministral3 "
+            "mistral olmo3 phi3 vaultgemma"
+        ).split()
+    ),
+    Model("gemma4_text", WINDOW, W16 | GEMMA4),
+    Model("llama4_text", WINDOW, {"attention_chunk_size": 16}),
+    Model("qwen2_moe", WINDOW, W16 | LATER),
     Model("bart", "takes no position_ids"),
     Model("blenderbot", "takes no position_ids"),
     Model("lfm2", "layers of type conv", {"layer_types": ["conv", "full_attention"]}),
@@ -86,7 +95,7 @@ MODELS = [
 
 
 def build(row: Model, attention: str) -> Any:
-    """A random model in float64; the same in every process."""
+    """A random model in float64, the same in every process; eager where the library has no sdpa for it."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -94,11 +103,13 @@ def build(row: Model, attention: str) -> Any:
     model_class = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[row.name])
     known = model_class.config_class()
     wanted = {**SMALL, **row.changes}
-    given = {name: value for name, value in wanted.items() if value is not None and hasattr(known, name)}
+    names = {*vars(known), *known.attribute_map}
+    given = {name: value for name, value in wanted.items() if value is not None and name in names}
     torch.manual_seed(1)
     config = model_class.config_class(**given)
     config._experts_implementation = "eager"  # the library's fast one has no float64
-    return model_class._from_config(config, attn_implementation=attention).double().eval()
+    chosen = "eager" if attention == "sdpa" and not model_class._supports_sdpa else attention
+    return model_class._from_config(config, attn_implementation=chosen).double().eval()
 
 
 def loss_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -108,22 +119,30 @@ def loss_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torc
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def batch() -> tuple[torch.Tensor, ...]:
+def batch(packed: bool) -> tuple[torch.Tensor, ...]:
+    """Token ids, position ids, shifted labels and document ids `[2, 48]`."""
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    return ids, torch.arange(TOKENS).repeat(2, 1), shift_labels(ids)
+    lengths = [[7, 24, 17], [30, 18]] if packed else [[TOKENS]] * 2
+    documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    return ids, positions, shift_labels(ids, documents), documents
 
 
-def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained(row: Model, packed: bool, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the ranks of `axis`, or of one process with the library's own attention."""
     with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
-        model, buffers = build(row, "sdpa" if axis is None else register_with_transformers()), batch()
-        block: Any = contextlib.nullcontext()
-        if axis is not None:
-            options = {"buffers": buffers, "buffer_seq_dims": [1, 1, 1], "transport": "kv_exchange"}
-            block = context_parallel(axis, model=model, **options)
-        with block:
-            loss = loss_of(model, *buffers)
+        model = build(row, "sdpa" if axis is None else register_with_transformers())
+        *buffers, documents = batch(packed)
+        if axis is None:
+            parts = [(i, documents[i] == n) for i in range(2) for n in documents[i].unique()]
+            loss = torch.stack([loss_of(model, *(x[i, here][None] for x in buffers)) for i, here in parts]).sum()
             loss.backward()
+        else:
+            transport = ("kv_exchange", "p2p", "a2a", "all_gather")[MODELS.index(row) % 4]
+            options = {"buffers": buffers, "buffer_seq_dims": [1, 1, 1], "transport": transport}
+            with context_parallel(axis, model=model, document_ids=documents, **options):
+                loss = loss_of(model, *buffers)
+                loss.backward()
     if axis is not None:
         loss = all_reduce(loss.detach(), axis)
         sum_gradients(model.parameters(), axis)
@@ -132,20 +151,22 @@ def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch
 
 def compared(rank: int, world_size: int) -> list[str]:
     """What each model does; all ranks must agree."""
-    said = []
-    for row in MODELS:
-        try:
-            loss, gradients = trained(row, grid(cp=world_size).cp)
-        except Exception as error:
-            said.append(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-            continue
-        want_loss, want = trained(row)
-        largest = max(x.abs().max() for x in want.values())
-        # of the largest gradient of the model: that of a bias of keys is 0 but for rounding
-        error = max((gradients[name] - x).abs().max() / largest for name, x in want.items())
-        right = gradients.keys() == want.keys() and abs(loss - want_loss) <= 1e-12 * want_loss and error <= 1e-10
-        said.append(EXACT if right else f"WRONG: loss {loss} for {want_loss}, gradients off by {error:.1e}")
-    return said
+    both = [[found(row, packed, world_size) for packed in (False, True)] for row in MODELS]
+    return [one if one != EXACT else packed for one, packed in both]
+
+
+def found(row: Model, packed: bool, world_size: int) -> str:
+    """EXACT, a refusal, or how wrong it is."""
+    try:
+        loss, gradients = trained(row, packed, grid(cp=world_size).cp)
+    except Exception as error:
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    want_loss, want = trained(row, packed)
+    largest = max(x.abs().max() for x in want.values())
+    # of the largest gradient of the model: that of a bias of keys is 0 but for rounding
+    error = max((gradients[name] - x).abs().max() / largest for name, x in want.items())
+    right = gradients.keys() == want.keys() and abs(loss - want_loss) <= 1e-12 * want_loss and error <= 1e-10
+    return EXACT if right else f"WRONG, packed {packed}: loss {loss} for {want_loss}, gradients off by {error:.1e}"
 
 
 def table(results: list[str]) -> str:

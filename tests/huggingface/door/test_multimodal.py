@@ -29,6 +29,11 @@ TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 16, "intermediate_size": 24,
 TOWER |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32}
 SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKEN_IDS = {"image_token_id": IMAGE, "video_token_id": 66, "vision_start_token_id": 67, "vision_end_token_id": 68}
+LOCAL: dict[str, Any] = {
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+"""Shorter than an image."""
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen2_5_VL": {
         "text_config": {**TEXT, "rope_parameters": ROPE},
@@ -41,15 +46,31 @@ MODELS: dict[str, dict[str, Any]] = {
         **TOKEN_IDS,
     },
     "Gemma3": {
-        "text_config": {**TEXT, "head_dim": 8, "sliding_window": 512, "query_pre_attn_scalar": 8},
+        "text_config": {**TEXT, "head_dim": 8, "query_pre_attn_scalar": 8, **LOCAL},
         "vision_config": {**SIGLIP, "image_size": 16, "patch_size": 4},
         "mm_tokens_per_image": 4,
         "image_token_index": IMAGE,
         "boi_token_index": 67,
         "eoi_token_index": 68,
     },
+    "Gemma4": {
+        "text_config": {
+            **TEXT,
+            **LOCAL,
+            **{
+                "head_dim": 8,
+                "global_head_dim": 16,
+                "hidden_size_per_layer_input": 8,
+                "vocab_size_per_layer_input": 70,
+            },
+            "layer_types": [*LOCAL["layer_types"], "full_attention"],
+            **{"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"},
+        },
+        "vision_config": {**SIGLIP, "num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "patch_size": 4},
+        **{"image_token_id": IMAGE, "video_token_id": 66, "audio_token_id": 69, "boi_token_id": 67, "eoi_token_id": 68},
+    },
 }
-TOLERANCE = {"Qwen2_5_VL": 1e-12, "Qwen3VL": 1e-12, "Gemma3": 1e-6}
+TOLERANCE = {"Qwen2_5_VL": 1e-12, "Qwen3VL": 1e-12, "Gemma3": 1e-6, "Gemma4": 1e-6}
 """Of gradients in float64; Gemma's norms are computed in float32."""
 
 
@@ -68,7 +89,7 @@ def build(name: str, attention: str) -> Any:
 def images(name: str) -> Tensor:
     """`[2, S]`: 1 at tokens of images; two in the first row, of different sizes where the model has such."""
     found = torch.zeros(2, TOKENS, dtype=torch.long)
-    for row, first, last in ((0, 5, 9), (0, 20, 24 if name == "Gemma3" else 28), (1, 30, 34)):
+    for row, first, last in ((0, 5, 9), (0, 20, 24 if "Gemma" in name else 28), (1, 30, 34)):
         found[row, first:last] = 1
     return found
 
@@ -81,6 +102,10 @@ def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
     batch = {"input_ids": ids}
     if name == "Gemma3":
         batch |= {"pixel_values": torch.randn(3, 3, 16, 16, generator=generator).double(), "token_type_ids": kinds}
+    elif name == "Gemma4":
+        places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).repeat(3, 1, 1)
+        patches = torch.rand(3, 16, 3 * 4 * 4, generator=generator).double()
+        batch |= {"pixel_values": patches, "image_position_ids": places, "mm_token_type_ids": kinds}
     else:
         grids = torch.tensor([[1, 4, 4], [1, 4, 8], [1, 4, 4]])
         patches = torch.randn(int(grids.prod(-1).sum()), 3 * 2 * 4 * 4, generator=generator).double()
@@ -89,13 +114,12 @@ def batch_of(name: str) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def rule_of(name: str) -> Metadata | None:
-    """Tokens of an image of Gemma 3 see each other."""
-    if name != "Gemma3":
+    """Tokens of an image of Gemma 3 and 4 see each other."""
+    if "Gemma" not in name:
         return None
     flat = images(name).flatten().numpy()
     begins = (np.diff(flat, prepend=0) > 0).cumsum()
-    zeros = np.zeros(2 * TOKENS, np.int64)
-    return Metadata(np.repeat([0, 1], TOKENS), zeros, begins * flat, np.arange(2 * TOKENS))
+    return Metadata.of_documents(np.repeat([0, 1], TOKENS), span=begins * flat)
 
 
 @functools.cache
@@ -114,7 +138,7 @@ class Found(NamedTuple):
     loss: Tensor
     gradients: dict[str, Tensor]
     seen: list[int]
-    """Patches (images of Gemma 3) that its tower was given."""
+    """Patches (images of Gemma) that its tower was given."""
     sent: list[int]
     """Bytes of features sent in the forward, and of their gradients in backward."""
 
@@ -127,7 +151,7 @@ def on_ranks(
     if recomputed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     seen, sent = list[int](), list[int]()
-    tower = model.model.vision_tower if name == "Gemma3" else model.model.visual
+    tower = model.model.vision_tower if "Gemma" in name else model.model.visual
 
     def look(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.append(len(args[0] if args else kwargs["pixel_values"]))
@@ -157,7 +181,7 @@ def same(found: Found, name: str) -> None:
         assert (gradient - want[key]).abs().max() <= TOLERANCE[name] * want[key].abs().max() + 1e-15, key
 
 
-FEATURES = {"Qwen2_5_VL": 32, "Qwen3VL": 32 * 3, "Gemma3": 32}
+FEATURES = {"Qwen2_5_VL": 32, "Qwen3VL": 32 * 3, "Gemma3": 32, "Gemma4": 32}
 """Numbers of a token of an image: its embedding, and those that Qwen3-VL adds to two layers."""
 
 
@@ -175,8 +199,8 @@ FEATURES = {"Qwen2_5_VL": 32, "Qwen3VL": 32 * 3, "Gemma3": 32}
 def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_own_images(
     name: str, ranks: int, layout: str, transport: str, vision: str, recomputed: bool
 ) -> None:
-    """Images of 16, 32 and 16 patches (one each of Gemma 3); the fourth rank runs the smallest one for nothing."""
-    sizes, per_token = ([1, 1, 1], 0.25) if name == "Gemma3" else ([16, 32, 16], 4)
+    """Images of 16, 32 and 16 patches (one each of Gemma); the fourth rank runs the smallest one for nothing."""
+    sizes, per_token = ([1, 1, 1], 0.25) if "Gemma" in name else ([16, 32, 16], 4)
     # the best cut of 16, 32, 16 into two ranges is either
     shares = {2: [[0], [1, 2]] if image_shares(sizes, 2)[0] == range(1) else [[0, 1], [2]], 4: [[0], [1], [2], []]}
     for rank, found in enumerate(run_ranks(on_ranks, ranks, name, layout, transport, vision, recomputed)):
@@ -184,7 +208,7 @@ def test_models_that_see_train_on_ranks_as_on_one_and_send_features_of_a_ranks_o
         mine = sum(sizes[i] for i in shares[ranks][rank])
         # bytes of tokens sent to each other rank; in backward all others' come home
         sent = [mine / per_token * (ranks - 1), (sum(sizes) - mine) / per_token]
-        if vision == "replicated":
+        if vision == "replicated" or name == "Gemma4":  # whose images cannot be told apart
             mine, sent = sum(sizes), [0, 0]
         assert found.seen[0] == (mine or min(sizes))
         if transport == "p2p":  # attention itself sends no all-to-all

@@ -9,6 +9,7 @@ import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -183,9 +184,9 @@ USES = [
     Use("Llama", "", {"rope_parameters": LONGROPE}),  # both ranks have tokens of the last half
     Use("Llama", "", {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 48}}, "contiguous"),
     Use("Llama", ANGLES, {**DYNAMIC, "max_position_embeddings": 30}, "contiguous"),
-    Use("Mistral", "window of 32 tokens in a sequence of 48", {"sliding_window": 32}, "contiguous"),
+    Use("Mistral", "", {"sliding_window": 32}, "contiguous"),
     Use("Mistral", "", {"sliding_window": 47}, use="filled up"),
-    Use("Mistral", "window of 46 tokens in a sequence of 47", {"sliding_window": 46}, use="filled up"),
+    Use("Mistral", "", {"sliding_window": 46}, use="filled up"),
     Use("Llama4", "", {**LLAMA4, "floor_scale": 48, "attention_chunk_size": 47}, use="filled up"),
     Use("Llama4", "attn_temperature_tuning", {**LLAMA4, "floor_scale": 47}, use="filled up"),
     Use("Llama", 'attn_implementation="eager"', use="eager"),
@@ -322,7 +323,8 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
     sliding = build("Qwen3", "megacp", head_dim=8, use_sliding_window=True, sliding_window=16, max_window_layers=0)
     for model, given, said in (
         (net, {"attention_mask": torch.ones(2, TOKENS)}, "24 queries and 48 keys.* must be among the buffers"),
-        (sliding, {}, "window of 16 tokens in a sequence of 48"),
+        (sliding, {"is_causal": False}, "window of 16 tokens that also look ahead, in a sequence of 48"),
+        (net, {"sliding_window": 16}, "LlamaAttention asks for a window of 16 tokens, and its mask has none"),
         (net, {"position_bias": torch.ones(1)}, "LlamaAttention asks for position_bias"),
         (net, {"cu_seq_lens_q": torch.ones(1)}, "LlamaAttention asks for cu_seq_lens_q"),
     ):
@@ -333,13 +335,23 @@ def test_masks_of_a_model_that_the_block_does_not_have_are_refused() -> None:
             model(ids, position_ids=positions, use_cache=False, **given)
 
 
+def test_spans_past_a_window_are_refused() -> None:
+    """As in PaliGemma 2, whose prefix sees itself all over; in Gemma 3 windows hold inside images too."""
+    sliding = build("Mistral", "megacp", sliding_window=16)
+    ids, positions, _ = (x[:1].clone() for x in tokens_of("one"))
+    rule = Metadata.of_documents(np.zeros(TOKENS, int), span=np.arange(TOKENS) < 20)
+    block = context_parallel(TWO, model=sliding, buffers=[ids, positions], buffer_seq_dims=[1, 1], document_ids=rule)
+    with pytest.raises(ValueError, match="past a window of 16 tokens, in a sequence of 48"), block:
+        sliding(ids, position_ids=positions, use_cache=False)
+
+
 @pytest.mark.parametrize("whole_rule", [False, True])
 def test_an_overlay_needs_the_whole_rule(whole_rule: bool) -> None:
     from transformers.masking_utils import create_causal_mask
 
     net, zeros = build("Llama", "megacp"), torch.zeros(1, TOKENS).long()
     text, positions = zeros[0].clone().numpy(), torch.arange(TOKENS)[None]
-    ids = Metadata(text, text, text, positions[0].clone().numpy()) if whole_rule else zeros.clone()
+    ids = Metadata.of_documents(text) if whole_rule else zeros.clone()
     x = torch.zeros(1, TOKENS, 32)
     arguments = {"config": net.config, "past_key_values": None, "attention_mask": None, "inputs_embeds": x}
     overlay = {"or_mask_function": lambda b, h, q, k: q == q}

@@ -88,6 +88,7 @@ def test_the_build_and_its_statistics_count_what_training_learns(tmp_path: Path)
         {"text": "to be cut " * 30},
         {"text": "What? ", "branches": ["same", "same too"], "weight": 0.5},
         {"text": "What? ", "branches": ["A", "Bc", {"messages": [USER, ASSISTANT]}]},
+        {"text": "What? ", "branches": ["b", {"text": "A", "branches": ["same", {"text": "same", "weight": 0}]}, "A"]},
         {"messages": [USER], "branches": [{"messages": [ASSISTANT]}, {"messages": [{**ASSISTANT, "weight": 0}]}]},
     ]
     a = write(tmp_path / "a.jsonl", *records)

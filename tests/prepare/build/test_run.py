@@ -250,7 +250,7 @@ def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
     pack = PackedDataset(tmp_path / "d").pack(0)
     said = b"<|user|>\nQ"
     assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]
-    assert pack.branches is not None and [tuple(row) for row in pack.branches.tolist()] == [(1, 11), (12, 22)]
+    assert pack.branches is not None and pack.branches.tolist() == [(1, 11, 12), (12, 22, 34)]
     assert int(pack.segments["prefix_length"][0]) == 1 and verify(tmp_path / "d") == []
 
 
@@ -260,7 +260,7 @@ def learned(directory: Path) -> list[tuple[bytes, int, float]]:
     for number in range(len(dataset)):
         batch = collate([dataset.pack(number)])
         for place in np.flatnonzero(batch.loss_weights).tolist():
-            own = (batch.document == batch.document[place]) & np.isin(batch.branch, [0, batch.branch[place]])
+            own = (np.arange(len(batch)) <= place) & (place < batch.leave)
             seen = np.flatnonzero(own & (batch.position_ids <= batch.position_ids[place]))
             assert batch.position_ids[seen].tolist() == list(range(len(seen)))
             text = bytes(min(int(token), 255) for token in batch.tokens[seen])

@@ -272,7 +272,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"text": "x", "branches": []}, "`branches`"),
     ({"text": "x", "branches": [3]}, "`branches[0]`"),
     ({"text": "x", "branches": ["a", ""]}, "`branches[1]`"),
-    ({"text": "x", "branches": [{"text": "a", "branches": ["b"]}]}, "`branches[0].branches`"),
     ({"text": "x", "branches": [{"text": "a", "weight": -1}]}, "`branches[0].weight`"),
     ({"text": "x", "branches": [{"no": 1}]}, "branches[0] needs"),
     ({"text": "x", "branches": ["b", {"text": "c", "images": ["x"]}]}, "`branches[1]`: `images`"),
