@@ -284,6 +284,8 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"additional_vocab_size": 128}, 1, "--untie-embeddings-and-output-weights"),
     ({"no_rope_freq": "0"}, 1, "--no-rope-freq 0"),
     ({"no_rope_freq": "[0,2]"}, 1, "--no-rope-freq [0,2]"),
+    ({"window_size": 4, "window_attn_skip_freq": "0"}, 1, "--window-attn-skip-freq 0"),
+    ({"window_attn_skip_freq": "2"}, 1, "give their --window-size"),
     ({"lr": 0.1, "min_lr": 0.2}, 1, "--min-lr 0.2"),
     ({"lr_warmup_iters": 101}, 1, "--train-iters 100"),
     ({"lr_warmup_iters": 51, "lr_decay_iters": 50}, 1, "--lr-decay-iters 50"),

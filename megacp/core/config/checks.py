@@ -119,10 +119,12 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
-        for layer in (0,):
-            m.rotates(layer), m.reach(layer)
+        for pattern in (m.rotates, m.reach):
+            pattern(0)
     except ValueError as error:
         yield str(error)
+    if m.window_attn_skip_freq is not None and m.window_size is None:
+        yield f"--window-attn-skip-freq {m.window_attn_skip_freq} is about windows: give their --window-size"
 
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:

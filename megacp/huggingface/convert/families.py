@@ -17,6 +17,8 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 def of_config(content: Mapping[str, Any]) -> Family:
     """The family of a config.json. ValueError when it is not known."""
     name = content.get("model_type")
+    if experts := next((key for key in ("num_local_experts", "num_experts") if content.get(key)), None):
+        raise ValueError(f"config.json: {experts} is {content[experts]}, megacp has no experts ({name!r:.80})")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(FAMILIES)}")
     return FAMILIES[name]

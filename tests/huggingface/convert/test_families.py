@@ -144,6 +144,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"vision_config": {"hidden_act": "gelu"}}, "vision_config.hidden_act"),
     ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
     ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
+    ("gpt_oss", {"num_local_experts": 32}, "num_local_experts is 32, megacp has no experts"),
     ("gpt2", {}, "known are llama, mistral, phi3, olmo2, olmo3, smollm3, qwen2, qwen3, molmo2"),
 ]
 
