@@ -328,7 +328,7 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 LINES = {
     "megacp": 29_725,
-    "megacp/core": 17_275,
+    "megacp/core": 17_280,
     "megacp/prepare": 5_215,
     "megacp/huggingface": 4_905,
     "megacp/verify": 1_316,

@@ -89,7 +89,7 @@ class _RowGroup:
 
 
 def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
-    """Rows in order, each joined to the group before it where that costs no more."""
+    """Rows in order, each joined to the group before it where that costs less."""
     group: _RowGroup | None = None
     for row in rows:
         keys = tuple(slice(tile.k_start, tile.k_stop) for tile in row.tiles)
@@ -97,7 +97,7 @@ def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
         alone = block if block.cost < (apart := _apart(row, heads)) else _RowGroup((row,), block.keys, apart)
         if group is not None and group.queries.stop == row.q_start:
             joined = _block((*group.rows, row), _union((*group.keys, *keys)), heads)
-            if joined.cost <= group.cost + alone.cost:
+            if joined.cost < group.cost + alone.cost:
                 group = joined
                 continue
         if group is not None:
@@ -116,8 +116,10 @@ def _block(rows: tuple[TileRow, ...], keys: tuple[slice, ...], heads: Heads) -> 
 def _apart(row: TileRow, heads: Heads) -> int:
     height = row.q_stop - row.q_start
     sources = key_sources(row, heads.groups * heads.dim)
+    halves = 2 if height > 128 else 1  # of a small triangle a kernel computes the square
     return sum(
-        CALL + height * _length(keys) * heads.heads * heads.dim // (1 if kind == FULL else 2) for keys, kind in sources
+        CALL + height * _length(keys) * heads.heads * heads.dim // (1 if kind == FULL else halves)
+        for keys, kind in sources
     )
 
 
