@@ -105,7 +105,7 @@ class TiledMLP(nn.Module):
         trained = self.trained()
         if not torch.is_grad_enabled() or not (x.requires_grad or trained):
             return self.over_tiles(x)
-        kept = [_Kept.apply(x, *trained)]  # the tensor too: torch 2.11 empties the node of one that is gone
+        kept = [_Kept.apply(x, *trained)]  # the tensor too: torch may empty the node of one that is gone
         return _Tiles.apply(self, kept, x, *trained)
 
     def over_tiles(self, x: torch.Tensor) -> torch.Tensor:
