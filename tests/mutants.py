@@ -81,6 +81,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("addcmul_(wide_x, inward, value=-1)", "addcmul_(wide_x, inward, value=1)", "sign in the norm's backward"),
         ("* scale**3 / x.shape[-1]", "* scale**2 / x.shape[-1]", "power in the norm's backward"),
         ("mul(grad, up, out=for_gate)", "mul(grad, gate, out=for_gate)", "SwiGLU's gate takes the wrong half"),
+        ("weight.to(wide.dtype) + 1).to", "weight.to(wide.dtype)).to", "a norm around 0 multiplies by its weight"),
+        ("wide_weight + 1 if", "wide_weight if", "backward of a norm around 0 multiplies by its weight"),
+        ("cat([d_gate, F.gelu", "cat([d_gate, F.silu", "backward of GELU's gate is that of SiLU"),
         ("/ (1.0 - probability)", "", "dropout does not scale what is kept"),
         ("int(probability * 2**32)", "int((1 - probability) * 2**32)", "dropout keeps what it should drop"),
         ("first, first + columns", "0, columns", "tp ranks repeat each other's dropout"),
@@ -187,7 +190,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "norms of heads are not summed",
         ),
         (
-            'ParameterSpec((piece,), "ones", weight_decay=False)',
+            'ParameterSpec((piece,), init, weight_decay=False)',
             'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
             "the norm sees what is cut on one tp rank",
         ),
@@ -251,7 +254,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("F.linear(u, self.up), alpha=self.lora.scale)", "F.linear(u, self.up))", "alpha / rank is left out"),
     ],
     ("core/models/attention.py", MODEL): [
-        ("config.head_dim**-0.5, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
+        ("config.attention_scale, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
         ("plan.within(self.reach)", "plan", "layers have no window"),
         ("(part, *rotary) if self.rotates", "(part, *rotary) if True", "layers without rotary embedding have one"),
     ],
@@ -263,6 +266,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/models/block.py", ENGINE): [
         ("with self.precision():", "with contextlib.nullcontext():", "a block is computed again in 16 bits"),
+    ],
+    ("core/models/language.py", MODEL): [
+        ("x = x * x.new_full", "x + x * x.new_full", "the embedding is not multiplied"),
+        ("(far, near), names", "(far, far), names", "layers with a window have the angles of the others"),
+    ],
+    ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
+        ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
+        ("self.attention.reach.window > 0", "False", "every layer has the angles of one without a window"),
     ],
     ("core/models/language.py", GOLDEN): [
         ("slice_of(batch.token_names, self.backend.tp)", "batch.token_names[: len(x)]", "tp ranks share dropout rows"),

@@ -327,20 +327,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 29_725,
-    "megacp/core": 17_280,
+    "megacp": 29_875,
+    "megacp/core": 17_363,
     "megacp/prepare": 5_215,
-    "megacp/huggingface": 4_905,
-    "megacp/verify": 1_316,
-    "megacp/plan": 725,
+    "megacp/huggingface": 4_956,
+    "megacp/verify": 1_319,
+    "megacp/plan": 726,
     "bench tools": 2_720,
-    "tests": 31_930,
+    "tests": 32_005,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 18_190)}
+REACHED = {"megacp.train": (130, 18_278)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_000
-FLAGS = 109
+FLAGS = 114
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

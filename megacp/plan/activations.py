@@ -13,8 +13,9 @@ heads, g query groups, d head width; tp' is tp with sequence parallelism, else 1
     dropout, when there is any                   2 h / tp' bytes
 
 Norms after attention and MLP keep as much: inputs of the products, and their outputs as inputs of the norms; but
-`selective` finds none of these to compute again. A layer without rotary embedding keeps q and k as they are. A frozen
-product keeps no input, unless a low-rank pair beside it does, which adds its rank a token.
+`selective` finds none of these to compute again. Norms in both places keep the inputs of all four. A layer without
+rotary embedding keeps q and k as they are. A frozen product keeps no input, unless a low-rank pair beside it does,
+which adds its rank a token.
 
 "Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
 (FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
@@ -111,9 +112,10 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
     each_head = model.qk_layernorm == "head"
     wide_heads = heads + each_head * (heads + groups)
-    rows, after = residual // model.hidden_size, model.norm_position == "after"
+    rows, after, both = residual // model.hidden_size, *(model.norm_position == word for word in ("after", "both"))
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
-    elements = (4 if after else 4 - tiled if cheap else 2) * residual + tokens * sharded // tp
+    norms = 4 if after else 2 * both + (4 - tiled if cheap else 2)
+    elements = norms * residual + tokens * sharded // tp
     # what the first products of pairs give, `rank` a token and pair; their dropout makes anew what they are given
     dropped, asked = 0, set(model.lora_linears)
     kept = [name for name in model.lora_linears if not (tiled and name in ("gate", "up", "down"))]
@@ -123,7 +125,7 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
         narrow = sum(model.linear_sizes[name][0] for name in asked & {"output", "down"})
         dropped = columns * residual + tokens // tp * narrow  # its masks have as many bytes
     elements += dropped - sum(_left_out(config, granularity))
-    wide_elements = (2 - (tiled and not after)) * rows + tokens * wide_heads // tp
+    wide_elements = (2 + 2 * both - (tiled and not after)) * rows + tokens * wide_heads // tp
     wide_elements += 2 * tokens * (model.qk_layernorm == "all_heads")
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks + dropped
 

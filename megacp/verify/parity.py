@@ -84,15 +84,20 @@ _UNTIED: dict[str, Value] = {**_SIZES, "untie_embeddings_and_output_weights": Tr
 _BIASES: dict[str, Value] = {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}
 _LLAMA3: dict[str, Value] = {"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_max_positions": 64}
 _YARN: dict[str, Value] = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_positions": 16}
+_GEMMA3: dict[str, Value] = {
+    **{"apply_layernorm_1p": True, "mlp_activation": "geglu", "softmax_scale": 0.25, "embedding_multiplier": 8.0},
+    **{"window_size": 20, "window_attn_skip_freq": "3", "window_rotary_base": 1e3},
+}
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**_SIZES},
     "tiny_llama": {**_UNTIED, **_LLAMA3},
     "tiny_olmo2": {**_UNTIED, "norm_position": "after", "qk_layernorm": "all_heads"},
+    "tiny_gemma3": {**_SIZES, **_GEMMA3, "qk_layernorm": "head", "norm_position": "both"},
     "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
     "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
     "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
 }
-"""The plain decoder (tied, grouped queries), options of Llama, OLMo2 and SmolLM3, every bias, and a vision tower."""
+"""The plain decoder (tied, grouped queries), those of Llama, OLMo2, Gemma 3 and SmolLM3, every bias, a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
     "cp_comm_type": "p2p",

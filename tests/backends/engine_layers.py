@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -47,16 +48,16 @@ def general_gemm(call: Call) -> tuple[Any, ...]:
 
 
 def rmsnorm_fwd(x: torch.Tensor, weight: torch.Tensor, epsilon: float, *args: Any) -> tuple[Any, ...]:
-    """`x[n, h]` -> the result, nothing, and the scale of each row."""
+    """`x[n, h]` -> the result, nothing, and the scale of each row; the last argument adds 1 to the weight."""
     scale = torch.rsqrt(x.square().mean(-1) + epsilon)
-    return x * scale[:, None] * weight, None, scale
+    return x * scale[:, None] * (weight + args[-1]), None, scale
 
 
 def rmsnorm_bwd(
     dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `x[n, h]` and the weight."""
-    normed, wide = x * scale[:, None], dy * weight
+    normed, wide = x * scale[:, None], dy * (weight + args[-1])
     dx = (wide - normed * (wide * normed).mean(-1, keepdim=True)) * scale[:, None]
     return dx, (dy * normed).sum(0)
 
@@ -67,11 +68,17 @@ def swiglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
     return F.silu(gate) * up
 
 
-def dswiglu(grad: torch.Tensor, x: torch.Tensor, quantizer: None) -> torch.Tensor:
-    """The gradient `[n, 2f]` of `swiglu`'s input."""
+def geglu(x: torch.Tensor, quantizer: None) -> torch.Tensor:
+    """The same by the tanh approximation, which is that of the package's GELU."""
+    gate, up = x.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def backward_of(function: Any, grad: torch.Tensor, x: torch.Tensor, quantizer: None) -> torch.Tensor:
+    """The gradient `[n, 2f]` of a gate's input."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
-        return torch.autograd.grad(swiglu(leaf, None), leaf, grad)[0]
+        return torch.autograd.grad(function(leaf, None), leaf, grad)[0]
 
 
 def multi_tensor_adam(
@@ -142,8 +149,10 @@ def emulated_layers(release: str = NEWEST) -> Iterator[Any]:
                 patch.setattr(module, name, no_layer_norm, raising=False)
             for function in (rmsnorm_fwd, rmsnorm_bwd):
                 patch.setattr(module, function.__name__, function, raising=False)
-        for function in (swiglu, dswiglu, multi_tensor_adam):
+        for function in (swiglu, geglu, multi_tensor_adam):
             patch.setattr(extension, function.__name__, function, raising=False)
+        for function in (swiglu, geglu):
+            patch.setattr(extension, f"d{function.__name__}", partial(backward_of, function), raising=False)
         patch.setattr(sys.modules[UTILITIES], "_empty_tensor", lambda: torch.empty(0))
         patch.setattr(norm, "rmsnorm_fwd", rmsnorm_fwd)
         patch.setattr(norm, "rmsnorm_bwd", rmsnorm_bwd)

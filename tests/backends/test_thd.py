@@ -176,7 +176,7 @@ def run(block: Block, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
     plan = AttentionPlan(places[None], Metadata.of_documents(zeros), 0)
     rotary = cos_sin(torch.arange(tokens), inverse_frequencies(HIDDEN // 2, 1e4, RotaryScaling()), torch.float64)
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
-    out = block(x, BlockInputs(plan, rotary, *[torch.arange(tokens)] * 2, 1))
+    out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1))
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
     return out, list(torch.autograd.grad((out * weights).sum(), [x, *block.parameters()]))
 

@@ -34,6 +34,7 @@ from megacp.core.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks
+from tests.reference.training import GEMMA
 from tests.reference.vision import TINY, document_with_images
 
 pytestmark = needs_engine
@@ -197,6 +198,13 @@ def test_norms_after_a_product_are_the_engines_and_norms_over_all_heads_ours(mor
         assert worst < 1e-10 and same
         assert found.layers == Counter({"RMSNorm": 2, "Linear": 4})
         assert len([line for line in found.warnings if "apart" in line or "ours, Transformer" in line]) == 2
+
+
+@pytest.mark.slow
+def test_gemma_is_the_engines_layers_with_its_norms_behind_them() -> None:
+    for worst, same, found in run_ranks(differences, 2, {"tp": 2}, {**GEMMA, "kv_channels": 8}, "packed"):
+        assert worst < 1e-10 and same
+        assert found.layers == Counter({"LayerNormLinear": 1, "LayerNormMLP": 1, "Linear": 1, "RMSNorm": 4})
 
 
 def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, LinearSpec]:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megacp.core.ops.pointwise import dropout, keep_mask, rms_norm, swiglu
+from megacp.core.ops.pointwise import dropout, geglu, keep_mask, rms_norm, swiglu
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from tests.reference import attention as reference
 
@@ -87,6 +87,8 @@ def naive_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_rms_norm_equals_its_formula_over_rows_and_over_heads() -> None:
     for shape in ((5, 8), (5, 3, 8)):
         gradients_agree(lambda x, w: rms_norm(x, w, 1e-3), naive_norm, randn(*shape), randn(8, seed=1))
+        around_one = randn(*shape), randn(8, seed=1)
+        gradients_agree(lambda x, w: rms_norm(x, w, 1e-3, True), lambda x, w: naive_norm(x, 1 + w), *around_one)
     strided = randn(5, 24).split(8, -1)[1].unflatten(-1, (2, 4))
     torch.testing.assert_close(rms_norm(strided, torch.ones(4).double(), 1e-3), naive_norm(strided, 1.0), **CLOSE)
 
@@ -101,6 +103,14 @@ def test_rms_norm_of_bf16_takes_its_statistics_in_fp32() -> None:
 
 def test_swiglu_equals_its_formula() -> None:
     gradients_agree(swiglu, lambda x: x[..., :6] / (1 + torch.exp(-x[..., :6])) * x[..., 6:], randn(4, 12))
+
+
+def test_geglu_equals_its_formula() -> None:
+    def naive(x: torch.Tensor) -> torch.Tensor:
+        gate, up = x.chunk(2, -1)
+        return 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
+
+    gradients_agree(geglu, naive, randn(4, 12))
 
 
 def test_rotate_equals_autograd_of_its_formula() -> None:

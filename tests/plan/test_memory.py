@@ -21,6 +21,7 @@ from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.pipeline_parallel.schedules import Kind, schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
+from tests.reference.training import GEMMA
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
@@ -62,6 +63,8 @@ def kept_storages(found: dict[int, int]):
         {"qk_layernorm": "all_heads", "no_rope_freq": "1"},
         {"norm_position": "after", "no_rope_freq": "1"},
         {"norm_position": "after", "mlp_chunk_tokens": 20, "hidden_dropout": 0.1},
+        GEMMA,
+        {**GEMMA, "mlp_chunk_tokens": 20},
         {"num_query_groups": 2, "kv_channels": 48, "hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},
         {"freeze": "text"},
@@ -88,7 +91,7 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str,
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
         x = torch.zeros(tokens, config.model.hidden_size, dtype=backend.dtype, requires_grad=True)
-        out = block(x, BlockInputs(plan, rotary, *[torch.arange(tokens)] * 2, 1))
+        out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1))
     for tensor in shared:
         found.pop(tensor.untyped_storage().data_ptr(), None)
     assert out.requires_grad

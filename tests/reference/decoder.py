@@ -17,8 +17,9 @@ from torch import Tensor
 Weights = Mapping[str, Tensor]
 
 
-def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * weight
+def norm(x: Tensor, weight: Tensor, model: Any) -> Tensor:
+    factor = 1 + weight if model.apply_layernorm_1p else weight
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + model.norm_epsilon) * factor
 
 
 def linear(x: Tensor, weights: Weights, name: str) -> Tensor:
@@ -48,10 +49,13 @@ def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]
     return found, 0.1 * math.log(model.rope_scaling_factor) + 1
 
 
-def turn(x: Tensor, positions: Tensor, model: Any) -> Tensor:
-    """Half-rotation of `x[T, heads, d]`."""
+def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
+    """Half-rotation of `x[T, heads, d]`; `near`: in a layer with a window that has angles of its own."""
     dim, factor = x.shape[-1], 1.0
-    speeds = [model.rotary_base ** (-i / dim) for i in range(0, dim, 2)]
+    base = model.window_rotary_base if near else model.rotary_base
+    speeds = [base ** (-i / dim) for i in range(0, dim, 2)]
+    if model.rope_scaling == "linear" and not near:
+        speeds = [speed / model.rope_scaling_factor for speed in speeds]
     if model.rope_scaling == "yarn":
         speeds, factor = yarn(speeds, dim, model)
     angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
@@ -67,20 +71,21 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     for part in "qkv":
         value = linear(x, weights, f"{name}.{part}")
         if part != "v" and model.qk_layernorm == "all_heads":
-            value = norm(value, weights[f"{name}.{part}_norm.weight"], model.norm_epsilon)
+            value = norm(value, weights[f"{name}.{part}_norm.weight"], model)
         value = value.view(len(x), -1, dim)
         if part != "v" and model.qk_layernorm == "head":
-            value = norm(value, weights[f"{name}.{part}_norm.weight"], model.norm_epsilon)
+            value = norm(value, weights[f"{name}.{part}_norm.weight"], model)
         found[part] = value
     q, k, v = found.values()
     positions = torch.from_numpy(batch.position_ids)
-    if not (model.no_rope_freq and (int(name.split(".")[1]) + 1) % int(model.no_rope_freq) == 0):
-        q, k = turn(q, positions, model), turn(k, positions, model)
     layer, skipped = int(name.split(".")[1]), int(model.window_attn_skip_freq or 10**6)
-    mask, outs = mask_of(batch, None if (layer + 1) % skipped == 0 else model.window_size), []
+    window = None if (layer + 1) % skipped == 0 else model.window_size
+    if not (model.no_rope_freq and (layer + 1) % int(model.no_rope_freq) == 0):
+        q, k = (turn(x, positions, model, bool(window and model.window_rotary_base)) for x in (q, k))
+    mask, outs = mask_of(batch, window), []
     for head in range(heads):
         group = head // (heads // groups)
-        scores = (q[:, head] @ k[:, group].t() / dim**0.5).masked_fill(~mask, -torch.inf)
+        scores = (q[:, head] @ k[:, group].t() * (model.softmax_scale or dim**-0.5)).masked_fill(~mask, -torch.inf)
         # a padding row sees nothing: softmax gives NaN there, which must not reach the gradient
         scores = torch.where(mask.any(1)[:, None], scores, torch.zeros_like(scores))
         outs.append(torch.softmax(scores, -1) * mask.any(1)[:, None] @ v[:, group])
@@ -89,19 +94,21 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
 
 def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
     """`[T, vocabulary]`."""
-    x = weights["embedding.weight"][torch.from_numpy(batch.tokens)]
+    x = weights["embedding.weight"][torch.from_numpy(batch.tokens)] * model.embedding_multiplier
     for layer in range(model.num_layers):
         name = f"layers.{layer}"
-        after = model.norm_position == "after"
-        h = x if after else norm(x, weights[f"{name}.attention_norm.weight"], model.norm_epsilon)
+        before, after = model.norm_position != "after", model.norm_position != "before"
+        out = "_output" if before else ""
+        h = norm(x, weights[f"{name}.attention_norm.weight"], model) if before else x
         h = attention(h, weights, f"{name}.attention", batch, model)
-        x = x + (norm(h, weights[f"{name}.attention_norm.weight"], model.norm_epsilon) if after else h)
-        h = x if after else norm(x, weights[f"{name}.mlp_norm.weight"], model.norm_epsilon)
+        x = x + (norm(h, weights[f"{name}.attention{out}_norm.weight"], model) if after else h)
+        h = norm(x, weights[f"{name}.mlp_norm.weight"], model) if before else x
         gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
-        h = linear(F.silu(gate) * up, weights, f"{name}.mlp.down")
-        x = x + (norm(h, weights[f"{name}.mlp_norm.weight"], model.norm_epsilon) if after else h)
+        gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
+        h = linear(gate * up, weights, f"{name}.mlp.down")
+        x = x + (norm(h, weights[f"{name}.mlp{out}_norm.weight"], model) if after else h)
     head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
-    return norm(x, weights["final_norm.weight"], model.norm_epsilon) @ head.t()
+    return norm(x, weights["final_norm.weight"], model) @ head.t()
 
 
 def loss(weights: Weights, batches: Sequence[Any], model: Any) -> Tensor:

@@ -38,6 +38,22 @@ SMALL: Values = {
 and the last bit of a sum would turn into a whole step. The gradients are above the clipping norm.
 """
 
+GEMMA: Values = {
+    "norm_position": "both",
+    "apply_layernorm_1p": True,
+    "mlp_activation": "geglu",
+    "qk_layernorm": "head",
+    "kv_channels": 6,
+    "window_size": 9,
+    "window_attn_skip_freq": "2",
+    "window_rotary_base": 300.0,
+    "rope_scaling": "linear",
+    "rope_scaling_factor": 4.0,
+    "softmax_scale": 0.3,
+    "embedding_multiplier": 6.0,
+}
+"""What Gemma 3 has beside the others."""
+
 AXIS_FLAGS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",

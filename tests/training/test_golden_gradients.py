@@ -18,7 +18,7 @@ import pytest
 
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import Values, config_of, step_batches, train
+from tests.reference.training import GEMMA, Values, config_of, step_batches, train
 
 TOLERANCE = 1e-10
 
@@ -32,13 +32,7 @@ MODELS: dict[str, Values] = {
         "rope_scaling_factor": 4.0,
         "rope_original_max_positions": 16,
     },
-    "untied, q/k norms, windows": {
-        "untie_embeddings_and_output_weights": True,
-        "qk_layernorm": "head",
-        "kv_channels": 6,
-        "window_size": 9,
-        "window_attn_skip_freq": "2",
-    },
+    "untied, as Gemma 3": {"untie_embeddings_and_output_weights": True, **GEMMA},
     "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": "head", "clip_grad": 0.0},
 }
 Shape = dict[str, int]

@@ -21,13 +21,15 @@ import torch
 from torch import nn
 
 from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import RowParallelLinear
 
 Save = Callable[..., torch.Tensor]
 """`save(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
 recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
 """
+
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class NormLinear(nn.Module):
@@ -42,18 +44,18 @@ class NormLinear(nn.Module):
 
 
 class NormMLP(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, SwiGLU, down; see `NativeBackend.norm_mlp`."""
+    """`x[t/tp, h] -> [t/tp, h]`: norm, gate and up in one product, activation, down; see `NativeBackend.norm_mlp`."""
 
-    def __init__(self, norm: nn.Module | None, gate_up: nn.Module, down: nn.Module) -> None:
+    def __init__(self, norm: nn.Module | None, gate_up: nn.Module, activation: Activation, down: nn.Module) -> None:
         super().__init__()
-        self.norm, self.gate_up, self.down = norm, gate_up, down
+        self.norm, self.gate_up, self.activation, self.down = norm, gate_up, activation, down
 
     def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         return self.down(self.wide(x, save))
 
     def wide(self, x: torch.Tensor, save: Save) -> torch.Tensor:
         """What the last product multiplies, `[t, f/tp]`."""
-        return save(swiglu, self.gate_up(x if self.norm is None else save(self.norm, x)))
+        return save(self.activation, self.gate_up(x if self.norm is None else save(self.norm, x)))
 
 
 def _plain(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:

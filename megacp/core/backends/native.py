@@ -23,7 +23,7 @@ from megacp.core.context_parallel.shard import row_axis
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
-from megacp.core.ops.pointwise import rms_norm
+from megacp.core.ops.pointwise import ACTIVATIONS, rms_norm
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,
@@ -49,17 +49,19 @@ class NormSpec:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a weight that every tp rank holds; `partial` as in `replicated_spec`."""
+    """RMSNorm with a weight that every tp rank holds; `partial` as in `replicated_spec`. One whose `init` is `zeros`
+    multiplies by 1 + weight.
+    """
 
-    def __init__(self, norm: NormSpec, partial: bool | None, options: LinearOptions) -> None:
+    def __init__(self, norm: NormSpec, partial: bool | None, options: LinearOptions, init: str = "ones") -> None:
         super().__init__()
-        self.epsilon = norm.epsilon
-        spec = replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", options, partial_over_tp=partial)
+        self.epsilon, self.zero_centered = norm.epsilon, init == "zeros"
+        spec = replicated_spec(f"{norm.name}.weight", (norm.size,), init, options, partial_over_tp=partial)
         self.weight = options.parameter(spec)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[..., size]` to the same shape."""
-        return rms_norm(x, self.weight, self.epsilon)
+        return rms_norm(x, self.weight, self.epsilon, self.zero_centered)
 
 
 class LayerNorm(nn.Module):
@@ -102,6 +104,7 @@ class NativeBackend:
         self.vision, self.frozen = config.vision, config.frozen_parts
         trained = "text" not in self.frozen
         model = config.model
+        self.activation, self.norm_init = model.mlp_activation, "zeros" if model.apply_layernorm_1p else "ones"
         pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale, model.lora_dropout)
         self.lora = pairs if model.lora_rank else None
         self.options = LinearOptions(
@@ -138,13 +141,13 @@ class NativeBackend:
         return NormLinear(None if norm is None else self.norm(norm), self.column_linear(linear))
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
-        """`norm` (None: none), column linear, SwiGLU and row linear as one module of `(x[t/tp, h], save) ->
+        """`norm` (None: none), column linear, gated activation and row linear as one module of `(x[t/tp, h], save) ->
         [t/tp, h]`.
 
         Both linears have biases, or neither.
         """
-        first = None if norm is None else self.norm(norm)
-        return self.tiled(NormMLP(first, self.column_linear(gate_up), self.row_linear(down)))
+        first, activation = None if norm is None else self.norm(norm), ACTIVATIONS[self.activation]
+        return self.tiled(NormMLP(first, self.column_linear(gate_up), activation, self.row_linear(down)))
 
     def tiled(self, mlp: nn.Module) -> nn.Module:
         """A `norm_mlp` over tiles of tokens, where `--mlp-chunk-tokens` asks for them."""
@@ -152,11 +155,11 @@ class NativeBackend:
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
         """RMSNorm over the last dim; `over_heads` when tp ranks apply it to different heads of the same tokens."""
-        return RMSNorm(norm, True if over_heads else None, self.options)
+        return RMSNorm(norm, True if over_heads else None, self.options, self.norm_init)
 
     def column_norm(self, norm: NormSpec) -> nn.Module:
         """RMSNorm of `y[t, f/tp]`, what a column linear gives: over the columns of all tp ranks together."""
-        return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options)
+        return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options, self.norm_init)
 
     def layer_norm(self, norm: NormSpec) -> nn.Module:
         """LayerNorm with a bias over the last dim."""

@@ -171,7 +171,7 @@ def packed_attention(
     """
     from transformer_engine.pytorch import DotProductAttention
 
-    scale = model.head_dim**-0.5
+    scale = model.attention_scale
     attention = DotProductAttention(
         num_attention_heads=model.num_attention_heads,
         kv_channels=model.head_dim,
@@ -287,6 +287,7 @@ class TransformerEngineBackend(NativeBackend):
         if self.fp8 == "delayed":
             connect([amax], grid.device)  # in no step of another run
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
+        self.norms = {"normalization": "RMSNorm", "zero_centered_gamma": config.model.apply_layernorm_1p}
         after = config.model.norm_position == "after"
         why = "--lora-rank" if self.lora else "--recompute-granularity selective" if self.apart else "--norm-position"
         if self.apart or after:
@@ -318,8 +319,8 @@ class TransformerEngineBackend(NativeBackend):
             in_features=linear.in_features,
             out_features=linear.out_features,
             eps=norm.epsilon,
-            normalization="RMSNorm",
             parallel_mode="column",
+            **self.norms,
             **_linear_settings(linear.bias, self.options),
         )
         weight, bias = column_specs(linear, self.options)
@@ -336,10 +337,10 @@ class TransformerEngineBackend(NativeBackend):
             hidden_size=gate_up.in_features,
             ffn_hidden_size=down.in_features,
             eps=norm.epsilon,
-            normalization="RMSNorm",
-            activation="swiglu",
+            activation=self.activation,
             output_layer_init_method=_leave,
             set_parallel_mode=True,
+            **self.norms,
             **_linear_settings(gate_up.bias, self.options),
         )
         (fc1, fc1_bias), (fc2, fc2_bias) = column_specs(gate_up, self.options), row_specs(down, self.options)
@@ -348,7 +349,8 @@ class TransformerEngineBackend(NativeBackend):
         return self.tiled(self._fused(layer, specs))
 
     def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
-        return replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", self.options, partial_over_tp=partial)
+        name, init = f"{norm.name}.weight", self.norm_init
+        return replicated_spec(name, (norm.size,), init, self.options, partial_over_tp=partial)
 
     def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
         for name, spec in specs.items():
@@ -359,7 +361,8 @@ class TransformerEngineBackend(NativeBackend):
         from transformer_engine.pytorch import RMSNorm
 
         options = self.options
-        layer = RMSNorm(normalized_shape=norm.size, eps=norm.epsilon, device=options.device, dtype=options.dtype)
+        settings = {"zero_centered_gamma": self.norms["zero_centered_gamma"], "device": options.device}
+        layer = RMSNorm(normalized_shape=norm.size, eps=norm.epsilon, dtype=options.dtype, **settings)
         options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
         return layer.requires_grad_(options.trained)
 

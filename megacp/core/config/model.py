@@ -1,6 +1,7 @@
-"""The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and SwiGLU, and a vision tower before it.
+"""The architecture: a decoder with RMSNorm, rotary embedding, grouped queries and gated MLPs; a vision tower before it.
 
-Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3 and Molmo2 are settings of it. No field speaks of ranks.
+Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, SmolLM3, Gemma 3 and Molmo2 are settings of it. No field speaks
+of ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ModelConfig:
     """Width of the residual stream."""
 
     ffn_hidden_size: Positive[int] = 768
-    """Width of the SwiGLU hidden layer."""
+    """Width of the MLP's hidden layer."""
 
     num_attention_heads: Positive[int] = 8
     """Query heads."""
@@ -59,6 +60,9 @@ class ModelConfig:
     rope_original_max_positions: Positive[int] = 8192
     """llama3 and yarn scaling: the context length the model was first trained with."""
 
+    window_rotary_base: Annotated[float | None, Range(1, low_open=True)] = None
+    """Theta in layers with a sliding window, where nothing is stretched then (default: as in the others; Gemma 3)."""
+
     no_rope_freq: str | None = None
     """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the third of each three."""
 
@@ -75,11 +79,24 @@ class ModelConfig:
     norm_epsilon: AboveZero[float] = 1e-5
     """Epsilon inside RMSNorm."""
 
+    apply_layernorm_1p: bool = False
+    """RMSNorm multiplies by 1 + weight, and weights begin at 0 (Gemma)."""
+
+    softmax_scale: AboveZero[float | None] = None
+    """What attention scores are multiplied by (default: 1 / sqrt(width of a head))."""
+
+    embedding_multiplier: AboveZero[float] = 1.0
+    """What the embedding of text tokens is multiplied by (Gemma: sqrt(hidden size))."""
+
     qk_layernorm: Literal["off", "head", "all_heads"] = "off"
     """RMSNorm on q and k before the rotary embedding: on each head (Qwen3), or on all of a token together (OLMo2)."""
 
-    norm_position: Literal["before", "after"] = "before"
-    """Where the norms of a block stand: before attention and MLP, or after them, before the residual sum (OLMo2)."""
+    norm_position: Literal["before", "after", "both"] = "before"
+    """Where the norms of a block stand: before attention and MLP, after them, before the residual sum (OLMo2), or in
+    both places (Gemma)."""
+
+    mlp_activation: Literal["swiglu", "geglu"] = "swiglu"
+    """What the gate of the MLP passes: SiLU, or GELU by its tanh approximation (Gemma)."""
 
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2, Molmo2)."""
@@ -139,6 +156,11 @@ class ModelConfig:
     def head_dim(self) -> int:
         """Width of one head: `kv_channels`, or hidden size / heads."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by: `softmax_scale`, or 1 / sqrt(width of a head)."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
     @property
     def embedding_rows(self) -> int:

@@ -27,12 +27,12 @@ class SelfAttention(nn.Module):
         prefix = f"layers.{layer}.attention"
         self.backend, self.rotates = backend, config.rotates(layer)
         self.head_dim = config.head_dim
-        self.scale, self.reach = config.head_dim**-0.5, Reach(*config.reach(layer))
+        self.scale, self.reach = config.attention_scale, Reach(*config.reach(layer))
         heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
         hidden, epsilon = config.hidden_size, config.norm_epsilon
         tensors = (("q", heads), ("k", groups), ("v", groups))
         self.qkv = backend.norm_column_linear(
-            NormSpec(f"{prefix}_norm", hidden, epsilon) if config.norm_position == "before" else None,
+            NormSpec(f"{prefix}_norm", hidden, epsilon) if config.norm_position != "after" else None,
             LinearSpec(prefix, tensors, hidden, config.add_qkv_bias, config.init_method_std),
         )
         self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]

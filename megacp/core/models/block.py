@@ -25,13 +25,17 @@ from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos, sin `[t, 1, head_dim / 2]` of this rank's tokens."""
+
 
 @dataclass(frozen=True)
 class BlockInputs:
     """What every block of a microbatch shares: the plan, rotary angles, and the names of its dropout bits."""
 
     plan: AttentionPlan
-    rotary: tuple[torch.Tensor, torch.Tensor]
+    rotary: tuple[Angles, Angles]
+    """Of layers without a window, and of those with one."""
     token_names: torch.Tensor
     """int64 `[t/tp]`: names of the tokens of the residual stream on this rank."""
     all_token_names: torch.Tensor
@@ -49,12 +53,14 @@ class Block(nn.Module):
         self.dropout = config.hidden_dropout
         self.attention = SelfAttention(layer, config, backend)
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
-        norms = [NormSpec(f"{prefix}.{name}_norm", hidden, config.norm_epsilon) for name in ("attention", "mlp")]
-        before = config.norm_position == "before"
-        self.attention_norm, self.mlp_norm = (nn.Identity() if before else backend.norm(norm) for norm in norms)
+        position, epsilon = config.norm_position, config.norm_epsilon
+        after = [f"{prefix}.{n}{'_output' * (position == 'both')}_norm" for n in ("attention", "mlp")]
+        self.attention_norm, self.mlp_norm = (
+            nn.Identity() if position == "before" else backend.norm(NormSpec(name, hidden, epsilon)) for name in after
+        )
         """Of the outputs, where norms stand after attention and MLP."""
         self.mlp = backend.norm_mlp(
-            norms[1] if before else None,
+            None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
             LinearSpec(f"{prefix}.mlp", (("gate", ffn), ("up", ffn)), hidden, bias, config.init_method_std),
             LinearSpec(f"{prefix}.mlp", (("down", hidden),), ffn, bias, output_std(config)),
         )
@@ -71,13 +77,14 @@ class Block(nn.Module):
         run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:
             return run(x, inputs)
-        return self.offload(run, x, inputs, (*self.parameters(), *inputs.rotary, inputs.token_names))
+        return self.offload(run, x, inputs, (*self.parameters(), *sum(inputs.rotary, ()), inputs.token_names))
 
     def _body(self, x: torch.Tensor, inputs: BlockInputs, save: Save) -> torch.Tensor:
         for pairs in self.pairs:
             pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
         with self.precision():  # the block that is computed again in backward stands in no other context
-            attended = self.attention_norm(self.attention(x, inputs.plan, inputs.rotary, save))
+            rotary = inputs.rotary[self.attention.reach.window > 0]
+            attended = self.attention_norm(self.attention(x, inputs.plan, rotary, save))
             x = x + self._drop(attended, inputs, 2 * self.layer)
             return x + self._drop(self.mlp_norm(self.mlp(x, save)), inputs, 2 * self.layer + 1)
 

@@ -75,7 +75,8 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     sharded = layer_weights(model)
     sharded += model.add_qkv_bias * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
     sharded += model.add_mlp_bias * 2 * model.ffn_hidden_size
-    replicated = model.hidden_size * (2 + model.add_attention_output_bias + model.add_mlp_bias)
+    norms = 4 if model.norm_position == "both" else 2
+    replicated = model.hidden_size * (norms + model.add_attention_output_bias + model.add_mlp_bias)
     if model.qk_layernorm == "all_heads":
         sharded += model.head_dim * (model.num_attention_heads + model.query_groups)
     elif model.qk_layernorm == "head":

@@ -100,6 +100,10 @@ class LanguageModelChunk(nn.Module):
         self.rotary_factor = scaling.attention_factor
         frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)
+        self.window_frequencies, self.multiplier = None, config.embedding_multiplier
+        if config.window_rotary_base is not None:
+            frequencies = inverse_frequencies(config.head_dim, config.window_rotary_base, RotaryScaling())
+            self.window_frequencies = frequencies.to(self.frequencies.device)
 
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
         """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk, or what `embedded`
@@ -107,9 +111,11 @@ class LanguageModelChunk(nn.Module):
         """
         if x is None:
             x = self.embedded(batch)
-        rotary = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype, self.rotary_factor)
+        near = far = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype, self.rotary_factor)
+        if self.window_frequencies is not None:
+            near = cos_sin(batch.position_ids, self.window_frequencies, self.backend.dtype)
         names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
-        inputs = BlockInputs(batch.plan, rotary, names, batch.token_names, batch.key)
+        inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key)
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)
@@ -121,6 +127,8 @@ class LanguageModelChunk(nn.Module):
         `features`: what `vision` gave for the images of the batch; None computes them. Only on the first chunk.
         """
         x = self.embedding(batch.tokens)
+        if self.multiplier != 1:
+            x = x * x.new_full((), self.multiplier)  # rounded as the weights are, as the library's
         if self.vision is None:
             if batch.vision is not None and len(batch.vision.routes.source):
                 raise ValueError(

@@ -21,20 +21,25 @@ from megacp.core.ops.kernel import accumulation_dtype
 
 
 @fused
-def _norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the scale of each row `[..., 1]`."""
     wide = x.to(accumulation_dtype(x.dtype))
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
+    if zero_centered:
+        return (wide * scale).mul_(weight.to(wide.dtype) + 1).to(x.dtype), scale
     return (wide * scale).to(x.dtype).mul_(weight), scale
 
 
 @fused
 def _norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`d_weight = (grad * x)^T scale`, and `dx = grad * weight * scale - x * ((grad * x) weight) * scale^3 / h`."""
     wide, wide_x, wide_weight = (t.to(scale.dtype) for t in (grad, x, weight))
+    wide_weight = wide_weight + 1 if zero_centered else wide_weight
     product = wide * wide_x
     d_weight = product.flatten(0, -2).t() @ scale.flatten()  # [h, n] x [n] -> [h]
     inward = (product @ wide_weight).unsqueeze(-1) * scale**3 / x.shape[-1]  # [..., 1]
@@ -44,19 +49,21 @@ def _norm_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-        out, scale = _norm(x, weight, epsilon)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centered: bool) -> torch.Tensor:
+        out, scale = _norm(x, weight, epsilon, zero_centered)
         ctx.save_for_backward(x, weight, scale)
+        ctx.zero_centered = zero_centered
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        return *_norm_backward(*grads, *ctx.saved_tensors), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        return *_norm_backward(grads[0], x, weight, scale, ctx.zero_centered), None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """`x[..., h] / sqrt(mean(x^2) + epsilon) * weight[h]`, same dtype as x."""
-    return _RMSNorm.apply(x, weight, epsilon)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centered: bool = False) -> torch.Tensor:
+    """`x[..., h] / sqrt(mean(x^2) + epsilon) * weight[h]`, or `* (1 + weight)`, which rounds once; same dtype as x."""
+    return _RMSNorm.apply(x, weight, epsilon, zero_centered)
 
 
 @fused
@@ -100,6 +107,39 @@ class _SwiGLU(torch.autograd.Function):
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`: `[..., 2f] -> [..., f]`, gate first."""
     return _SwiGLU.apply(gate_up)
+
+
+@fused
+def _geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@fused
+def _geglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    d_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+    return torch.cat([d_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        return _geglu(gate_up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return _geglu_backward(grads[0], *ctx.saved_tensors)
+
+
+def geglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gelu_tanh(gate) * up`: `[..., 2f] -> [..., f]`, gate first (Shazeer, 2020)."""
+    return _GeGLU.apply(gate_up)
+
+
+ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
+"""By the words of --mlp-activation, which are Transformer Engine's too."""
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:

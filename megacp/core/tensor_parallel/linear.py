@@ -254,7 +254,7 @@ class _ColumnNorm(torch.autograd.Function):
         scale = torch.rsqrt(squares / (x.shape[-1] * axis.size) + epsilon)
         ctx.save_for_backward(x, weight, scale)
         ctx.axis = axis
-        return (wide * scale).to(x.dtype).mul_(weight)
+        return (wide * scale).to(weight.dtype).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -271,13 +271,14 @@ class _ColumnNorm(torch.autograd.Function):
 class ColumnNorm(nn.Module):
     """RMSNorm over `size` columns of which each tp rank has its part: `x[t, size/tp]` to the same shape."""
 
-    def __init__(self, name: str, size: int, epsilon: float, options: LinearOptions) -> None:
+    def __init__(self, name: str, size: int, epsilon: float, options: LinearOptions, init: str = "ones") -> None:
         super().__init__()
-        self.epsilon, self.tp = epsilon, options.tp
+        self.epsilon, self.tp, self.zero_centered = epsilon, options.tp, init == "zeros"
         local = size // options.tp.size
         piece = TensorSlice(f"{name}.weight", (size,), (options.tp.rank * local,), (local,))
-        self.weight = options.parameter(ParameterSpec((piece,), "ones", weight_decay=False))
+        self.weight = options.parameter(ParameterSpec((piece,), init, weight_decay=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of each token; every tp rank holds the same tokens."""
-        return _ColumnNorm.apply(x, self.weight, self.epsilon, self.tp)
+        weight = self.weight.to(accumulation_dtype(x.dtype)) + 1 if self.zero_centered else self.weight
+        return _ColumnNorm.apply(x, weight, self.epsilon, self.tp)

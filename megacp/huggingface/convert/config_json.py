@@ -138,8 +138,10 @@ class ConfigJson:
         given = {name: self.get(section + name) for name in ("rope_scaling", "rope_parameters")}
         name = next((n for n, params in given.items() if params), "rope_parameters")
         path, params = section + name, ({} if given[name] is None else given[name])
-        if isinstance(params, Mapping) and params.keys() == {*LAYER_TYPES} and len({*map(repr, params.values())}) == 1:
-            params = params[LAYER_TYPES[0]]
+        near, kinds_of_layers = None, given["rope_parameters"]  # near: of layers with a window, which have their own
+        if isinstance(kinds_of_layers, Mapping) and kinds_of_layers.keys() == {*LAYER_TYPES}:
+            near, params = (kinds_of_layers[kind] for kind in LAYER_TYPES)
+            params = {**params, **(given["rope_scaling"] or {})}
         if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
             self.faults.append(f"{path} is {shown(params)}, expected one set of parameters for all layers")
             return {}
@@ -174,6 +176,12 @@ class ConfigJson:
             close = isinstance(given_value, (int, float)) and math.isclose(given_value, value, rel_tol=1e-12)
             if not close:
                 self.faults.append(f"{path}.{key} is {shown(given_value)}, megacp can only express {value!r}")
+        if near is not None and near != params:
+            if not isinstance(near, Mapping) or near.get("rope_type", "default") != "default":
+                self.faults.append(f"{path}.{LAYER_TYPES[0]} is {shown(near)}, megacp stretches no layer with a window")
+                return values
+            own = near.get("rope_theta", values["rotary_base"])
+            values["window_rotary_base"] = self.checked(f"{path}.rope_theta", own, theta, float, 1.0, 1e12)
         rest = {key for key, value in params.items() if value is not None} - known - set(fixed)
         self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
         return values

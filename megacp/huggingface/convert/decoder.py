@@ -1,4 +1,4 @@
-"""The decoder that all families share: names of tensors, fields of a config.json, and the seven families of text.
+"""The decoder that all families share: names of tensors, fields of a config.json, and the families of text.
 
 A family is a table of tensor names and two functions: `from_hf` reads a config as our flags, `to_hf` writes them. What
 `to_hf` cannot say is found by reading its config again (`Family.config`). Rows of q and k are in the library's order
@@ -42,6 +42,12 @@ OLMO2 = {
     }.get(theirs, theirs): ours
     for theirs, ours in DECODER.items()
 }
+_AFTER = {
+    "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attention_output_norm.weight",
+    "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm.weight",
+    "model.layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
+}
+GEMMA3 = DECODER | _AFTER
 PHI3 = {
     **{theirs: ours for theirs, ours in DECODER.items() if "_proj" not in theirs},
     "model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"layers.{{i}}.attention.{x}.weight" for x in "qkv"),
@@ -75,7 +81,8 @@ def decoder_shapes(values: Values) -> dict[str, Shape]:
     if values["untie_embeddings_and_output_weights"]:
         found["head.weight"] = (values["vocab_size"], hidden)
     for layer in (f"layers.{i}" for i in range(values["num_layers"])):
-        found |= {f"{layer}.attention_norm.weight": (hidden,), f"{layer}.mlp_norm.weight": (hidden,)}
+        places = ("", "_output") if values["norm_position"] == "both" else ("",)
+        found |= {f"{layer}.{n}{place}_norm.weight": (hidden,) for n in ("attention", "mlp") for place in places}
         found |= linear(f"{layer}.attention.q", heads, hidden, qkv)
         found |= linear(f"{layer}.attention.k", groups, hidden, qkv)
         found |= linear(f"{layer}.attention.v", groups, hidden, qkv)
@@ -119,7 +126,8 @@ SIZES: Values = {
 _PLAIN: Values = {
     **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), False),
     **{"norm_position": "before", "qk_layernorm": "off", "no_rope_freq": None},
-    **{"window_size": None, "window_attn_skip_freq": None},
+    **{"window_size": None, "window_attn_skip_freq": None, "window_rotary_base": None},
+    **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""
@@ -184,12 +192,14 @@ class Words:
     mlp_bias: bool = False
     window: str = ""
     """What says which layers have a sliding window: `sliding_window` (all), `use_sliding_window` or `layer_types`."""
+    has_pattern: bool = False
+    """Whether `sliding_window_pattern` says where the full layers are, when `layer_types` does not."""
     fixed: Values = field(default_factory=dict)
 
     def from_hf(self, c: ConfigJson) -> Values:
         """Our flags from a config."""
         v = _PLAIN | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds) | self.fixed
-        v |= self._windows(c, v["num_layers"], v["max_position_embeddings"])
+        v |= self._windows(c, v["num_layers"], v["max_position_embeddings"], v["window_rotary_base"])
         v["untie_embeddings_and_output_weights"] = not c.switch("tie_word_embeddings", self.tied)
         if self.attention_bias:
             v |= dict.fromkeys(("add_qkv_bias", "add_attention_output_bias"), c.switch("attention_bias"))
@@ -197,25 +207,27 @@ class Words:
             v["add_mlp_bias"] = c.switch("mlp_bias")
         return v
 
-    def _windows(self, c: ConfigJson, layers: int, positions: int) -> Values:
-        """The flags of sliding windows; one as long as the longest text is none."""
+    def _windows(self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None) -> Values:
+        """The flags of sliding windows; one as long as the longest text is none, but for a rotary embedding there."""
         on = c.switch(_OFF) if self.window == _OFF else bool(self.window)
         width = c.get("sliding_window", self.sizes.get("sliding_window")) if on else None
         if width is None:
             c.full_attention(layers)
             return {}
         width = c.checked("sliding_window", width, positions, int, 1, 2**31 - 1)
+        every = c.number("sliding_window_pattern", 6) if self.has_pattern else 4
         types = [_SLIDING] * layers if self.window == "sliding_window" else c.get("layer_types")
         if types is None:
             first = c.number("max_window_layers", 28, low=0) if self.window == _OFF else 0
-            types = [_SLIDING if i >= first and (self.window == _OFF or (i + 1) % 4) else _FULL for i in range(layers)]
+            sliding = [i >= first and (self.window == _OFF or (i + 1) % every) for i in range(layers)]
+            types = [_SLIDING if one else _FULL for one in sliding]
         if not isinstance(types, list) or len(types) != layers or not {*map(str, types)} <= {_SLIDING, _FULL}:
             c.faults.append(
                 f"layer_types is {shown(types)}, expected {_SLIDING} or {_FULL} for each of {layers} layers"
             )
             return {}
         full = [kind == _FULL for kind in types]
-        if width >= positions or all(full):
+        if all(full) or (width >= positions and own_rotary is None):
             return {}
         return {"window_size": width, "window_attn_skip_freq": layer_pattern(full, "01")}
 
@@ -242,12 +254,32 @@ class Words:
 
 @dataclass(frozen=True)
 class Olmo3Words(Words):
-    """Of a class that names the rotary embedding of each kind of layer; here all have one."""
+    """Of a class that names the rotary embedding of each kind of layer."""
 
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v)
-        one = content["rope_parameters"]
-        return content | {"rope_parameters": {_SLIDING: one, _FULL: one}}
+        far = content["rope_parameters"]
+        near = {"rope_type": "default", "rope_theta": v["window_rotary_base"]} if v["window_rotary_base"] else far
+        return content | {"rope_parameters": {_SLIDING: near, _FULL: far}}
+
+
+@dataclass(frozen=True)
+class Gemma3Words(Olmo3Words):
+    """Of a class that scales its embedding, says its scale of scores, and gates by GELU."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        if v["window_rotary_base"] is None and not isinstance(c.get("rope_parameters"), dict):
+            v["window_rotary_base"] = c.number("rope_local_base_freq", 1e4, float, 1.0, 1e12)
+        c.only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+        c.only(final_logit_softcapping=None, attn_logit_softcapping=None)
+        scale = c.number("query_pre_attn_scalar", 256) ** -0.5
+        return v | {"softmax_scale": scale, "embedding_multiplier": v["hidden_size"] ** 0.5}
+
+    def to_hf(self, v: Values) -> Values:
+        content = super().to_hf(v) | {"hidden_activation": "gelu_pytorch_tanh"}
+        content["rope_local_base_freq"] = v["window_rotary_base"] or v["rotary_base"]
+        return content | {"query_pre_attn_scalar": round(resolved(v)["softmax_scale"] ** -2)}
 
 
 _OFF = "use_sliding_window"
@@ -264,6 +296,9 @@ SMOLLM3 = {**_NO_HEAD_DIM, "num_hidden_layers": 36, "hidden_size": 2048, "num_at
 SMOLLM3 |= {"num_key_value_heads": 4, "vocab_size": 128256, "max_position_embeddings": 32768}
 QWEN3 = {**SIZES, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936}
 QWEN3 |= {"max_position_embeddings": 32768}
+GEMMA3_SIZES = {**SIZES, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256}
+GEMMA3_SIZES |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
+GEMMA3_SIZES |= {"max_position_embeddings": 131_072, "sliding_window": 4096}
 QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
 
 
@@ -317,6 +352,7 @@ def resolved(values: Values) -> Values:
     found = dict(values)
     if "num_query_groups" in values:
         found |= {"num_query_groups": query_groups(values), "kv_channels": head_width(values)}
+        found["softmax_scale"] = values.get("softmax_scale") or head_width(values) ** -0.5
     if not values.get("max_position_embeddings"):
         found["max_position_embeddings"] = values.get("seq_length")
     for name, digits in (("no_rope_freq", "10"), ("window_attn_skip_freq", "01")):
@@ -398,6 +434,8 @@ def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
     harmless = _NO_WINDOW if words.window == _OFF else frozenset[str]()
     if words.rope_kinds:  # of scaled rotary embeddings alone, which are refused
         harmless = frozenset({"original_max_position_embeddings"})
+    if words.has_pattern:
+        harmless = frozenset({"_sliding_window_pattern", "rope_local_base_freq"})
     return Family(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, harmless)
 
 
@@ -410,6 +448,16 @@ _OLMO3 = Olmo3Words(
     window="layer_types",
     fixed={"norm_position": "after", "qk_layernorm": "all_heads"},
 )
+_GEMMA3 = Gemma3Words(
+    GEMMA3_SIZES,
+    1e6,
+    tied=True,
+    head_dim=True,
+    attention_bias=True,
+    window="layer_types",
+    has_pattern=True,
+    fixed={"norm_position": "both", "qk_layernorm": "head", "apply_layernorm_1p": True, "mlp_activation": "geglu"},
+)
 _SMOLLM3 = SmolLM3Words(SMOLLM3, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=_OFF)
 _QWEN3 = Words(QWEN3, head_dim=True, attention_bias=True, window=_OFF, fixed={"qk_layernorm": "head"})
 TEXT_FAMILIES = (
@@ -418,6 +466,7 @@ TEXT_FAMILIES = (
     _text("phi3", "Phi3", Words(PHI3_SIZES, rope_kinds=("default",), window="sliding_window"), PHI3),
     _text("olmo2", "Olmo2", _OLMO2, OLMO2),
     _text("olmo3", "Olmo3", _OLMO3, OLMO2),
+    _text("gemma3_text", "Gemma3", _GEMMA3, GEMMA3),
     _text("smollm3", "SmolLM3", _SMOLLM3),
     _text("qwen2", "Qwen2", Words(QWEN2, window=_OFF, fixed={"add_qkv_bias": True})),
     _text("qwen3", "Qwen3", _QWEN3),

@@ -1,4 +1,4 @@
-"""The nine families by name, and how a config.json or flags choose one."""
+"""The families by name, and how a config.json or flags choose one."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def of_values(values: Values) -> Family:
     after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
     chosen = {
         "molmo2": values["vision_num_layers"] > 0,
+        "gemma3_text": values["norm_position"] == "both",
         "olmo3": (after or values["qk_layernorm"] == "all_heads") and values["window_size"] is not None,
         "olmo2": after or values["qk_layernorm"] == "all_heads",
         "smollm3": values["no_rope_freq"] is not None,

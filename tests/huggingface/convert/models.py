@@ -51,6 +51,9 @@ def qwen3(**changes: Any) -> Any:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 BY_KIND = dict.fromkeys(("sliding_attention", "full_attention"), rope(500.0))
+BY_THETA = {"sliding_attention": rope(100.0), "full_attention": rope(500.0, rope_type="linear", factor=4.0)}
+# the scale of the embedding, sqrt(64), is a float32 in the library
+GEMMA3 = {"hidden_size": 64, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
@@ -58,7 +61,8 @@ def made(name: str, **changes: Any) -> Any:
     import transformers
 
     values = {**SIZES, **NO_IDS, "rope_parameters": rope(500.0), **changes}
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**values))
+    config = {"Gemma3": "Gemma3Text"}.get(name, name)
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{config}Config")(**values))
 
 
 def molmo2(**changes: Any) -> Any:
@@ -110,6 +114,13 @@ MODELS = {
     "olmo2": lambda: made("Olmo2"),
     "olmo2 tied with biases": lambda: made("Olmo2", tie_word_embeddings=True, attention_bias=True),
     "olmo3": lambda: made("Olmo3", sliding_window=8, num_hidden_layers=5, rope_parameters=BY_KIND),
+    "gemma3_text": lambda: made("Gemma3", rope_parameters=BY_THETA, **GEMMA3),
+    "gemma3_text untied, every second layer": lambda: made(
+        *("Gemma3",),
+        rope_parameters=BY_KIND,
+        **GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True, "sliding_window_pattern": 2},
+    ),
+    "olmo3 yarn": lambda: made("Olmo3", sliding_window=8, rope_parameters=BY_KIND | {"full_attention": YARN}),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True

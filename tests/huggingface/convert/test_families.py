@@ -19,6 +19,7 @@ from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
+from tests.reference.training import GEMMA
 
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
@@ -27,6 +28,7 @@ OURS: dict[str, dict[str, Any]] = {
     "mistral": {"hf_model_type": "mistral", "untie_embeddings_and_output_weights": True},
     "phi3": {"hf_model_type": "phi3", "num_query_groups": 2},
     "qwen2": {"add_qkv_bias": True, "num_query_groups": 2},
+    "gemma3_text": {**GEMMA, "softmax_scale": 0.25, "embedding_multiplier": 8.0, "num_query_groups": 2},
     "olmo2": MODELS["tiny_olmo2"],
     "smollm3": MODELS["tiny_smollm3"],
     "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": "head", "add_qkv_bias": True},
@@ -59,13 +61,11 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     transformers = pytest.importorskip("transformers")
-    library = getattr(
-        transformers, FAMILIES[name].cls.replace("ForCausalLM", "Config").replace("ForConditionalGeneration", "Config")
-    )()
+    library = transformers.AutoConfig.for_model(name)
     library, table = library.text_config if name == "molmo2" else library, FAMILIES[name].defaults
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0}.get(name, 10_000.0)
+    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6}.get(name, 10_000.0)
     assert library.rope_parameters.get("full_attention", library.rope_parameters)["rope_theta"] == theta
 
 
@@ -124,6 +124,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"is_decoder": 0}, "is_decoder is not known"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"rope_parameters": {"sliding_attention": LINEAR, "full_attention": {}}}, "sliding_attention"),
     ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling.rope_type"),
     ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
     ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
@@ -145,7 +148,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
     ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
     ("gpt_oss", {"num_local_experts": 32}, "num_local_experts is 32, megacp has no experts"),
-    ("gpt2", {}, "known are llama, mistral, phi3, olmo2, olmo3, smollm3, qwen2, qwen3, molmo2"),
+    ("gpt2", {}, "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen2, qwen3, molmo2"),
 ]
 
 
@@ -179,6 +182,9 @@ UNSAID: list[tuple[str, dict[str, Any], str]] = [
     ("olmo2", {"qk_layernorm": "all_heads"}, "--norm-position"),
     ("auto", {"qk_layernorm": "head", "norm_position": "after"}, "--qk-layernorm"),
     ("qwen2", {"add_qkv_bias": True, "no_rope_freq": "2"}, "--no-rope-freq"),
+    ("auto", {**GEMMA, "embedding_multiplier": 8.0}, "--softmax-scale"),
+    ("auto", {**GEMMA, "softmax_scale": 0.25}, "--embedding-multiplier"),
+    ("llama", {"window_rotary_base": 5.0}, "--window-rotary-base"),
     ("phi3", {"rope_scaling": "yarn"}, "rope_scaling.rope_type"),
     ("auto", {"hf_model_type": "qwen3"}, "--qk-layernorm"),
     ("qwen3", {}, "--qk-layernorm"),
