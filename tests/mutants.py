@@ -190,7 +190,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "norms of heads are not summed",
         ),
         (
-            'ParameterSpec((piece,), init, weight_decay=False)',
+            "ParameterSpec((piece,), init, weight_decay=False)",
             'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
             "the norm sees what is cut on one tp rank",
         ),
@@ -273,7 +273,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
-        ("self.attention.reach.window > 0", "False", "every layer has the angles of one without a window"),
+        ("inputs.rotary[self.has_window]", "inputs.rotary[0]", "every layer has the angles of one without a window"),
     ],
     ("core/models/language.py", GOLDEN): [
         ("slice_of(batch.token_names, self.backend.tp)", "batch.token_names[: len(x)]", "tp ranks share dropout rows"),

@@ -49,7 +49,7 @@ class Block(nn.Module):
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
         prefix = f"layers.{layer}"
-        self.layer = layer
+        self.layer, self.has_window = layer, config.reach(layer)[0] > 0
         self.dropout = config.hidden_dropout
         self.attention = SelfAttention(layer, config, backend)
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
@@ -83,7 +83,7 @@ class Block(nn.Module):
         for pairs in self.pairs:
             pairs.names = DropoutNames(inputs.key, inputs.token_names, inputs.all_token_names)
         with self.precision():  # the block that is computed again in backward stands in no other context
-            rotary = inputs.rotary[self.attention.reach.window > 0]
+            rotary = inputs.rotary[self.has_window]
             attended = self.attention_norm(self.attention(x, inputs.plan, rotary, save))
             x = x + self._drop(attended, inputs, 2 * self.layer)
             return x + self._drop(self.mlp_norm(self.mlp(x, save)), inputs, 2 * self.layer + 1)

@@ -1,0 +1,126 @@
+"""Layers that carry a state along a path: chunks of tokens as affine maps of it, and the scan over them.
+
+A rule says what a chunk does to the state `S[K, V]` of a head, and what it reads of it:
+
+    S' = A S + B        out = O + R S        A[K, K], B[K, V], R[C, K], O[C, V]
+
+so anything that is affine in its state is a rule. Maps compose, (A2, B2) o (A1, B1) = (A2 A1, A2 B1 + B2), which is how
+states cross from rank to rank; backward is the same scan from the other end, with A transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from megacp.core.ops.device import fused
+from megacp.core.ops.kernel import accumulation_dtype
+
+CHUNK = 64
+"""Tokens of a chunk."""
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Rule = Callable[..., Iterator[Pair]]
+"""Of inputs `[n, C, ...]` of n chunks, in the accumulation dtype: yields A, B, and then R, O, all `[n, heads, ...]`.
+Tokens of zeros fill a chunk up, and must leave the state as it is. Maps come first: they travel while the rest is
+computed."""
+Rows = slice | torch.Tensor
+
+
+class Level(NamedTuple):
+    """Chunks that can be computed together: all chunks before them on their paths are done."""
+
+    rows: Rows
+    before: Rows
+    """The chunk before each of them."""
+
+
+def gated_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> Iterator[Pair]:
+    """Gated DeltaNet (Yang et al., 2025): `S' = exp(g) (I - beta k k^T) S + beta k v^T`, `out = S'^T q`.
+
+    `q, k[n, C, groups, K]` are normalised here, each for `heads / groups` neighbouring `v[n, C, heads, V]`;
+    `log_decay, beta[n, C, heads]`. The updates of a chunk are one triangular system (the UT transform of Yang et al.,
+    2024): row i of its solution is what token i adds to the state once those before it have corrected it.
+    """
+    share = v.shape[2] // k.shape[2]
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = (x.transpose(1, 2).repeat_interleave(share, 1) for x in (q * q.shape[-1] ** -0.5, k))
+    v, decay, beta = v.transpose(1, 2), log_decay.transpose(1, 2).cumsum(-1), beta.transpose(1, 2).unsqueeze(-1)
+    past = torch.ones(v.shape[2], v.shape[2], dtype=torch.bool, device=v.device).tril()
+    # [n, heads, C, C]: the decay from token j to a later token i; masked before exp, which would overflow above
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~past, -torch.inf).exp()
+    since, until = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    system = k * beta @ k.transpose(-1, -2) * between
+    right = torch.cat([v * beta, k * beta * since], -1)  # of the values, and of the state's own part
+    values, keys = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], -1
+    )
+    late = (k * until).transpose(-1, -2)  # [n, heads, K, C]
+    whole = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * since[:, :, -1:]
+    yield whole - late @ keys, late @ values
+    seen = q @ k.transpose(-1, -2) * between
+    yield q * since - seen @ keys, seen @ values
+
+
+def scan(maps: Pair, levels: Sequence[Level], initial: torch.Tensor) -> torch.Tensor:
+    """The state before each chunk, `[n, heads, K, W]`, written into `initial`, which has it for chunks of no level.
+
+    `maps`: A, and B of W columns.
+    """
+    for rows, before in levels:
+        initial[rows] = torch.matmul(maps[0][before], initial[before]).add_(maps[1][before])
+    return initial
+
+
+def scan_back(turn: torch.Tensor, reads: torch.Tensor, levels: Sequence[Level], after: torch.Tensor) -> torch.Tensor:
+    """Gradients of the states behind chunks, added up in `after[n, heads, K, V]`, which has those from elsewhere.
+
+    `turn` is A, `reads` the gradients `R^T dout` of what chunks read. Of the state before a chunk it is
+    `A^T after + reads`.
+    """
+    for rows, before in reversed(levels):
+        found = torch.matmul(turn[rows].transpose(-1, -2), after[rows]).add_(reads[rows])
+        if isinstance(before, slice):
+            after[before] += found
+        else:
+            after.index_add_(0, before, found)
+    return after
+
+
+@fused
+def _taps(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.to(accumulation_dtype(x.dtype))
+    out = wide * weight[:, -1]
+    for back in range(1, weight.shape[1]):
+        out[back:].addcmul_(wide[:-back], weight[:, -1 - back])
+    return out.to(x.dtype)
+
+
+@fused
+def _taps_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide, wide_x = (t.to(accumulation_dtype(x.dtype)) for t in (grad, x))
+    dx, d_weight = wide * weight[:, -1], [(wide * wide_x).sum(0)]
+    for back in range(1, weight.shape[1]):
+        dx[:-back].addcmul_(wide[back:], weight[:, -1 - back])
+        d_weight.insert(0, (wide[back:] * wide_x[:-back]).sum(0))
+    return dx.to(x.dtype), torch.stack(d_weight, 1).to(weight.dtype)
+
+
+class _Taps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return _taps(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _taps_backward(grads[0], *ctx.saved_tensors)
+
+
+def causal_taps(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x[t, c]` convolved with the rows before, a channel by itself: `weight[c, taps]`, the last for the row itself."""
+    return _Taps.apply(x, weight)

@@ -1,0 +1,93 @@
+"""States along paths: the gated delta rule and the short convolution on ranks equal token by token on one."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megacp.core.context_parallel import states
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.data.batch import PackedBatch
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops import recurrence
+from tests.ranks import grid, run_ranks
+from tests.reference import recurrence as reference
+from tests.reference.packs import random_batch
+
+GROUPS, HEADS, KEYS, VALUES, TAPS = 2, 4, 6, 5, 4
+TOKENS, SHORT_CHUNK = 47, 4
+ROWS: dict[str, dict[str, Any]] = {
+    "one document": {"documents": 1},
+    "packed": {"documents": 5},
+    "one-token documents": {"documents": 10_000},
+    "branches and spans": {"documents": 3, "branches": True, "images": True},
+    "trees with padding": {"documents": 2, "images": True, "padding": True, "depth": 5},
+}
+Case = tuple[str, str, int]
+"""Row, layout, seed."""
+
+
+def batch_of(case: Case) -> PackedBatch:
+    return random_batch(np.random.default_rng([len(case[0]), case[2]]), TOKENS, **ROWS[case[0]])
+
+
+def tensors_of(tokens: int) -> list[Tensor]:
+    """q, k, v, log of the decay, beta; channels, their weight; gradients of both results."""
+    g = torch.Generator().manual_seed(tokens)
+    shapes = [(tokens, n, d) for n, d in ((GROUPS, KEYS), (GROUPS, KEYS), (HEADS, VALUES))]
+    q, k, v, dout = (torch.randn(*s, generator=g, dtype=torch.float64) for s in (*shapes, shapes[-1]))
+    decay, beta = (torch.rand(tokens, HEADS, generator=g, dtype=torch.float64) for _ in range(2))
+    x, dx = (torch.randn(tokens, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    return [q, k, v, -3 * decay, beta, x, torch.randn(3, TAPS, generator=g, dtype=torch.float64), dout, dx]
+
+
+def results(functions: tuple[Any, Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Both outputs, and the gradients of all inputs."""
+    *inputs, dout, dx = tensors
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, convolved = functions[0](*leaves[:5]), functions[1](*leaves[5:])
+    return [out.detach(), convolved.detach(), *torch.autograd.grad((out, convolved), leaves, (dout, dx))]
+
+
+def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
+    states.CHUNK = SHORT_CHUNK
+    axis, found = grid(cp=world_size).cp if world_size > 1 else single_axis("cp"), []
+    for case in cases:
+        plan = shard_batch(batch_of(case), axis, LAYOUTS[case[1]]).plan
+        here = [x if len(x) == 3 else x[plan.local] for x in tensors_of(plan.indices.size)]
+        functions = (
+            functools.partial(states.recur, recurrence.gated_delta_rule, plan, axis),
+            lambda x, weight, plan=plan: states.short_convolution(x, weight, plan, axis),
+        )
+        found.append((plan.local, results(functions, here)))
+    return found
+
+
+@functools.cache
+def expected(case: Case, tokens: int) -> list[Tensor]:
+    leave = batch_of(case).with_padding_to(tokens).leave
+    rule = functools.partial(reference.gated_delta_rule, leave=leave)
+    return results((rule, functools.partial(reference.convolution, leave=leave)), tensors_of(tokens))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks: int) -> None:
+    """Segments of one token to longer than a rank, chunks shorter and longer than them; float64 through 47 updates."""
+    cases = [(row, layout, seed) for row in ROWS for layout in LAYOUTS for seed in range(2)]
+    everyone = run_ranks(on_ranks, ranks, cases) if ranks > 1 else [on_ranks(0, 1, cases)]
+    for number, case in enumerate(cases):
+        tokens = np.concatenate([found[number][0] for found in everyone])
+        want = expected((case[0], "", case[2]), len(tokens))
+        for place, exact in enumerate(want):
+            parts = [found[number][1][place] for found in everyone]
+            if len(exact) == 3:  # the gradient of the convolution's weight is the sum over ranks
+                error = (torch.stack(parts).sum(0) - exact).abs().max()
+            else:
+                error = (torch.cat(parts) - exact[tokens]).abs().max()
+            assert error <= 1e-12 * exact.abs().max(), (case, place)

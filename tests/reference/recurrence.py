@@ -1,0 +1,40 @@
+"""A gated delta rule token by token, and a convolution tap by tap, along the path of each token of a row."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def before(leave: np.ndarray) -> list[int]:
+    """The token before each on its path: the nearest earlier one whose subtree holds it; -1: none."""
+    earlier = [[j for j in range(i) if leave[j] > i and leave[i] > 0] for i in range(len(leave))]
+    return [tokens[-1] if tokens else -1 for tokens in earlier]
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, leave: np.ndarray) -> Tensor:
+    """`[T, heads, V]`; the state of each token starts from that of the token before it; padding gives 0."""
+    share, states, outs = v.shape[1] // k.shape[1], dict[int, Tensor](), []
+    for i, past in enumerate(before(leave)):
+        rows = []
+        for head in range(v.shape[1]):
+            a, b = (x[i, head // share] / torch.sqrt((x[i, head // share] ** 2).sum() + 1e-6) for x in (q, k))
+            state = states[past][head] if past >= 0 else q.new_zeros(q.shape[-1], v.shape[-1])
+            state = log_decay[i, head].exp() * state
+            rows.append(state + beta[i, head] * torch.outer(b, v[i, head] - b @ state))
+            outs.append((a / q.shape[-1] ** 0.5) @ rows[-1] if leave[i] > 0 else 0 * v[i, head])
+        states[i] = torch.stack(rows)
+    return torch.stack(outs).unflatten(0, (len(q), -1))
+
+
+def convolution(x: Tensor, weight: Tensor, leave: np.ndarray) -> Tensor:
+    """`x[T, c]`, `weight[c, taps]`, the last tap for the token itself; padding sees itself alone."""
+    past, rows = before(leave), []
+    for i in range(len(x)):
+        total, j = torch.zeros_like(x[i]), i
+        for tap in reversed(range(weight.shape[1])):
+            total = total + (weight[:, tap] * x[j] if j >= 0 else 0)
+            j = past[j] if j >= 0 else -1
+        rows.append(total)
+    return torch.stack(rows)
