@@ -94,7 +94,7 @@ def tile_work(config: RunConfig) -> int:
     return elements * t.element_bytes + rows * t.accumulation_bytes
 
 
-def layer_activations(config: RunConfig, granularity: str) -> int:
+def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     model, p = config.model, config.parallel
     tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
@@ -122,7 +122,7 @@ def layer_activations(config: RunConfig, granularity: str) -> int:
     elements += model.lora_rank * sum(rows if name in ("output", "down") else tokens for name in kept)
     if model.lora_dropout > 0:
         columns = sum(not asked.isdisjoint(linears) for linears in (("q", "k", "v"), ("gate", "up")))
-        narrow = sum(model.linear_sizes[name][0] for name in asked & {"output", "down"})
+        narrow = sum(model.linear_sizes(layer)[name][0] for name in asked & {"output", "down"})
         dropped = columns * residual + tokens // tp * narrow  # its masks have as many bytes
     elements += dropped - sum(_left_out(config, granularity))
     wide_elements = (2 + 2 * both - (tiled and not after)) * rows + tokens * wide_heads // tp

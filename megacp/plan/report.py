@@ -137,7 +137,8 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
 def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
-    area = t.global_batch_size * sum(costs.layer_areas(config.model, length)) // config.model.num_layers
+    areas = [area for area in costs.layer_areas(config.model, length) if area]  # of layers with attention
+    area = t.global_batch_size * sum(areas) // max(1, len(areas))
     work_of_text = costs.text_flops(config, tokens, area)
     seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
     attention = costs.model_flops(config.model, tokens, area).attention

@@ -21,7 +21,7 @@ from tests.ranks import grid, run_ranks
 from tests.reference import decoder
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble, pieces_of
-from tests.reference.training import GEMMA, Values, config_of, parameter_pieces, step_batches, train
+from tests.reference.training import GEMMA, QWEN3_5, Values, config_of, parameter_pieces, step_batches, train
 from tests.reference.vision import TINY, document_with_images
 
 MODELS: dict[str, Values] = {
@@ -42,6 +42,7 @@ MODELS: dict[str, Values] = {
         "rotary_base": 50.0,
     },
     "as Gemma 3": GEMMA,
+    "as Qwen3.5": QWEN3_5,
     "windows in two layers of three": {"window_size": 7, "window_attn_skip_freq": "3"},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.reference import recurrence
+
 Weights = Mapping[str, Tensor]
 
 
@@ -50,8 +52,9 @@ def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]
 
 
 def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
-    """Half-rotation of `x[T, heads, d]`; `near`: in a layer with a window that has angles of its own."""
-    dim, factor = x.shape[-1], 1.0
+    """Half-rotation of `x[T, heads, d]`, or of the first part of it; `near`: by the angles of layers with a window."""
+    dim, factor = int(x.shape[-1] * model.rotary_percent), 1.0
+    x, rest = x[..., :dim], x[..., dim:]
     base = model.window_rotary_base if near else model.rotary_base
     speeds = [base ** (-i / dim) for i in range(0, dim, 2)]
     if model.rope_scaling == "linear" and not near:
@@ -61,7 +64,21 @@ def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
     angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
     cos, sin = (torch.cat([f(angles) * factor] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))
     first, second = x[..., : dim // 2], x[..., dim // 2 :]
-    return x * cos + torch.cat([-second, first], -1) * sin
+    return torch.cat([x * cos + torch.cat([-second, first], -1) * sin, rest], -1)
+
+
+def delta_net(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
+    """Gated DeltaNet token by token."""
+    part = {n: linear(x, weights, f"{name}.{n}") for n in "qkvzba"}
+    for n in "qkv":
+        taps = weights[f"{name}.convolution_{n}.weight"].squeeze(1)
+        part[n] = F.silu(recurrence.convolution(part[n], taps, batch.leave))
+    q, k = (part[n].view(len(x), model.linear_num_key_heads, -1) for n in "qk")
+    v, z = (part[n].view(len(x), model.linear_num_value_heads, -1) for n in "vz")
+    decay = -weights[f"{name}.A_log"].exp() * F.softplus(part["a"] + weights[f"{name}.dt_bias"])
+    out = recurrence.gated_delta_rule(q, k, v, decay, torch.sigmoid(part["b"]), batch.leave)
+    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + model.norm_epsilon) * weights[f"{name}.norm.weight"]
+    return linear((out * F.silu(z)).flatten(1), weights, f"{name}.output")
 
 
 def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
@@ -70,6 +87,8 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     found = {}
     for part in "qkv":
         value = linear(x, weights, f"{name}.{part}")
+        if part == "q" and model.attention_output_gate:
+            value, gate = (half.flatten(1) for half in value.view(len(x), heads, 2, dim).unbind(2))
         if part != "v" and model.qk_layernorm == "all_heads":
             value = norm(value, weights[f"{name}.{part}_norm.weight"], model)
         value = value.view(len(x), -1, dim)
@@ -89,7 +108,8 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
         # a padding row sees nothing: softmax gives NaN there, which must not reach the gradient
         scores = torch.where(mask.any(1)[:, None], scores, torch.zeros_like(scores))
         outs.append(torch.softmax(scores, -1) * mask.any(1)[:, None] @ v[:, group])
-    return linear(torch.cat(outs, -1), weights, f"{name}.output")
+    out = torch.cat(outs, -1)
+    return linear(out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output")
 
 
 def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
@@ -100,7 +120,11 @@ def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
         before, after = model.norm_position != "after", model.norm_position != "before"
         out = "_output" if before else ""
         h = norm(x, weights[f"{name}.attention_norm.weight"], model) if before else x
-        h = attention(h, weights, f"{name}.attention", batch, model)
+        every = int(model.linear_attention_freq or 1)
+        if (layer + 1) % every:
+            h = delta_net(h, weights, f"{name}.linear_attention", batch, model)
+        else:
+            h = attention(h, weights, f"{name}.attention", batch, model)
         x = x + (norm(h, weights[f"{name}.attention{out}_norm.weight"], model) if after else h)
         h = norm(x, weights[f"{name}.mlp_norm.weight"], model) if before else x
         gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
@@ -128,7 +152,8 @@ def train(
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Constant learning rate. Returns losses and gradient norms per step, the first step's gradients, final weights."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-    plain = [p for name, p in leaves.items() if name.endswith(".bias") or "norm" in name]
+    ends = (".bias", "dt_bias", "A_log")
+    plain = [p for name, p in leaves.items() if name.endswith(ends) or "norm" in name]
     decayed = [p for p in leaves.values() if not any(p is q for q in plain)]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": training.weight_decay}, {"params": plain, "weight_decay": 0.0}],

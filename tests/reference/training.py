@@ -53,6 +53,19 @@ GEMMA: Values = {
     "embedding_multiplier": 6.0,
 }
 """What Gemma 3 has beside the others."""
+QWEN3_5: Values = {
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "attention_output_gate": True,
+    "rotary_percent": 0.5,
+    "apply_layernorm_1p": True,
+    "qk_layernorm": "head",
+    "kv_channels": 8,
+}
+"""What Qwen3.5's text model has, with a gated delta rule in every second layer."""
 
 AXIS_FLAGS = {
     "tp": "tensor_model_parallel_size",

@@ -18,7 +18,7 @@ import pytest
 
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import GEMMA, Values, config_of, step_batches, train
+from tests.reference.training import GEMMA, QWEN3_5, Values, config_of, step_batches, train
 
 TOLERANCE = 1e-10
 
@@ -33,7 +33,12 @@ MODELS: dict[str, Values] = {
         "rope_original_max_positions": 16,
     },
     "untied, as Gemma 3": {"untie_embeddings_and_output_weights": True, **GEMMA},
-    "tied, dropout": {"hidden_dropout": 0.15, "qk_layernorm": "head", "clip_grad": 0.0},
+    "tied, dropout, as Qwen3.5": {
+        **QWEN3_5,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 8),
+        "hidden_dropout": 0.15,
+        "clip_grad": 0.0,
+    },
 }
 Shape = dict[str, int]
 

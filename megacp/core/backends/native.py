@@ -20,10 +20,12 @@ from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
+from megacp.core.context_parallel.states import prepare_states, recur, short_convolution
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
-from megacp.core.ops.pointwise import ACTIVATIONS, rms_norm
+from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
+from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,
@@ -46,6 +48,8 @@ class NormSpec:
     name: str
     size: int
     epsilon: float
+    gated: bool = False
+    """Called with a gate, whose SiLU the result is multiplied by; its weight begins at 1 in any model."""
 
 
 class RMSNorm(nn.Module):
@@ -55,12 +59,15 @@ class RMSNorm(nn.Module):
 
     def __init__(self, norm: NormSpec, partial: bool | None, options: LinearOptions, init: str = "ones") -> None:
         super().__init__()
+        init = "ones" if norm.gated else init
         self.epsilon, self.zero_centered = norm.epsilon, init == "zeros"
         spec = replicated_spec(f"{norm.name}.weight", (norm.size,), init, options, partial_over_tp=partial)
         self.weight = options.parameter(spec)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """`x[..., size]` to the same shape."""
+        if gate is not None:
+            return gated_norm(x, gate, self.weight, self.epsilon)
         return rms_norm(x, self.weight, self.epsilon, self.zero_centered)
 
 
@@ -118,8 +125,10 @@ class NativeBackend:
         self.deferred = weight_gradients if isinstance(weight_gradients, DeferredWeightGradients) else None
         hierarchy = parallel.hierarchical_context_parallel_sizes or ()
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
-        axis = row_axis(grid, parallel)
-        self.transport = select_transport(parallel.cp_comm_type, kernel, axis, grid.device, hierarchy)
+        self.row_axis = row_axis(grid, parallel)
+        self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
+        states = any(model.has_state(layer) for layer in range(model.num_layers))
+        self.taps = model.linear_conv_kernel_dim if states else 0
         self.tile_rows = training.mlp_chunk_tokens
         if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
@@ -196,9 +205,19 @@ class NativeBackend:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
         return self.transport.attend(q, k, v, plan, scale)
 
+    def convolution(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        """`short_convolution` over the ranks of a row."""
+        return short_convolution(x, weight, plan, self.row_axis)
+
+    def delta_rule(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
+        """`gated_delta_rule` over the ranks of a row, for inputs `[t, ...]`: `[t, heads/tp, V]`."""
+        return recur(gated_delta_rule, plan, self.row_axis, *inputs)
+
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
         self.transport.prepare(plan, self._heads)
+        if self.taps:
+            prepare_states(plan, self.taps, self.options.device)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""

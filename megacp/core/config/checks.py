@@ -45,14 +45,16 @@ _DIVIDE = (
     ("num_query_groups", _TP),
     ("num_attention_heads", "num_query_groups"),
     ("ffn_hidden_size", _TP),
+    ("linear_num_key_heads", _TP),
+    ("linear_num_value_heads", "linear_num_key_heads"),
     ("vision_image_size", "vision_patch_size"),
     ("vision_ffn_hidden_size", _TP),
     ("connector_ffn_hidden_size", _TP),
     ("vision_num_attention_heads", _TP),
     ("vision_hidden_size", "vision_num_attention_heads"),
 )
-"""The first field is a multiple of the second; None is derived from a field that has a row of its own. The last five
-are of the tower.
+"""The first field is a multiple of the second; None is derived from a field that has a row of its own. Behind four are
+two of the gated delta rule, and five of the tower.
 """
 
 
@@ -73,7 +75,8 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
     if m.kv_channels is None:
         of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
         rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))
-    for name, by in _DIVIDE if config.vision.vision_num_layers > 0 else _DIVIDE[:4]:
+    rules = _DIVIDE[:4] + _DIVIDE[4:6] * (m.linear_attention_freq is not None)
+    for name, by in rules + _DIVIDE[6:] * (config.vision.vision_num_layers > 0):
         number, divisor = values[name], values[by]
         if isinstance(number, int) and isinstance(divisor, int):
             rows.append((f"{flag(name)} {number}", number, f"{flag(by)} {divisor}", divisor))
@@ -119,7 +122,7 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
-        for pattern in (m.rotates, m.reach):
+        for pattern in (m.rotates, m.reach, m.has_state):
             pattern(0)
     except ValueError as error:
         yield str(error)
@@ -216,7 +219,8 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     asked = (m.lora_targets or "q,v").replace(",", " ").split()
     if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
         yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
-    widths = {name: min(m.linear_sizes[name]) for name in m.lora_linears}
+    layers = [m.linear_sizes(layer) for layer in range(m.num_layers)]
+    widths = {name: min(min(sizes[name]) for sizes in layers) for name in m.lora_linears}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
     if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):

@@ -15,7 +15,8 @@ from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Fraction, NotNegati
 VOCABULARY_MULTIPLE = 8
 """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
-"""The linears of a block, by the names that --lora-targets takes."""
+"""The linears of a block, by the names that --lora-targets takes; a gated delta rule's have the names of attention's.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class ModelConfig:
     window_rotary_base: Annotated[float | None, Range(1, low_open=True)] = None
     """Theta in layers with a sliding window, where nothing is stretched then (default: as in the others; Gemma 3)."""
 
+    rotary_percent: Annotated[float, Range(0, 1, low_open=True)] = 1.0
+    """Part of a head that the rotary embedding turns: its first dimensions (Qwen3.5: 0.25)."""
+
     no_rope_freq: str | None = None
     """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the third of each three."""
 
@@ -72,6 +76,25 @@ class ModelConfig:
     window_attn_skip_freq: str | None = None
     """Which layers have the window: N leaves it out of every N-th layer, [1,1,0] of the third of each three (default:
     all have it)."""
+
+    linear_attention_freq: str | None = None
+    """Which layers have a gated delta rule instead of attention: N leaves it out of every N-th layer, [1,1,0] of the
+    third of each three (default: none has it; Qwen3.5: 4)."""
+
+    linear_num_key_heads: Positive[int] = 16
+    """Query and key heads of a gated delta rule."""
+
+    linear_num_value_heads: Positive[int] = 32
+    """Value heads of a gated delta rule, each with a state; a multiple of the key heads."""
+
+    linear_key_head_dim: Positive[int] = 128
+    """Width of a query and key head of a gated delta rule."""
+
+    linear_value_head_dim: Positive[int] = 128
+    """Width of a value head of a gated delta rule."""
+
+    linear_conv_kernel_dim: Annotated[int, Range(2, 64)] = 4
+    """Tokens of the convolution before a gated delta rule, the token itself included."""
 
     max_position_embeddings: Positive[int | None] = None
     """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""
@@ -97,6 +120,9 @@ class ModelConfig:
 
     mlp_activation: Literal["swiglu", "geglu"] = "swiglu"
     """What the gate of the MLP passes: SiLU, or GELU by its tanh approximation (Gemma)."""
+
+    attention_output_gate: bool = False
+    """Attention's output times the sigmoid of a gate that the query projection gives beside the queries (Qwen3.5)."""
 
     add_qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2, Molmo2)."""
@@ -139,13 +165,18 @@ class ModelConfig:
         asked = (self.lora_targets or "q,v").replace(",", " ").split() if self.lora_rank > 0 else ()
         return tuple(name for name in LINEARS if name in asked or asked == ["all"])
 
-    @property
-    def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each of `LINEARS`."""
+    def linear_sizes(self, layer: int) -> dict[str, tuple[int, int]]:
+        """(inputs, outputs) of each linear of a layer by the end of its name, those of `LINEARS` first."""
         hidden, ffn = self.hidden_size, self.ffn_hidden_size
         heads, groups = self.num_attention_heads * self.head_dim, self.query_groups * self.head_dim
-        attention = {"q": (hidden, heads), "k": (hidden, groups), "v": (hidden, groups), "output": (heads, hidden)}
-        return attention | {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+        rows, more = {"q": heads * (1 + self.attention_output_gate), "k": groups, "v": groups}, {}
+        if self.has_state(layer):
+            keys, heads = self.linear_num_key_heads * self.linear_key_head_dim, self.linear_heads_width
+            rows, more = {"q": keys, "k": keys, "v": heads}, {"z": heads}
+            more |= dict.fromkeys("ba", self.linear_num_value_heads)
+        found = {name: (hidden, width) for name, width in rows.items()} | {"output": (heads, hidden)}
+        found |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+        return found | {name: (hidden, width) for name, width in more.items()}
 
     @property
     def lora_scale(self) -> float:
@@ -176,6 +207,21 @@ class ModelConfig:
         """Window of a layer, and chunk (of models of others); 0: no limit. ValueError for a pattern of neither form."""
         pattern = skip_pattern("--window-attn-skip-freq", self.window_attn_skip_freq, skips="0")
         return 0 if self.window_size is None or pattern[layer % len(pattern)] else self.window_size, 0
+
+    @property
+    def linear_heads_width(self) -> int:
+        """Width of all value heads of a gated delta rule."""
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that are turned, an even number."""
+        return int(self.head_dim * self.rotary_percent) // 2 * 2
+
+    def has_state(self, layer: int) -> bool:
+        """Whether a layer has a gated delta rule instead of attention. ValueError for a pattern of neither form."""
+        pattern = skip_pattern("--linear-attention-freq", self.linear_attention_freq, skips="0")
+        return self.linear_attention_freq is not None and not pattern[layer % len(pattern)]
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer has the rotary embedding. ValueError for a `no_rope_freq` that is neither form."""

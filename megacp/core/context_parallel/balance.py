@@ -28,8 +28,8 @@ ALIKE: Mix = {Reach(): 1}
 
 
 def mix_of(model: ModelConfig) -> Mix:
-    """How many layers of a model look how far."""
-    return Counter(Reach(*model.reach(layer)) for layer in range(model.num_layers))
+    """How many layers of a model look how far; those with a state do not look."""
+    return Counter(Reach(*model.reach(layer)) for layer in range(model.num_layers) if not model.has_state(layer))
 
 
 def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:

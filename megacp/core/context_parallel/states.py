@@ -286,14 +286,26 @@ class _Recurrence(torch.autograd.Function):
         return None, None, None, *(_out_of_chunks(d, states, x) for d, x in zip(found, inputs, strict=True))
 
 
+def _state_plan(plan: AttentionPlan, device: torch.device) -> StatePlan:
+    return plan.part(f"states on {device}", lambda: StatePlan(plan, device))
+
+
+def _taps_plan(plan: AttentionPlan, taps: int, device: torch.device) -> TapsPlan:
+    return plan.part(f"{taps} taps on {device}", lambda: TapsPlan(plan, taps, device))
+
+
+def prepare_states(plan: AttentionPlan, taps: int, device: torch.device) -> None:
+    """Make on the host what the layers of a plan need; called from the loader's threads."""
+    _state_plan(plan, device)
+    _taps_plan(plan, taps, device)
+
+
 def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
     """What a rule reads, `[t, heads, V]`, for inputs `[t, ...]` of this rank's tokens; 0 for padding.
 
     Differentiable in the inputs. One message in forward and one in backward, where paths cross ranks.
     """
-    device = inputs[0].device
-    states = plan.part(f"states on {device}", lambda: StatePlan(plan, device))
-    return _Recurrence.apply(rule, states, axis, *inputs)
+    return _Recurrence.apply(rule, _state_plan(plan, inputs[0].device), axis, *inputs)
 
 
 class TapsPlan:
@@ -334,8 +346,8 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan
 
     Differentiable in both. Ranks exchange the few rows before each of their segments.
     """
-    taps, device = weight.shape[1], x.device
-    apart = plan.part(f"{taps} taps on {device}", lambda: TapsPlan(plan, taps, device))
+    taps = weight.shape[1]
+    apart = _taps_plan(plan, taps, x.device)
     out, came = causal_taps(x, weight), x[:0]
     if apart.travels:  # a rank that gets no rows has part in the message all the same, also in backward
         came = exchange(x.index_select(0, apart.sent), axis, apart.out_splits, apart.in_splits)

@@ -36,7 +36,7 @@ class ParameterSpec:
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
-    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`."""
+    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16)."""
     std: float = 0.02
     weight_decay: bool = True
     """False for norm weights and biases."""

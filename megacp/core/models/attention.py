@@ -18,6 +18,13 @@ from megacp.core.ops.mask import Reach
 from megacp.core.ops.rotary import rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos, sin `[t, 1, rotary_dim / 2]` of this rank's tokens."""
+
+
+def _gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(gate)
+
 
 class SelfAttention(nn.Module):
     """`x[t/tp, h] -> [t/tp, h]`, a norm in front of it included."""
@@ -30,12 +37,13 @@ class SelfAttention(nn.Module):
         self.scale, self.reach = config.attention_scale, Reach(*config.reach(layer))
         heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
         hidden, epsilon = config.hidden_size, config.norm_epsilon
-        tensors = (("q", heads), ("k", groups), ("v", groups))
+        self.gated = config.attention_output_gate
+        tensors = (("q", heads * (1 + self.gated)), ("k", groups), ("v", groups))
         self.qkv = backend.norm_column_linear(
             NormSpec(f"{prefix}_norm", hidden, epsilon) if config.norm_position != "after" else None,
             LinearSpec(prefix, tensors, hidden, config.add_qkv_bias, config.init_method_std),
         )
-        self.widths = [heads // backend.tp.size, groups // backend.tp.size, groups // backend.tp.size]
+        self.widths = [rows // backend.tp.size for _, rows in tensors]
         self.output = backend.row_linear(
             LinearSpec(prefix, (("output", hidden),), heads, config.add_attention_output_bias, output_std(config))
         )
@@ -46,11 +54,11 @@ class SelfAttention(nn.Module):
             else:
                 self.column_norms.append(backend.column_norm(NormSpec(f"{prefix}.{name}", columns, epsilon)))
 
-    def forward(
-        self, x: torch.Tensor, plan: AttentionPlan, rotary: tuple[torch.Tensor, torch.Tensor], save: Save
-    ) -> torch.Tensor:
-        """Attend under the plan; `rotary` is cos, sin `[t, 1, head_dim / 2]` of this rank's tokens."""
+    def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
+        """Attend under the plan."""
         q, k, v = self.qkv(x, save).split(self.widths, -1)
+        if self.gated:  # each head's queries stand before its gate
+            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(2))
         if self.column_norms:
             q, k = self.column_norms[0](q), self.column_norms[1](k)
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))  # [t, heads/tp * d] -> [.., d]
@@ -60,4 +68,5 @@ class SelfAttention(nn.Module):
             v = v.contiguous()  # a view would keep the whole fused product alive for backward
         q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
         out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale)
-        return self.output(out.flatten(1))  # [t, heads/tp, d] -> [t, heads/tp * d]
+        out = out.flatten(1)  # [t, heads/tp, d] -> [t, heads/tp * d]
+        return self.output(save(_gate, out, gate) if self.gated else out)

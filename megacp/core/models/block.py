@@ -17,16 +17,14 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.models.attention import SelfAttention
+from megacp.core.models.attention import Angles, SelfAttention
+from megacp.core.models.delta_net import GatedDeltaNet
 from megacp.core.models.init import output_std
 from megacp.core.models.offload import BlockOffload, HostMemory
 from megacp.core.models.recompute import keep, run_block
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
-
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""cos, sin `[t, 1, head_dim / 2]` of this rank's tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Block(nn.Module):
         prefix = f"layers.{layer}"
         self.layer, self.has_window = layer, config.reach(layer)[0] > 0
         self.dropout = config.hidden_dropout
-        self.attention = SelfAttention(layer, config, backend)
+        self.attention = (GatedDeltaNet if config.has_state(layer) else SelfAttention)(layer, config, backend)
         hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
         position, epsilon = config.norm_position, config.norm_epsilon
         after = [f"{prefix}.{n}{'_output' * (position == 'both')}_norm" for n in ("attention", "mlp")]

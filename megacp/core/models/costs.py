@@ -60,23 +60,35 @@ def causal_area(tokens: int, window: int = 0) -> int:
 
 
 def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
-    """`causal_area` of each layer."""
-    return [causal_area(tokens, model.reach(layer)[0]) for layer in range(model.num_layers)]
+    """`causal_area` of each layer; 0 where a state takes the place of attention."""
+    layers = range(model.num_layers)
+    return [0 if model.has_state(layer) else causal_area(tokens, model.reach(layer)[0]) for layer in layers]
 
 
-def layer_weights(model: ModelConfig) -> int:
+def layer_weights(model: ModelConfig, layer: int = 0) -> int:
     """Weights of the linears of a layer."""
-    attention = model.head_dim * 2 * (model.num_attention_heads + model.query_groups)
-    return model.hidden_size * (attention + 3 * model.ffn_hidden_size)
+    return sum(inputs * outputs for inputs, outputs in model.linear_sizes(layer).values())
 
 
-def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
+def state_flops(model: ModelConfig, tokens: int) -> float:
+    """Forward of a gated delta rule in chunks of C tokens: products inside a chunk, its map, and the scan."""
+    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, 64
+    inside = chunk * (2 * keys + (keys + values) / 2 + keys + values)  # of a token: scores, solved, seen
+    across = keys * keys + 2 * keys * values + keys * keys * values / chunk
+    return 2.0 * tokens * model.linear_num_value_heads * (inside + across)
+
+
+def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:
     """Parameters of one decoder block on one tp rank: sharded linears, replicated norms and row biases."""
-    sharded = layer_weights(model)
-    sharded += model.add_qkv_bias * model.head_dim * (model.num_attention_heads + 2 * model.query_groups)
-    sharded += model.add_mlp_bias * 2 * model.ffn_hidden_size
+    sharded = layer_weights(model, layer) + model.add_mlp_bias * 2 * model.ffn_hidden_size
     norms = 4 if model.norm_position == "both" else 2
-    replicated = model.hidden_size * (norms + model.add_attention_output_bias + model.add_mlp_bias)
+    replicated = model.hidden_size * (norms + model.add_mlp_bias)
+    if model.has_state(layer):
+        channels = sum(model.linear_sizes(layer)[name][1] for name in "qkv")
+        sharded += channels * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
+        return sharded // tp + replicated + model.linear_value_head_dim
+    replicated += model.hidden_size * model.add_attention_output_bias
+    sharded += model.add_qkv_bias * sum(model.linear_sizes(layer)[name][1] for name in "qkv")
     if model.qk_layernorm == "all_heads":
         sharded += model.head_dim * (model.num_attention_heads + model.query_groups)
     elif model.qk_layernorm == "head":
@@ -84,14 +96,14 @@ def layer_parameters(model: ModelConfig, tp: int = 1) -> int:
     return sharded // tp + replicated
 
 
-def pair_parameters(model: ModelConfig, tp: int = 1) -> int:
+def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:
     """Parameters of the low-rank pairs of one decoder block on one tp rank; 0 without them.
 
     Of a linear that is cut by rows, A is whole on each rank; of one that is cut by columns, B.
     """
     total = 0
     for name in model.lora_linears:
-        inputs, outputs = model.linear_sizes[name]
+        inputs, outputs = model.linear_sizes(layer)[name]
         cut = inputs if name in ("output", "down") else outputs
         total += model.lora_rank * (inputs + outputs - cut + cut // tp)
     return total
@@ -105,12 +117,17 @@ def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
 def model_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
     rows = model.embedding_rows + model.untie_embeddings_and_output_weights * model.vocab_size
-    return model.num_layers * (layer_parameters(model) + pair_parameters(model)) + (1 + rows) * model.hidden_size
+    layers = range(model.num_layers)
+    blocks = sum(layer_parameters(model, 1, layer) + pair_parameters(model, 1, layer) for layer in layers)
+    return blocks + (1 + rows) * model.hidden_size
 
 
-def layer_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
+def layer_flops(model: ModelConfig, tokens: int, area: int, layer: int = 0) -> Flops:
     """One block's forward over `tokens` tokens with `area` allowed (query, key) pairs."""
-    return Flops(2.0 * tokens * layer_weights(model), 4.0 * area * model.num_attention_heads * model.head_dim)
+    linear = 2.0 * tokens * layer_weights(model, layer)
+    if model.has_state(layer):
+        return Flops(linear + state_flops(model, tokens), 0.0)
+    return Flops(linear, 4.0 * area * model.num_attention_heads * model.head_dim)
 
 
 def head_flops(model: ModelConfig, tokens: int) -> Flops:
@@ -119,8 +136,11 @@ def head_flops(model: ModelConfig, tokens: int) -> Flops:
 
 
 def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """The whole model's forward over `tokens` tokens, without pairs; `area` is summed over their documents."""
-    return layer_flops(model, tokens, area).times(model.num_layers) + head_flops(model, tokens)
+    """The whole model's forward over `tokens` tokens, without pairs; `area`, of a layer with attention, is summed over
+    their documents.
+    """
+    layers = (layer_flops(model, tokens, area, layer) for layer in range(model.num_layers))
+    return sum(layers, head_flops(model, tokens))
 
 
 def connector_ffn(config: RunConfig) -> int:
@@ -163,7 +183,8 @@ def run_parameters(config: RunConfig) -> int:
 
 def trained_parameters(config: RunConfig) -> int:
     """Those of them that are not frozen."""
-    pairs, frozen = config.model.num_layers * pair_parameters(config.model), config.frozen_parts
+    model, frozen = config.model, config.frozen_parts
+    pairs = sum(pair_parameters(model, 1, layer) for layer in range(model.num_layers))
     text, vision = model_parameters(config.model) - pairs, tower_parameters(config)
     parts = {"text": text, "vision": vision, "connector": connector_parameters(config)}
     return pairs + sum(count for name, count in parts.items() if name not in frozen)
@@ -192,12 +213,18 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDO
     return below + (passing if "connector" in frozen else connector.training)
 
 
-def text_flops(config: RunConfig, tokens: int, area: int) -> float:
-    """FLOPs of training of the decoder: a frozen one passes gradients through, low-rank pairs beside it are trained."""
-    model = config.model
-    flops = model_flops(model, tokens, area)
-    pairs = Flops(2.0 * tokens * model.num_layers * pair_parameters(model), 0.0)
+def block_flops(config: RunConfig, tokens: int, area: int, layer: int) -> float:
+    """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained."""
+    flops = layer_flops(config.model, tokens, area, layer)
+    pairs = Flops(2.0 * tokens * pair_parameters(config.model, 1, layer), 0.0)
     return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs.training
+
+
+def text_flops(config: RunConfig, tokens: int, area: int) -> float:
+    """FLOPs of training of the decoder; `area` as in `model_flops`."""
+    head = head_flops(config.model, tokens)
+    blocks = sum(block_flops(config, tokens, area, layer) for layer in range(config.model.num_layers))
+    return blocks + (head.passing if "text" in config.frozen_parts else head.training)
 
 
 def planned_images(config: RunConfig) -> tuple[int, int]:
@@ -225,7 +252,7 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
     last = head.passing if "text" in config.frozen_parts else head.training
-    layers = [(text_flops(config, tokens, area) - last) / model.num_layers for area in layer_areas(model, tokens)]
+    layers = [block_flops(config, tokens, area, layer) for layer, area in enumerate(layer_areas(model, tokens))]
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing

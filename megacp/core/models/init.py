@@ -26,14 +26,18 @@ def output_std(config: ModelConfig) -> float:
 
 
 Draw = Callable[..., torch.Tensor]
-"""`(*shape, generator=...)`: numbers of mean 0 and standard deviation 1."""
+"""`(*shape, generator=...)`: numbers that a spec's `std` scales."""
 
 
 def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
     return (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0)
 
 
-DRAWS: dict[str, Draw] = {"normal": torch.randn, "uniform": _uniform}
+def _log_rate(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.log(0.01 + 15.99 * torch.rand(*shape, generator=generator))
+
+
+DRAWS: dict[str, Draw] = {"normal": torch.randn, "uniform": _uniform, "log_rate": _log_rate}
 """By `ParameterSpec.init`."""
 
 

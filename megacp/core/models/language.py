@@ -98,11 +98,11 @@ class LanguageModelChunk(nn.Module):
         made(self, "chunk")
         scaling = RotaryScaling(config.rope_scaling, config.rope_scaling_factor, config.rope_original_max_positions)
         self.rotary_factor = scaling.attention_factor
-        frequencies = inverse_frequencies(config.head_dim, config.rotary_base, scaling)
+        frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)
         self.window_frequencies, self.multiplier = None, config.embedding_multiplier
         if config.window_rotary_base is not None:
-            frequencies = inverse_frequencies(config.head_dim, config.window_rotary_base, RotaryScaling())
+            frequencies = inverse_frequencies(config.rotary_dim, config.window_rotary_base, RotaryScaling())
             self.window_frequencies = frequencies.to(self.frequencies.device)
 
     def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:

@@ -67,6 +67,37 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, zero_centere
 
 
 @fused
+def _gate_backward(
+    grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the normed x and of the gate."""
+    wide, wide_gate = grad.to(scale.dtype), gate.to(scale.dtype)
+    normed = x.to(scale.dtype) * scale * weight
+    d_gate = torch.ops.aten.silu_backward(wide * normed, wide_gate)
+    return wide * F.silu(wide_gate), d_gate.to(gate.dtype)
+
+
+class _GatedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        out, scale = _norm(x, weight, epsilon, False)
+        ctx.save_for_backward(x, gate, weight, scale)
+        return out.mul_(F.silu(gate))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, gate, weight, scale = ctx.saved_tensors
+        d_normed, d_gate = _gate_backward(grads[0], x, gate, weight, scale)
+        dx, d_weight = _norm_backward(d_normed, x, weight, scale, False)
+        return dx, d_gate, d_weight, None
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """`rms_norm(x) * silu(gate)`, all of `[..., h]`; saves the two and a scale per row."""
+    return _GatedNorm.apply(x, gate, weight, epsilon)
+
+
+@fused
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(empty(gate.shape, gate).copy_(gate), inplace=True).mul_(up)

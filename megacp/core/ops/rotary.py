@@ -77,10 +77,12 @@ def cos_sin(
 @fused
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """Rotate by the angles, or back by them when `sign` is -1: over whole heads, as angles are a head's share of x."""
-    first, second = x.chunk(2, -1)
-    whole_cos = torch.cat([cos, cos], -1)  # [n, 1, d/2] -> [n, 1, d]
+    turned, rest = x.tensor_split([2 * cos.shape[-1]], -1)
+    first, second = turned.chunk(2, -1)
+    whole_cos = torch.cat([cos, cos], -1)  # [n, 1, r/2] -> [n, 1, r]
     whole_sin = torch.cat([sin * -sign, sin * sign], -1)
-    return torch.cat([second, first], -1).mul_(whole_sin).addcmul_(x, whole_cos)
+    turned = torch.cat([second, first], -1).mul_(whole_sin).addcmul_(turned, whole_cos)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 class _Rotate(torch.autograd.Function):
@@ -96,7 +98,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x[n, heads, head_dim]` by the angles of each token: dimension i pairs with i + head_dim / 2.
+    """Rotate the first r dimensions of `x[n, heads, head_dim]` by r / 2 angles of each token: i pairs with i + r / 2.
 
     cos and sin may have a common factor, which scales the result.
     """

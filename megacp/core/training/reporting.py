@@ -25,7 +25,8 @@ from megacp.core.training.state import Resumed, Start
 def row_flops(row: PlannedRow, config: RunConfig) -> float:
     """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its images."""
     metadata, images = row.share.plan.metadata, row.batch.vision
-    area = row_area(metadata, mix_of(config.model)).sum() / config.model.num_layers
+    mix = mix_of(config.model)
+    area = row_area(metadata, mix).sum() / max(1, sum(mix.values()))
     total = text_flops(config, int((metadata.leave > 0).sum()), int(area))
     if images is not None:
         total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
