@@ -132,9 +132,18 @@ class ConfigJson:
             self.faults.append(f"{path} is {shown(found)}, megacp can only express {count} times full_attention")
 
     def rope(
-        self, positions: int, section: str = "", theta: float = 1e4, kinds: Collection[str] = tuple(_ROPE_TYPES)
+        self,
+        positions: int,
+        section: str = "",
+        theta: float = 1e4,
+        kinds: Collection[str] = (),
+        part: float | None = None,
     ) -> Values:
-        """Theta and scaling of the rotary embedding: the library's `rope_parameters`, or its older spelling."""
+        """Theta and scaling of the rotary embedding: the library's `rope_parameters`, or its older spelling.
+
+        `part`: of a head where the config is silent; None: no part can be said.
+        """
+        kinds = kinds or tuple(_ROPE_TYPES)
         given = {name: self.get(section + name) for name in ("rope_scaling", "rope_parameters")}
         name = next((n for n, params in given.items() if params), "rope_parameters")
         path, params = section + name, ({} if given[name] is None else given[name])
@@ -155,9 +164,12 @@ class ConfigJson:
             "rope_scaling": "none" if kind == "default" else kind,
             "rotary_base": self.checked(f"{section}rope_theta", base, theta, float, 1.0, 1e12),
         }
-        part = params.get("partial_rotary_factor", outside[1])
-        if part not in (None, 1.0):
-            self.faults.append(f"{section}partial_rotary_factor is {shown(part)}, megacp rotates whole heads")
+        said = params.get("partial_rotary_factor", outside[1])
+        if part is not None:
+            path_of_part = f"{section}partial_rotary_factor"
+            values["rotary_percent"] = self.checked(path_of_part, part if said is None else said, part, float, 0.01, 1)
+        elif said not in (None, 1.0):
+            self.faults.append(f"{section}partial_rotary_factor is {shown(said)}, megacp rotates whole heads")
         for key in _ROPE_TYPES[kind]:
             ours, number, low = _ROPE_NUMBERS[key]
             value = params.get(key)
@@ -165,6 +177,7 @@ class ConfigJson:
                 value = positions  # as the library: the length the model is for
             values[ours] = self.checked(f"{path}.{key}", value, None, number, low, 1e9)
         known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_NUMBERS}
+        known |= {"mrope_section", "mrope_interleaved"} if part is not None else set()  # text has equal positions
         fixed = _ROPE_FIXED.get(kind, {})
         if kind == "yarn":
             pair = bool(params.get("mscale") and params.get("mscale_all_dim"))  # one alone means nothing to the library
@@ -204,6 +217,8 @@ def rope_fields(values: Values) -> Values:
     kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
     params = {"rope_type": kind, **{key: values[_ROPE_NUMBERS[key][0]] for key in _ROPE_TYPES[kind]}}
     params |= _ROPE_FIXED["llama3"] if kind == "llama3" else {}
+    if values.get("rotary_percent", 1.0) != 1.0:
+        params["partial_rotary_factor"] = values["rotary_percent"]
     return {
         "rope_theta": values["rotary_base"],
         "rope_scaling": None if kind == "default" else params,

@@ -48,6 +48,20 @@ _AFTER = {
     "model.layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
 }
 GEMMA3 = DECODER | _AFTER
+_DELTA = {
+    **{f"in_proj_{x}.weight": f"{x}.weight" for x in "zba"},
+    **{"dt_bias": "dt_bias", "A_log": "A_log", "norm.weight": "norm.weight", "out_proj.weight": "output.weight"},
+}
+QWEN3_5: dict[str, str | tuple[str, ...]] = {
+    **DECODER,
+    **{f"model.layers.{{i}}.linear_attn.{x}": f"layers.{{i}}.linear_attention.{ours}" for x, ours in _DELTA.items()},
+    **{
+        f"model.layers.{{i}}.linear_attn.{theirs}.weight": tuple(
+            f"layers.{{i}}.linear_attention.{ours}{x}.weight" for x in "qkv"
+        )
+        for theirs, ours in (("in_proj_qkv", ""), ("conv1d", "convolution_"))
+    },
+}
 PHI3 = {
     **{theirs: ours for theirs, ours in DECODER.items() if "_proj" not in theirs},
     "model.layers.{i}.self_attn.qkv_proj.weight": tuple(f"layers.{{i}}.attention.{x}.weight" for x in "qkv"),
@@ -80,20 +94,44 @@ def decoder_shapes(values: Values) -> dict[str, Shape]:
     }
     if values["untie_embeddings_and_output_weights"]:
         found["head.weight"] = (values["vocab_size"], hidden)
-    for layer in (f"layers.{i}" for i in range(values["num_layers"])):
+    state = state_layers(values)
+    for i in range(values["num_layers"]):
+        layer = f"layers.{i}"
         places = ("", "_output") if values["norm_position"] == "both" else ("",)
         found |= {f"{layer}.{n}{place}_norm.weight": (hidden,) for n in ("attention", "mlp") for place in places}
-        found |= linear(f"{layer}.attention.q", heads, hidden, qkv)
+        found |= linear(f"{layer}.mlp.gate", ffn, hidden, mlp) | linear(f"{layer}.mlp.up", ffn, hidden, mlp)
+        found |= linear(f"{layer}.mlp.down", hidden, ffn, mlp)
+        if state[i]:
+            found |= _delta_shapes(f"{layer}.linear_attention", values)
+            continue
+        found |= linear(f"{layer}.attention.q", heads * (1 + values.get("attention_output_gate", False)), hidden, qkv)
         found |= linear(f"{layer}.attention.k", groups, hidden, qkv)
         found |= linear(f"{layer}.attention.v", groups, hidden, qkv)
         found |= linear(f"{layer}.attention.output", hidden, heads, values["add_attention_output_bias"])
-        found |= linear(f"{layer}.mlp.gate", ffn, hidden, mlp) | linear(f"{layer}.mlp.up", ffn, hidden, mlp)
-        found |= linear(f"{layer}.mlp.down", hidden, ffn, mlp)
         if values["qk_layernorm"] != "off":
             together = values["qk_layernorm"] == "all_heads"
             found[f"{layer}.attention.q_norm.weight"] = (heads if together else width,)
             found[f"{layer}.attention.k_norm.weight"] = (groups if together else width,)
     return found
+
+
+def state_layers(values: Values) -> list[bool]:
+    """Which layers have a gated delta rule instead of attention."""
+    freq = values.get("linear_attention_freq")
+    pattern = skip_pattern("--linear-attention-freq", freq, skips="0")
+    return [freq is not None and not pattern[i % len(pattern)] for i in range(values["num_layers"])]
+
+
+def _delta_shapes(name: str, values: Values) -> dict[str, Shape]:
+    """Of a gated delta rule."""
+    hidden, heads = values["hidden_size"], values["linear_num_value_heads"]
+    keys = values["linear_num_key_heads"] * values["linear_key_head_dim"]
+    width, taps = heads * values["linear_value_head_dim"], values["linear_conv_kernel_dim"]
+    rows = {"q": keys, "k": keys, "v": width, "z": width, "b": heads, "a": heads}
+    found: dict[str, Shape] = {f"{name}.{x}.weight": (count, hidden) for x, count in rows.items()}
+    found |= {f"{name}.convolution_{x}.weight": (rows[x], 1, taps) for x in "qkv"}
+    found |= {f"{name}.dt_bias": (heads,), f"{name}.A_log": (heads,), f"{name}.output.weight": (hidden, width)}
+    return found | {f"{name}.norm.weight": (values["linear_value_head_dim"],)}
 
 
 def links_of(table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0) -> list[Link]:
@@ -127,6 +165,7 @@ _PLAIN: Values = {
     **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), False),
     **{"norm_position": "before", "qk_layernorm": "off", "no_rope_freq": None},
     **{"window_size": None, "window_attn_skip_freq": None, "window_rotary_base": None},
+    **{"linear_attention_freq": None, "attention_output_gate": False, "rotary_percent": 1.0},
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
@@ -134,9 +173,14 @@ _PLAIN: Values = {
 
 
 def sizes_from_hf(
-    c: ConfigJson, defaults: Values, section: str = "", theta: float = 1e4, kinds: Collection[str] = ()
+    c: ConfigJson,
+    defaults: Values,
+    section: str = "",
+    theta: float = 1e4,
+    kinds: Collection[str] = (),
+    part: float | None = None,
 ) -> Values:
-    """The flags that every decoder's config speaks of."""
+    """The flags that every decoder's config speaks of; `theta`, `kinds` and `part` as in `ConfigJson.rope`."""
 
     def size(name: str, high: int = 2**31 - 1) -> int:
         return c.number(section + name, defaults[name], high=high)
@@ -149,7 +193,7 @@ def sizes_from_hf(
     values["num_query_groups"] = c.number(f"{section}num_key_value_heads", groups or heads, null=null_heads)
     values["kv_channels"] = c.number(f"{section}head_dim", width or even, null=null_width)
     positions = values["max_position_embeddings"] = values["seq_length"] = size("max_position_embeddings")
-    values |= c.rope(positions, section, theta, *[kinds] if kinds else [])
+    values |= c.rope(positions, section, theta, kinds, part)
     values["norm_epsilon"] = c.number(f"{section}rms_norm_eps", defaults["rms_norm_eps"], float, 1e-30, 1.0)
     values["init_method_std"] = c.number(f"{section}initializer_range", 0.02, float, 0.0, 1e6)
     c.only(section, hidden_act="silu", attention_dropout=0.0)
@@ -192,13 +236,15 @@ class Words:
     mlp_bias: bool = False
     window: str = ""
     """What says which layers have a sliding window: `sliding_window` (all), `use_sliding_window` or `layer_types`."""
+    rotary_part: float | None = None
+    """The part of a head that is turned where the config is silent; None: whole heads, and nothing else."""
     has_pattern: bool = False
     """Whether `sliding_window_pattern` says where the full layers are, when `layer_types` does not."""
     fixed: Values = field(default_factory=dict)
 
     def from_hf(self, c: ConfigJson) -> Values:
         """Our flags from a config."""
-        v = _PLAIN | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds) | self.fixed
+        v = _PLAIN | sizes_from_hf(c, self.sizes, "", self.theta, self.rope_kinds, self.rotary_part) | self.fixed
         v |= self._windows(c, v["num_layers"], v["max_position_embeddings"], v["window_rotary_base"])
         v["untie_embeddings_and_output_weights"] = not c.switch("tie_word_embeddings", self.tied)
         if self.attention_bias:
@@ -282,7 +328,32 @@ class Gemma3Words(Olmo3Words):
         return content | {"query_pre_attn_scalar": round(resolved(v)["softmax_scale"] ** -2)}
 
 
-_OFF = "use_sliding_window"
+@dataclass(frozen=True)
+class Qwen35Words(Words):
+    """Of a class in whose layers a gated delta rule takes the place of attention."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        layers, every = v["num_layers"], c.number("full_attention_interval", 4)
+        kinds = c.get("layer_types") or [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {_STATE, _FULL}:
+            c.faults.append(f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} layers")
+        elif _STATE in kinds:
+            full = [kind == _FULL for kind in kinds]
+            v["linear_attention_freq"] = layer_pattern(full, "01") or "[1]"
+        return v | {name: c.number(name, default) for name, default in _DELTA_SIZES.items()}
+
+    def _windows(self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None) -> Values:
+        return {}
+
+    def to_hf(self, v: Values) -> Values:
+        kinds = [_STATE if one else _FULL for one in state_layers(v)]
+        return super().to_hf(v) | {"layer_types": kinds} | {name: v[name] for name in _DELTA_SIZES}
+
+
+_DELTA_SIZES = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4}
+_DELTA_SIZES |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128)
+_OFF, _STATE = "use_sliding_window", "linear_attention"
 _SLIDING, _FULL = LAYER_TYPES
 
 
@@ -299,6 +370,8 @@ QWEN3 |= {"max_position_embeddings": 32768}
 GEMMA3_SIZES = {**SIZES, "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "head_dim": 256}
 GEMMA3_SIZES |= {"num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4}
 GEMMA3_SIZES |= {"max_position_embeddings": 131_072, "sliding_window": 4096}
+QWEN3_5_SIZES = {**SIZES, "intermediate_size": 12288, "num_attention_heads": 16, "num_key_value_heads": 4}
+QWEN3_5_SIZES |= {"head_dim": 256, "vocab_size": 248_320, "max_position_embeddings": 32768}
 QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
 
 
@@ -355,7 +428,8 @@ def resolved(values: Values) -> Values:
         found["softmax_scale"] = values.get("softmax_scale") or head_width(values) ** -0.5
     if not values.get("max_position_embeddings"):
         found["max_position_embeddings"] = values.get("seq_length")
-    for name, digits in (("no_rope_freq", "10"), ("window_attn_skip_freq", "01")):
+    patterns = (("no_rope_freq", "10"), ("window_attn_skip_freq", "01"), ("linear_attention_freq", "01"))
+    for name, digits in patterns:
         if (freq := values.get(name)) is not None:
             pattern = skip_pattern(f"--{name.replace('_', '-')}", freq, digits[0])
             found[name] = layer_pattern([pattern[i % len(pattern)] for i in range(values["num_layers"])], digits)
@@ -458,6 +532,13 @@ _GEMMA3 = Gemma3Words(
     has_pattern=True,
     fixed={"norm_position": "both", "qk_layernorm": "head", "apply_layernorm_1p": True, "mlp_activation": "geglu"},
 )
+_QWEN3_5 = Qwen35Words(
+    QWEN3_5_SIZES,
+    head_dim=True,
+    attention_bias=True,
+    rotary_part=0.25,
+    fixed={"qk_layernorm": "head", "apply_layernorm_1p": True, "attention_output_gate": True},
+)
 _SMOLLM3 = SmolLM3Words(SMOLLM3, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=_OFF)
 _QWEN3 = Words(QWEN3, head_dim=True, attention_bias=True, window=_OFF, fixed={"qk_layernorm": "head"})
 TEXT_FAMILIES = (
@@ -468,6 +549,7 @@ TEXT_FAMILIES = (
     _text("olmo3", "Olmo3", _OLMO3, OLMO2),
     _text("gemma3_text", "Gemma3", _GEMMA3, GEMMA3),
     _text("smollm3", "SmolLM3", _SMOLLM3),
+    _text("qwen3_5_text", "Qwen3_5", _QWEN3_5, QWEN3_5),
     _text("qwen2", "Qwen2", Words(QWEN2, window=_OFF, fixed={"add_qkv_bias": True})),
     _text("qwen3", "Qwen3", _QWEN3),
 )

@@ -37,6 +37,7 @@ def of_values(values: Values) -> Family:
         "gemma3_text": values["norm_position"] == "both",
         "olmo3": (after or values["qk_layernorm"] == "all_heads") and values["window_size"] is not None,
         "olmo2": after or values["qk_layernorm"] == "all_heads",
+        "qwen3_5_text": values["linear_attention_freq"] is not None,
         "smollm3": values["no_rope_freq"] is not None,
         "qwen3": values["qk_layernorm"] == "head",
         "qwen2": biases == (True, False),

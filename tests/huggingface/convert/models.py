@@ -54,6 +54,9 @@ BY_KIND = dict.fromkeys(("sliding_attention", "full_attention"), rope(500.0))
 BY_THETA = {"sliding_attention": rope(100.0), "full_attention": rope(500.0, rope_type="linear", factor=4.0)}
 # the scale of the embedding, sqrt(64), is a float32 in the library
 GEMMA3 = {"hidden_size": 64, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
+QWEN3_5 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+QWEN3_5 |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+KINDS = ["full_attention", "linear_attention", "linear_attention"]
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
@@ -61,7 +64,7 @@ def made(name: str, **changes: Any) -> Any:
     import transformers
 
     values = {**SIZES, **NO_IDS, "rope_parameters": rope(500.0), **changes}
-    config = {"Gemma3": "Gemma3Text"}.get(name, name)
+    config = name + "Text" * (name in ("Gemma3", "Qwen3_5"))
     return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{config}Config")(**values))
 
 
@@ -121,6 +124,10 @@ MODELS = {
         **GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True, "sliding_window_pattern": 2},
     ),
     "olmo3 yarn": lambda: made("Olmo3", sliding_window=8, rope_parameters=BY_KIND | {"full_attention": YARN}),
+    "qwen3_5_text": lambda: made("Qwen3_5", head_dim=16, num_hidden_layers=4, **QWEN3_5),
+    "qwen3_5_text tied, other kinds": lambda: made(
+        *("Qwen3_5",), head_dim=16, tie_word_embeddings=True, layer_types=KINDS, **QWEN3_5
+    ),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True

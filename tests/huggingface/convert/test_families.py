@@ -19,7 +19,7 @@ from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
-from tests.reference.training import GEMMA
+from tests.reference.training import GEMMA, QWEN3_5
 
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
@@ -29,6 +29,7 @@ OURS: dict[str, dict[str, Any]] = {
     "phi3": {"hf_model_type": "phi3", "num_query_groups": 2},
     "qwen2": {"add_qkv_bias": True, "num_query_groups": 2},
     "gemma3_text": {**GEMMA, "softmax_scale": 0.25, "embedding_multiplier": 8.0, "num_query_groups": 2},
+    "qwen3_5_text": QWEN3_5,
     "olmo2": MODELS["tiny_olmo2"],
     "smollm3": MODELS["tiny_smollm3"],
     "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": "head", "add_qkv_bias": True},
@@ -148,7 +149,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
     ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
     ("gpt_oss", {"num_local_experts": 32}, "num_local_experts is 32, megacp has no experts"),
-    ("gpt2", {}, "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen2, qwen3, molmo2"),
+    (
+        "gpt2",
+        {},
+        "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, molmo2",
+    ),
 ]
 
 
