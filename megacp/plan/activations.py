@@ -35,8 +35,9 @@ from __future__ import annotations
 
 import math
 
+from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.models.costs import WINDOW, connector_ffn, encoders, planned_images, tokens_per_rank
+from megacp.core.models.costs import STATE_CHUNK, WINDOW, connector_ffn, encoders, planned_images, tokens_per_rank
 from megacp.core.pipeline_parallel.schedules import defers
 
 MATH_BLOCK = 1024
@@ -60,10 +61,11 @@ def deferred_backwards(config: RunConfig, stage: int, world_size: int) -> int:
     return min(stage, config.num_microbatches(world_size) * p.num_virtual_stages_per_pipeline_rank)
 
 
-def layer_deferred(config: RunConfig) -> int:
+def layer_deferred(config: RunConfig, layer: int = 0) -> int:
     """Bytes that the weight gradients of one layer keep while they wait."""
     model, p, tokens = config.model, config.parallel, tokens_per_rank(config)
-    heads = (2 * model.num_attention_heads + 2 * model.query_groups) * model.head_dim
+    sizes = model.linear_sizes(layer)
+    heads = sizes["output"][0] + sum(outputs for name, (_, outputs) in sizes.items() if name in "qkvzba")
     sharded = tokens * (heads + 3 * model.ffn_hidden_size) // p.tensor_model_parallel_size
     elements = 2 * residual_elements(config) + 2 * tokens * model.hidden_size + sharded
     return elements * config.training.element_bytes * ("text" not in config.frozen_parts)
@@ -103,15 +105,18 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
         return residual * size
     heads, groups, head_dim = model.num_attention_heads, model.query_groups, model.head_dim
     cheap = granularity != "selective"  # the outputs that selective recomputation makes again
-    fused = heads + 2 * groups if model.qk_layernorm != "off" else groups  # inputs of the q/k norms, else v alone
-    sharded = (fused + 2 * heads + groups) * head_dim  # and rotated q and k, and the output
+    gated = model.attention_output_gate
+    # inputs of the q/k norms and the gate, else v alone
+    fused = heads * (1 + gated) + 2 * groups if gated or model.qk_layernorm != "off" else groups
+    sharded = (fused + (2 + gated * cheap) * heads + groups) * head_dim  # rotated q and k, the output, and gated
     sharded += int((key_value_share(config) - 1) * 2 * groups * head_dim)
     if heads_group(config) > 1:
         sharded += heads * head_dim  # the output on both sides of the swap
+    wide_heads = heads + (model.qk_layernorm == "head") * (heads + groups)
+    if model.has_state(layer):
+        sharded, wide_heads = _state_columns(model, layer, cheap)
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
-    each_head = model.qk_layernorm == "head"
-    wide_heads = heads + each_head * (heads + groups)
     rows, after, both = residual // model.hidden_size, *(model.norm_position == word for word in ("after", "both"))
     dropout_masks = 2 * residual if model.hidden_dropout > 0 else 0
     norms = 4 if after else 2 * both + (4 - tiled if cheap else 2)
@@ -126,8 +131,28 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
         dropped = columns * residual + tokens // tp * narrow  # its masks have as many bytes
     elements += dropped - sum(_left_out(config, granularity))
     wide_elements = (2 + 2 * both - (tiled and not after)) * rows + tokens * wide_heads // tp
-    wide_elements += 2 * tokens * (model.qk_layernorm == "all_heads")
+    if model.has_state(layer):
+        wide_elements += _states(config) + 2 * model.linear_num_value_heads // tp  # and the rates of its heads
+    else:
+        wide_elements += 2 * tokens * (model.qk_layernorm == "all_heads")
     return elements * size + wide_elements * config.training.accumulation_bytes + dropout_masks + dropped
+
+
+def _state_columns(model: ModelConfig, layer: int, cheap: bool) -> tuple[int, int]:
+    """Elements and wide ones that a gated delta rule keeps per token: the product of its projection, what the
+    convolution gives, the rates of writing, what is read, and that normed and gated; the logs of the decay and what
+    they are made of, and a scale for each head.
+    """
+    sizes, heads = model.linear_sizes(layer), model.linear_num_value_heads
+    projected, channels = (sum(sizes[name][1] for name in names) for names in ("qkvzba", "qkv"))
+    return projected + channels + heads + (1 + cheap) * model.linear_heads_width, 4 * heads
+
+
+def _states(config: RunConfig) -> int:
+    """Elements of the states before all chunks of a rank, as if documents and ranks ended where chunks do."""
+    model, heads = config.model, config.model.linear_num_value_heads // config.parallel.tensor_model_parallel_size
+    chunks = -(-tokens_per_rank(config) // STATE_CHUNK)
+    return chunks * heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
 def _read_again(config: RunConfig, *linears: str) -> bool:
@@ -222,18 +247,31 @@ def product_work(config: RunConfig) -> int:
     return (residual + whole + held * tokens * model.ffn_hidden_size // tp) * t.element_bytes
 
 
-def block_work(config: RunConfig) -> int:
+def state_work(config: RunConfig) -> int:
+    """Bytes that a gated delta rule needs while its backward runs, for all chunks of C tokens at once: eight of C x C
+    (decays, scores, what is solved and seen, and gradients), rows of keys and values, maps, states, and gradients.
+    """
+    model, heads = config.model, config.model.linear_num_value_heads // config.parallel.tensor_model_parallel_size
+    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, STATE_CHUNK
+    each = 8 * chunk * chunk + chunk * (12 * keys + 8 * values) + 3 * keys * keys + 5 * keys * values
+    return -(-tokens_per_rank(config) // chunk) * heads * each * config.training.accumulation_bytes
+
+
+def block_work(config: RunConfig, layer: int = 0) -> int:
     """Bytes of one block while its backward runs, beyond what it keeps: what is computed again, and the larger of the
     works of its MLP and of its attention, which begins when the MLP's activations are gone.
     """
     granularity, size = config.training.recompute_granularity, config.training.element_bytes
-    again = layer_activations(config, "none") - layer_activations(config, granularity) if granularity == "full" else 0
+    again, whole = 0, layer_activations(config, "none", layer)
+    if granularity == "full":
+        again = whole - layer_activations(config, granularity, layer)
     gone = 0
     if not config.training.mlp_chunk_tokens:
         wide = tokens_per_rank(config) * config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
         kept = (2 if granularity == "selective" else 3) * wide + residual_elements(config)
         gone = (kept - _left_out(config, granularity)[1]) * size
-    attention = attention_work(config) + residual_elements(config) * size - gone
+    core = state_work(config) if config.model.has_state(layer) else attention_work(config)
+    attention = core + residual_elements(config) * size - gone
     return again + max(product_work(config), attention)
 
 

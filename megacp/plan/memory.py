@@ -59,7 +59,7 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
     table = vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
     head = (1 + vocabulary_rows(model, model.vocab_size, tp)) * model.hidden_size
 
-    frozen, pairs = config.frozen_parts, pair_parameters(model, tp)
+    frozen = config.frozen_parts
 
     def text(role: str, count: int) -> GatheredPart:
         return GatheredPart(role, count, 0 if "text" in frozen else count)
@@ -69,8 +69,9 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
         tower, connector = tower_parameters(config, tp), connector_parameters(config, tp)
         trained = tower * ("vision" not in frozen) + connector * ("connector" not in frozen)
         found.append(GatheredPart("vision", tower + connector, trained))
-    block = text("block", layer_parameters(model, tp))
-    found += [GatheredPart("block", block.parameters + pairs, block.trained + pairs) for _ in layers]
+    for layer in layers:
+        block, pairs = text("block", layer_parameters(model, tp, layer)), pair_parameters(model, tp, layer)
+        found.append(GatheredPart("block", block.parameters + pairs, block.trained + pairs))
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
     return found
@@ -253,7 +254,7 @@ def _deferred(config: RunConfig, stage: int, layers: int, freed: int, world_size
     p = config.parallel
     if p.pipeline_schedule != "zero_bubble" or not defers(stage, p.num_virtual_stages_per_pipeline_rank):
         return 0
-    waiting = layer_deferred(config)
+    waiting = max(layer_deferred(config, layer) for layer in range(config.model.num_layers))
     return deferred_backwards(config, stage, world_size) * layers * waiting + max(0, (layers - 1) * waiting - freed)
 
 
@@ -261,7 +262,13 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    held, layer = in_flight(config, stage, world_size), layer_activations(config, granularity)
+    blocks = [layer for layers in chunks for layer in layers]
+    # blocks of several kinds count as their mean, and the one at work as the largest
+    layer, whole = (
+        -(-sum(layer_activations(config, name, block) for block in blocks) // len(blocks))
+        for name in (granularity, "none")
+    )
+    held = in_flight(config, stage, world_size)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
     received = residual_elements(config) * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
@@ -279,10 +286,10 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
     return RankMemory(
-        **vars(stage_state(config, chunks, world_size, layer, layer_activations(config, "none"))),
+        **vars(stage_state(config, chunks, world_size, layer, whole)),
         activations=activations,
         messages=messages * residual_elements(config) * size,
-        block=block_work(config) + (head_gradient(config) if shared else 0),
+        block=max(block_work(config, block) for block in blocks) + (head_gradient(config) if shared else 0),
         vision=vision,
         head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),

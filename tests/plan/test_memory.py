@@ -21,7 +21,7 @@ from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.pipeline_parallel.schedules import Kind, schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
-from tests.reference.training import GEMMA
+from tests.reference.training import GEMMA, QWEN3_5
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
@@ -65,6 +65,8 @@ def kept_storages(found: dict[int, int]):
         {"norm_position": "after", "mlp_chunk_tokens": 20, "hidden_dropout": 0.1},
         GEMMA,
         {**GEMMA, "mlp_chunk_tokens": 20},
+        QWEN3_5,
+        {**QWEN3_5, "linear_attention_freq": None},
         {"num_query_groups": 2, "kv_channels": 48, "hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},
         {"freeze": "text"},
@@ -76,7 +78,7 @@ def kept_storages(found: dict[int, int]):
     ],
 )
 def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str, values: dict) -> None:
-    """A tensor more or less per layer shows at once."""
+    """A tensor more or less per layer shows at once; the first layer has a state where one has."""
     tokens = 64
     config = config_of(**values, dtype=dtype, seq_length=tokens)
     backend = NativeBackend(build_grid(GridShape(), 0), config)

@@ -25,7 +25,7 @@ from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
-from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.core.ops.recurrence import convolved_delta_rule
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,
@@ -210,8 +210,8 @@ class NativeBackend:
         return short_convolution(x, weight, plan, self.row_axis)
 
     def delta_rule(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
-        """`gated_delta_rule` over the ranks of a row, for inputs `[t, ...]`: `[t, heads/tp, V]`."""
-        return recur(gated_delta_rule, plan, self.row_axis, *inputs)
+        """`convolved_delta_rule` over the ranks of a row, for inputs `[t, ...]`: `[t, heads/tp, V]`."""
+        return recur(convolved_delta_rule, plan, self.row_axis, *inputs)
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""

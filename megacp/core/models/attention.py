@@ -15,6 +15,7 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.init import output_std
 from megacp.core.ops.mask import Reach
+from megacp.core.ops.pointwise import sigmoid_gate
 from megacp.core.ops.rotary import rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
@@ -22,8 +23,8 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin `[t, 1, rotary_dim / 2]` of this rank's tokens."""
 
 
-def _gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return x * torch.sigmoid(gate)
+def _opened(out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return sigmoid_gate(out, gate).flatten(1)
 
 
 class SelfAttention(nn.Module):
@@ -58,15 +59,15 @@ class SelfAttention(nn.Module):
         """Attend under the plan."""
         q, k, v = self.qkv(x, save).split(self.widths, -1)
         if self.gated:  # each head's queries stand before its gate
-            q, gate = (part.flatten(1) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(2))
+            q, gate = q.unflatten(-1, (-1, 2, self.head_dim)).unbind(2)
         if self.column_norms:
-            q, k = self.column_norms[0](q), self.column_norms[1](k)
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))  # [t, heads/tp * d] -> [.., d]
+            q, k = self.column_norms[0](q.flatten(1)), self.column_norms[1](k)
+        q, k, v = (part.view(len(part), -1, self.head_dim) for part in (q, k, v))  # [t, heads/tp * d] -> [.., d]
         if self.norms:
             q, k = self.norms[0](q), self.norms[1](k)  # their backward keeps the fused product, and v with it
         elif not self.column_norms:
             v = v.contiguous()  # a view would keep the whole fused product alive for backward
         q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
         out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale)
-        out = out.flatten(1)  # [t, heads/tp, d] -> [t, heads/tp * d]
-        return self.output(save(_gate, out, gate) if self.gated else out)
+        # [t, heads/tp, d] -> [t, heads/tp * d]
+        return self.output(save(_opened, out, gate) if self.gated else out.flatten(1))

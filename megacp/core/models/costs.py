@@ -20,6 +20,8 @@ ATTENTION_BACKWARD = 2.5
 """Backward of core attention over its forward: five products against two (FlashAttention-2, Dao 2023)."""
 WINDOW = 4
 """Patches of a planned pooled token: 2 x 2, as images have."""
+STATE_CHUNK = 64
+"""Tokens of a chunk of a gated delta rule (`ops.recurrence.CHUNK`)."""
 LOSS_WORK = 2**29
 """Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
 
@@ -72,7 +74,7 @@ def layer_weights(model: ModelConfig, layer: int = 0) -> int:
 
 def state_flops(model: ModelConfig, tokens: int) -> float:
     """Forward of a gated delta rule in chunks of C tokens: products inside a chunk, its map, and the scan."""
-    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, 64
+    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, STATE_CHUNK
     inside = chunk * (2 * keys + (keys + values) / 2 + keys + values)  # of a token: scores, solved, seen
     across = keys * keys + 2 * keys * values + keys * keys * values / chunk
     return 2.0 * tokens * model.linear_num_value_heads * (inside + across)

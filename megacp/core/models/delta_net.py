@@ -57,7 +57,7 @@ class GatedDeltaNet(nn.Module):
         """Move states along the paths of the plan; positions have no part in it."""
         channels, z, b, a = self.project(x, save).split([sum(self.widths[:3]), *self.widths[3:]], -1)
         convolved = self.backend.convolution(channels, self.convolution.squeeze(1), plan)
-        q, k, v = save(F.silu, convolved).split(self.widths[:3], -1)
+        q, k, v = convolved.split(self.widths[:3], -1)
         wide = accumulation_dtype(x.dtype)
         log_decay = -self.log_rate.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
         q, k, v, z = (
@@ -65,4 +65,7 @@ class GatedDeltaNet(nn.Module):
             for part, width in ((q, self.key_dim), (k, self.key_dim), (v, self.value_dim), (z, self.value_dim))
         )
         out = self.backend.delta_rule(plan, q, k, v, log_decay, b.sigmoid())
-        return self.output(save(self.norm, out, z).flatten(1))
+        return self.output(save(self._gated, out, z))
+
+    def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return self.norm(out, z).flatten(1)

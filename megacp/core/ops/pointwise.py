@@ -98,6 +98,33 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilo
 
 
 @fused
+def _open(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(gate)
+
+
+@fused
+def _open_backward(grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    part = torch.sigmoid(gate)
+    return grad * part, torch.ops.aten.sigmoid_backward(grad * x, part)
+
+
+class _SigmoidGate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gate)
+        return _open(x, gate)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return _open_backward(grads[0], *ctx.saved_tensors)
+
+
+def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """`x * sigmoid(gate)`; saves the two."""
+    return _SigmoidGate.apply(x, gate)
+
+
+@fused
 def _swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.silu(empty(gate.shape, gate).copy_(gate), inplace=True).mul_(up)

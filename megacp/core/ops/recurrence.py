@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from megacp.core.ops.device import fused
 from megacp.core.ops.kernel import accumulation_dtype
@@ -64,6 +65,13 @@ def gated_delta_rule(
     yield whole - late @ keys, late @ values
     seen = q @ k.transpose(-1, -2) * between
     yield q * since - seen @ keys, seen @ values
+
+
+def convolved_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> Iterator[Pair]:
+    """`gated_delta_rule` of the SiLU of q, k and v: nobody keeps it."""
+    yield from gated_delta_rule(F.silu(q), F.silu(k), F.silu(v), log_decay, beta)
 
 
 def scan(maps: Pair, levels: Sequence[Level], initial: torch.Tensor) -> torch.Tensor:
