@@ -30,7 +30,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "trees with padding": {"documents": 2, "images": True, "padding": True, "depth": 5},
 }
 Case = tuple[str, str, int]
-"""Row, layout, seed."""
+"""Row, layout, seed; odd seeds have heads for sequence where 2 key heads divide by the ranks."""
 
 
 def batch_of(case: Case) -> PackedBatch:
@@ -61,8 +61,9 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     for case in cases:
         plan = shard_batch(batch_of(case), axis, LAYOUTS[case[1]]).plan
         here = [x if len(x) == 3 else x[plan.local] for x in tensors_of(plan.indices.size)]
+        move = states.recur_by_heads if case[2] % 2 and GROUPS % world_size == 0 else states.recur
         functions = (
-            functools.partial(states.recur, recurrence.gated_delta_rule, plan, axis),
+            functools.partial(move, recurrence.gated_delta_rule, plan, axis),
             lambda x, weight, plan=plan: states.short_convolution(x, weight, plan, axis),
         )
         found.append((plan.local, results(functions, here)))
@@ -91,3 +92,30 @@ def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks:
             else:
                 error = (torch.cat(parts) - exact[tokens]).abs().max()
             assert error <= 1e-12 * exact.abs().max(), (case, place)
+
+
+def traffic(rank: int, world_size: int, tokens: int, layout: str) -> dict[str, int]:
+    axis = grid(cp=world_size).cp
+    batch = random_batch(np.random.default_rng(0), tokens, documents=1)
+    plan = shard_batch(batch, axis, LAYOUTS[layout]).plan
+    *inputs, dout, dx = (x if len(x) == 3 else x[plan.local] for x in tensors_of(plan.indices.size))
+    leaves = [x.requires_grad_() for x in inputs]
+    before = axis.traffic.copy()
+    convolved = states.short_convolution(*leaves[5:], plan, axis)
+    out = states.recur(recurrence.gated_delta_rule, plan, axis, *leaves[:5])
+    torch.autograd.grad(convolved, leaves[5:], dx)
+    torch.autograd.grad(out, leaves[:5], dout)
+    return dict(axis.traffic - before)
+
+
+def test_messages_are_maps_and_a_few_rows_whatever_the_length() -> None:
+    """Of one document on three ranks: A and B of each run that another follows (contiguous has one a rank, zigzag two
+    on rank 1), B's size again for the gradients, and three rows of channels before each run, and their gradients back.
+    """
+    size, ranks = 8, 3
+    for layout, most, sent, came in (("contiguous", 1, (3, 3, 0), (0, 3, 3)), ("zigzag", 2, (3, 6, 3), (3, 6, 3))):
+        maps = size * most * HEADS * KEYS * (KEYS + VALUES + VALUES) * (ranks - 1)
+        rows = [size * 3 * (there + back) for there, back in zip(sent, came, strict=True)]
+        for tokens in (48, 192):
+            found = run_ranks(traffic, ranks, tokens, layout)
+            assert [(one["all_gather"], one["all_to_all"]) for one in found] == [(maps, row) for row in rows]

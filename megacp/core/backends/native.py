@@ -20,7 +20,7 @@ from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
-from megacp.core.context_parallel.states import prepare_states, recur, short_convolution
+from megacp.core.context_parallel.states import prepare_states, recur, recur_by_heads, short_convolution
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
@@ -129,6 +129,9 @@ class NativeBackend:
         self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
         states = any(model.has_state(layer) for layer in range(model.num_layers))
         self.taps = model.linear_conv_kernel_dim if states else 0
+        keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
+        self.by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0
+        """Whether states stay on a rank that has all tokens of their heads."""
         self.tile_rows = training.mlp_chunk_tokens
         if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
@@ -211,7 +214,8 @@ class NativeBackend:
 
     def delta_rule(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
         """`convolved_delta_rule` over the ranks of a row, for inputs `[t, ...]`: `[t, heads/tp, V]`."""
-        return recur(convolved_delta_rule, plan, self.row_axis, *inputs)
+        move = recur_by_heads if self.by_heads else recur
+        return move(convolved_delta_rule, plan, self.row_axis, *inputs)
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""

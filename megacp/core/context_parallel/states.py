@@ -21,7 +21,7 @@ import torch
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.collectives import Pending, start_all_gather
 from megacp.core.distributed.differentiable import exchange
-from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import Metadata
@@ -306,6 +306,25 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
     Differentiable in the inputs. One message in forward and one in backward, where paths cross ranks.
     """
     return _Recurrence.apply(rule, _state_plan(plan, inputs[0].device), axis, *inputs)
+
+
+def recur_by_heads(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
+    """`recur` by an all-to-all before and after, which gives each rank its part of the heads of all tokens.
+
+    Heads of every input are to divide by the ranks. One message for each dtype, and one for the result.
+    """
+    n, t = axis.size, len(inputs[0])
+    arrival = plan.arrival(n, inputs[0].device)
+    whole: dict[int, torch.Tensor] = {}
+    for dtype in dict.fromkeys(x.dtype for x in inputs):
+        places = [place for place, x in enumerate(inputs) if x.dtype == dtype]
+        parts = [inputs[place].reshape(t, n, -1) for place in places]  # [t, ranks, its columns]
+        arrived = exchange(torch.cat(parts, 2).transpose(0, 1).flatten(0, 1), axis).index_select(0, arrival)
+        for place, part in zip(places, arrived.split([x.shape[2] for x in parts], 1), strict=True):
+            whole[place] = part.reshape(n * t, -1, *inputs[place].shape[2:])
+    out = recur(rule, plan.grouped(n), single_axis("one"), *(whole[place] for place in range(len(inputs))))
+    back = exchange(out.index_select(0, plan.departure(n, out.device)), axis)  # [n * t, heads / n, V]
+    return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)
 
 
 class TapsPlan:
