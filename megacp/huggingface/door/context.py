@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
@@ -37,7 +37,15 @@ from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
 from megacp.core.ops.mask import Reach
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
-from megacp.huggingface.door.model_rules import argument, call_problems, model_problems, rotary_length, stock_model
+from megacp.huggingface.door.model_rules import (
+    argument,
+    call_problems,
+    model_problems,
+    refuse,
+    rotary_length,
+    stock_model,
+)
+from megacp.huggingface.door.recurrent import ours_in
 
 
 class LayerRule(NamedTuple):
@@ -54,12 +62,6 @@ class LayerRule(NamedTuple):
 
 
 _PLAIN = LayerRule()
-
-
-def refuse(*problems: str) -> None:
-    """Raise one ValueError with all `problems`, when there are any."""
-    if problems:
-        raise ValueError("context_parallel: " + "; ".join(problems))
 
 
 @dataclass(eq=False)
@@ -131,25 +133,39 @@ class ContextParallel:
         reach = Reach(*(size if size < self.length else 0 for size in layer.reach))  # a longer one leaves nothing out
         if any(reach) and not is_causal:
             refuse(f"a window of {max(reach)} tokens that also look ahead, in a sequence of {self.length}")
-        self._settle(q.device)
-        batch, _, tokens, width = q.shape
-        key = batch, is_causal, layer.spans or not self.mask.span.any()
+        width, narrow = q.shape[-1], v.shape[-1]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [B, H, s, D] -> [B, s, H, D]
+        v = torch.nn.functional.pad(v, (0, width - narrow))  # narrower values, as of latent attention
+        transport = self.transport_on(q.device, q.dtype, layer.cap)
+
+        def of_rows(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            scaled = width**-0.5 if scale is None else float(scale)
+            with torch.autocast(kind, enabled=False):
+                return transport.attend(q, k, v, plan.within(reach), scaled, layer.sinks)
+
+        return self.along(of_rows, q, k, v, causal=is_causal, spans=layer.spans)[..., :narrow].transpose(1, 2)
+
+    def along(
+        self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor, causal: bool = True, spans: bool = True
+    ) -> torch.Tensor:
+        """`function(plan, ...)` of `tensors[B, s, ...]` of this rank's tokens, as rows `[B * s, ...]` in the plan's
+        order; its result as `[B, s, ...]`. The plan is of a causal mask, or of one without order.
+        """
+        self._settle(tensors[0].device)
+        batch, device = len(tensors[0]), tensors[0].device
+        key = batch, causal, spans or not self.mask.span.any()
         if key not in self.plans:
             self.plans[key] = self.mask.plan(self.places, batch, self.axis.rank, *key[1:])
-        plan = self.plans[key].within(reach)
-        narrow = v.shape[-1]
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # [B, H, s, D] -> [B * s, H, D]
-        v = torch.nn.functional.pad(v, (0, width - narrow))  # narrower values, as of latent attention
+        plan = self.plans[key]
+        rows = [x.flatten(0, 1) for x in tensors]
         order = plan.part("order", functools.partial(self._order, plan, batch))
         if order is not None:
-            index = plan.on_device("order", q.device, functools.partial(np.asarray, order))
-            q, k, v = (x.index_select(0, index) for x in (q, k, v))
-        transport = self.transport_on(q.device, q.dtype, layer.cap)
-        with torch.autocast(kind, enabled=False):
-            out = transport.attend(q, k, v, plan, width**-0.5 if scale is None else float(scale), layer.sinks)
+            index = plan.on_device("order", device, functools.partial(np.asarray, order))
+            rows = [x.index_select(0, index) for x in rows]
+        out = function(plan, *rows)
         if order is not None:
-            out = out.index_select(0, plan.on_device("back", q.device, functools.partial(np.argsort, order)))
-        return out[..., :narrow].unflatten(0, (batch, tokens)).transpose(1, 2)  # [B * s, H, D] -> [B, H, s, D]
+            out = out.index_select(0, plan.on_device("back", device, functools.partial(np.argsort, order)))
+        return out.unflatten(0, (batch, -1))
 
     def _order(self, plan: AttentionPlan, batch: int) -> np.ndarray | None:
         """Index `[B * s]` that brings tokens from the buffers' order into the plan's; None where they are one."""
@@ -171,12 +187,13 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Inside, attention of `model` belongs to the block, and its calls are checked."""
+        """Inside, attention and states of `model` belong to the block, and its calls are checked."""
         self.modules |= {id(module) for module in model.modules()}
         stock = stock_model(model)
         hook = None if stock is None else stock.register_forward_pre_hook(self.check_call, with_kwargs=True)
         try:
-            yield
+            with ours_in(model, self.along, self.axis):
+                yield
         finally:
             if hook is not None:
                 hook.remove()

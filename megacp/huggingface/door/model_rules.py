@@ -16,11 +16,22 @@ import torch
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention", "global", "local"}
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
 """Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
+_STATEFUL = {
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), "linear_attention"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
+}
+"""Models whose layers of another kind call the two functions of `recurrent`, and that kind."""
 _MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
 """Layers that mix tokens beside the registered attention, in models whose config names no types."""
 _ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
 _ONE_ANSWER += ("ForPreTraining", "DoubleHeadsModel")
 """Ends of class names of models that pool the sequence into one vector."""
+
+
+def refuse(*problems: str) -> None:
+    """Raise one ValueError with all `problems`, when there are any."""
+    if problems:
+        raise ValueError("context_parallel: " + "; ".join(problems))
 
 
 def stock_model(module: torch.nn.Module) -> Any:
@@ -40,13 +51,14 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     config, language = stock.config.get_text_config(), (stock.get_decoder() if hasattr(stock, "get_decoder") else stock)
     name = str(getattr(config, "model_type", "") or type(config).__name__)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS
-    strange = strange or {type(x).__name__ for x in language.modules() if isinstance(x, _MIXING)}
+    strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS - {_STATEFUL.get(name)}
+    if name not in _STATEFUL:
+        strange = strange or {type(x).__name__ for x in language.modules() if isinstance(x, _MIXING)}
     found = []
     if strange:
         found.append(
             f"{name} has layers of type {', '.join(sorted(strange))}, which would see this rank's tokens alone: "
-            f"convolutions, state-space, linear and indexed attention along the sequence are not supported"
+            f"what mixes tokens beside attention is supported in {', '.join(_STATEFUL)} alone"
         )
     scale = getattr(config, "floor_scale", None)
     if getattr(config, "attn_temperature_tuning", False) and scale is not None and tokens >= scale:

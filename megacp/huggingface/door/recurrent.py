@@ -1,0 +1,86 @@
+"""Layers of transformers with a state or a short convolution, in a block: their two functions become ours.
+
+A layer calls the convolution and the gated delta rule of its own module by name. While the block is open these names
+are those of functions that know which document a token belongs to and which rank has the tokens before it. The
+library's own, without its CUDA packages, would go on from one packed document to the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.states import recur, short_convolution
+from megacp.core.distributed.grid import Axis
+from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.huggingface.door.model_rules import refuse
+
+Along = Callable[..., torch.Tensor]
+"""`ContextParallel.along`."""
+
+
+def _convolution(
+    along: Along,
+    axis: Axis,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """`causal_conv1d_fn`: `x[B, C, s]` by `weight[C, taps]`."""
+
+    def of_rows(plan: AttentionPlan, rows: torch.Tensor) -> torch.Tensor:
+        return short_convolution(rows.to(weight.dtype), weight, plan, axis)
+
+    if activation not in (None, "silu", "swish"):
+        refuse(f"a convolution with {activation} behind it is not supported")
+    out = along(of_rows, x.transpose(1, 2))
+    out = out if bias is None else out + bias
+    return (out if activation is None else F.silu(out)).to(x.dtype).transpose(1, 2)
+
+
+def _delta_rule(
+    along: Along,
+    axis: Axis,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """`torch_chunk_gated_delta_rule`: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, rates `[B, s, heads]`."""
+
+    def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
+        return recur(gated_delta_rule, plan, axis, *rows)
+
+    if more.get("initial_state") is not None or more.get("output_final_state"):
+        refuse("a cache of states (use_cache) is not sharded")
+    if not more.get("use_qk_l2norm_in_kernel"):
+        refuse("a gated delta rule without normed queries and keys is not supported")
+    return along(of_rows, query, key, value, g, beta), None
+
+
+_OURS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule}
+
+
+@contextlib.contextmanager
+def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
+    """Inside, the modules of the library that hold layers of `model` have our functions for theirs."""
+    homes = [vars(sys.modules[name]) for name in {type(layer).__module__ for layer in model.modules()}]
+    stock = [(home, {name: home[name] for name in _OURS.keys() & home.keys()}) for home in homes]
+    for home, functions in stock:
+        home.update({n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in functions})
+    try:
+        yield
+    finally:
+        for home, functions in stock:
+            home.update(functions)
