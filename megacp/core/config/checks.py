@@ -197,6 +197,11 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
     v, layers = config.vision, config.vision.vision_num_layers
     if layers == 0:
         return
+    parts = {"vision", "connector", "text"}
+    if not set(v.frozen) <= parts or set(v.frozen) == parts:
+        yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
+    if v.vision_family != "molmo2":
+        return
     first, second = v.vision_feature_layers
     if min(first, second) < -layers or max(first, second) >= layers or max(v.feature_layers) < layers - 1:
         yield (
@@ -205,9 +210,6 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
         )
     if config.model.additional_vocab_size == 0:
         yield f"--vision-num-layers {layers} needs rows for image tokens: give --additional-vocab-size (Molmo2 has 128)"
-    parts = {"vision", "connector", "text"}
-    if not set(v.frozen) <= parts or set(v.frozen) == parts:
-        yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
 
 
 def _lora(config: RunConfig, world: int) -> Iterator[str]:

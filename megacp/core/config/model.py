@@ -67,6 +67,10 @@ class ModelConfig:
     rotary_percent: Annotated[float, Range(0, 1, low_open=True)] = 1.0
     """Part of a head that the rotary embedding turns: its first dimensions (Qwen3.5: 0.25)."""
 
+    mrope_section: tuple[int, int, int] | None = None
+    """Angles of the rotary embedding that turn by time, by row and by column of an image's token, interleaved, half as
+    many in all as dimensions are turned (default: all by one position; Qwen3.5: 11 11 10)."""
+
     no_rope_freq: str | None = None
     """Layers without rotary embedding: N leaves it out of every N-th layer, [0,0,1] out of the third of each three."""
 
@@ -254,6 +258,10 @@ class VisionConfig:
     vision_num_layers: Annotated[int, Range(0, MAX_LAYERS)] = 0
     """Blocks of the vision tower; 0 trains a language model without one. Molmo2 has 25."""
 
+    vision_family: Literal["molmo2", "qwen3_5"] = "molmo2"
+    """What the tower is: Molmo2's (square crops, outputs of two layers, attention over windows of patches) or Qwen3.5's
+    (whole images of any shape, patches of two frames, 2 x 2 of them side by side)."""
+
     vision_hidden_size: Positive[int] = 1152
     """Width of the vision tower, and of the connector's attention output."""
 
@@ -267,7 +275,8 @@ class VisionConfig:
     """Side of a patch in pixels."""
 
     vision_image_size: Positive[int] = 378
-    """Side of a crop in pixels: crops are squares of (image size / patch size)^2 patches."""
+    """Side of a crop in pixels: crops are squares of (image size / patch size)^2 patches. Of Qwen3.5 that of the square
+    whose learned positions are resampled for each image (768)."""
 
     vision_feature_layers: Annotated[tuple[int, int], Range(-(2**31), 2**31 - 1)] = (-1, -7)
     """The two layers whose outputs go to the connector, in this order: from 0 up, or counted from the end with -1 as
@@ -297,13 +306,18 @@ class VisionConfig:
 
     @property
     def patches_per_crop(self) -> int:
-        """Patches of a crop: rows of the table of positions."""
+        """Rows of the table of positions; of Molmo2 the patches of a crop."""
         return self.patches_per_side**2
 
     @property
+    def crop_patches(self) -> int:
+        """Patches that are stored and dealt together: a crop, or the 2 x 2 of one token."""
+        return self.patches_per_crop if self.vision_family == "molmo2" else 4
+
+    @property
     def patch_dim(self) -> int:
-        """Numbers of a flattened patch: rows x columns x colours."""
-        return 3 * self.vision_patch_size**2
+        """Numbers of a flattened patch: frames x rows x columns x colours."""
+        return 3 * self.vision_patch_size**2 * (1 if self.vision_family == "molmo2" else 2)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

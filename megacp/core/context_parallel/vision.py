@@ -115,6 +115,8 @@ class LocalVision:
     """The ranks over which tokens and images are dealt."""
     replicated: bool = False
     """Every rank encodes all features, so none is sent."""
+    grids: np.ndarray | None = None
+    """int64 `[n, 3]` on the host: frames, rows and columns of patches of the images encoded here; None: of Molmo2."""
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""
@@ -140,19 +142,22 @@ def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.T
     return bring(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
 
 
-def add_features(x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: Axis, sliced: bool) -> torch.Tensor:
-    """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`: Molmo2's rule.
+def add_features(
+    x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: Axis, sliced: bool, replaces: bool = False
+) -> torch.Tensor:
+    """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`: Molmo2's rule. `replaces`: in their
+    place, Qwen's.
 
     `sliced` (sequence parallel): `x [t/tp, h]` is tp rank j's slice of the tokens, which uses other features on each
     rank, so their gradients are summed over tp; otherwise `x [t, h]`, alike on all tp ranks.
     """
-    if not sliced:
-        return x.index_add(0, _index(rows, x), features.to(x.dtype))
-    features = copy_to(features, tp)
-    first = tp.rank * len(x)
-    here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
-    chosen = features.index_select(0, _index(here, x))
-    return x.index_add(0, _index(rows[here] - first, x), chosen.to(x.dtype))
+    if sliced:
+        features = copy_to(features, tp)
+        first = tp.rank * len(x)
+        here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
+        features, rows = features.index_select(0, _index(here, x)), rows[here] - first
+    places = _index(rows, x)
+    return (x.index_fill(0, places, 0) if replaces else x).index_add(0, places, features.to(x.dtype))
 
 
 def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> LocalVision:
@@ -162,10 +167,11 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     """
     patches, pooling = torch.from_numpy(vision.patches), torch.from_numpy(vision.pooling)
     if vision.strategy == REPLICATE:
-        return LocalVision(patches, pooling, own_routes(indices, vision.feature_rows, axis.rank), axis, True)
+        routes = own_routes(indices, vision.feature_rows, axis.rank)
+        return LocalVision(patches, pooling, routes, axis, True, vision.grids)
     boundaries = vision.boundaries
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
         boundaries = compute_image_shard_boundaries(*bounds, axis.size)
     routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank)
-    return LocalVision(patches, pooling, routes, axis)
+    return LocalVision(patches, pooling, routes, axis, grids=vision.grids)

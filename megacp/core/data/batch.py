@@ -46,6 +46,9 @@ class VisionInputs:
     """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1 = outside."""
     strategy: str = ""
     """How `boundaries` was found: stored, computed or replicate."""
+    grids: np.ndarray | None = None
+    """int64 [n, 3]: frames, rows and columns of patches of the images encoded here, of a family without square crops.
+    """
     bad_documents: tuple[tuple[int, str], ...] = ()
     """Documents of which this rank could not decode an image, and why; its patches then are 0."""
 
@@ -74,7 +77,8 @@ class PackedBatch:
     loss_weights: np.ndarray
     """float32 [T], weight of this place's loss term; 0 means ignore."""
     position_ids: np.ndarray
-    """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning."""
+    """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning. Or [T, 3]:
+    by time, row and column of an image's token, equal for text."""
     leave: np.ndarray
     """int32 [T], the place in the row where the part ends that sees this token: of a document's prefix the end of the
     document, of a branch its own; 0 = padding."""
@@ -89,7 +93,8 @@ class PackedBatch:
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            if (value := getattr(self, name)).dtype != dtype or value.shape != (len(self),):
+            value, axes = getattr(self, name), (3,) if name == "position_ids" and self.position_ids.ndim == 2 else ()
+            if value.dtype != dtype or value.shape != (len(self), *axes):
                 raise ValueError(f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}")
         if not np.isfinite(self.loss_weights).all() or (self.loss_weights < 0).any():
             raise ValueError("loss_weights must be finite and not negative")
@@ -161,6 +166,6 @@ class PackedBatch:
         if not count:
             return self
         tails = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
-        tails["position_ids"] = np.arange(count, dtype=np.int64)
+        tails["position_ids"] = np.broadcast_to(np.arange(count).T, self.position_ids.shape[:0:-1] + (count,)).T
         padded: dict[str, Any] = {name: np.concatenate((getattr(self, name), tail)) for name, tail in tails.items()}
         return dataclasses.replace(self, **padded)

@@ -20,7 +20,7 @@ from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
-from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotary_axes
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
@@ -100,6 +100,9 @@ class LanguageModelChunk(nn.Module):
         self.rotary_factor = scaling.attention_factor
         frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)
+        self.axes = rotary_axes(config.mrope_section, config.rotary_dim // 2)
+        self.replaces = vision is not None and vision.vision_family == "qwen3_5"
+        """Whether features stand in the place of their tokens' embeddings, instead of being added to them."""
         self.window_frequencies, self.multiplier = None, config.embedding_multiplier
         if config.window_rotary_base is not None:
             frequencies = inverse_frequencies(config.rotary_dim, config.window_rotary_base, RotaryScaling())
@@ -111,9 +114,12 @@ class LanguageModelChunk(nn.Module):
         """
         if x is None:
             x = self.embedded(batch)
-        near = far = cos_sin(batch.position_ids, self.frequencies, self.backend.dtype, self.rotary_factor)
+        positions = batch.position_ids
+        if positions.dim() == 2:  # [t, 3]: each angle turns by one of them
+            positions = positions[:, self.axes]
+        near = far = cos_sin(positions, self.frequencies, self.backend.dtype, self.rotary_factor)
         if self.window_frequencies is not None:
-            near = cos_sin(batch.position_ids, self.window_frequencies, self.backend.dtype)
+            near = cos_sin(positions, self.window_frequencies, self.backend.dtype)
         names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
         inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key)
         with self.backend.precision():
@@ -140,9 +146,9 @@ class LanguageModelChunk(nn.Module):
             features, rows = self.vision(None, None), np.empty(0, np.int64)
         else:
             if features is None:
-                features = self.vision(batch.vision.patches, batch.vision.pooling)
+                features = self.vision(batch.vision.patches, batch.vision.pooling, batch.vision.grids)
             features, rows = place_features(features, batch.vision)
-        return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel)
+        return add_features(x, features, rows, self.backend.tp, self.backend.sequence_parallel, self.replaces)
 
     def row_logits(self, batch: LocalBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, true vocabulary rows of this rank]` in the order of the row.

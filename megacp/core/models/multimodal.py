@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from megacp.core.backends.native import NativeBackend
+from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig, VisionConfig
-from megacp.core.models.vision import VisionTower
+from megacp.core.models.vision import GridTower, VisionTower
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import LinearSpec
@@ -55,6 +57,29 @@ class Connector(nn.Module):
         return self.down(swiglu(self.gate_up(self.output(pooled.flatten(1)))))
 
 
+class Merger(nn.Module):
+    """Qwen3.5's connector: `features[c * 4, h]`, `pooling[m, 4]` -> `[m, text h]`: an MLP of four patches together."""
+
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
+        super().__init__()
+        hidden, std, mlp = config.vision_hidden_size, model.init_method_std, "connector.mlp"
+        self.norm = backend.layer_norm(NormSpec("connector.norm", hidden, 1e-6))
+        self.up = backend.column_linear(LinearSpec(mlp, (("up", 4 * hidden),), 4 * hidden, True, std))
+        self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), 4 * hidden, True, std))
+
+    def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
+        """Join and project; `pooling` int64 holds rows of `features`."""
+        windows = self.norm(features).index_select(0, pooling.flatten()).view(len(pooling), -1)
+        return self.down(F.gelu(self.up(windows)))
+
+
+FAMILIES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
+    "molmo2": (VisionTower, Connector),
+    "qwen3_5": (GridTower, Merger),
+}
+"""Tower and connector of a `--vision-family`."""
+
+
 class _Nothing(torch.autograd.Function):
     """An empty `[0, width]` that depends on the parameters."""
 
@@ -76,18 +101,23 @@ class VisionEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.width = config, model.hidden_size
-        self.tower = VisionTower(config, model.init_method_std, backend.tower("vision"), recompute)
-        self.connector = Connector(config, model, backend.tower("connector"))
+        tower, connector = FAMILIES[config.vision_family]
+        self.tower = tower(config, model.init_method_std, backend.tower("vision"), recompute)
+        self.connector = connector(config, model, backend.tower("connector"))
 
-    def forward(self, patches: torch.Tensor | None, pooling: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, patches: torch.Tensor | None, pooling: torch.Tensor | None, grids: np.ndarray | None = None
+    ) -> torch.Tensor:
         """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0, 1)` or -1.
+
+        `grids[n, 3]`: frames, rows and columns of patches of each image, of a family that needs them.
 
         Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. ValueError for crops
         of another size.
         """
         if patches is None or pooling is None:
             return self._nothing()
-        expected = (self.config.patches_per_crop, self.config.patch_dim)
+        expected = (self.config.crop_patches, self.config.patch_dim)
         if patches.dim() != 3 or tuple(patches.shape[1:]) != expected:
             raise ValueError(
                 f"crops of shape {tuple(patches.shape)} came in, --vision-image-size {self.config.vision_image_size} "
@@ -96,9 +126,11 @@ class VisionEncoder(nn.Module):
             )
         if 0 in (patches.shape[0], pooling.shape[0]):
             return self._nothing()
-        return self.connector(self.tower(patches), pooling)
+        return self.connector(self.tower(patches, grids), pooling)
 
     def _nothing(self) -> torch.Tensor:
         """No features, `[0, h]`; every trained parameter gets the gradient 0 from them."""
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        return _Nothing.apply(self.width, *trained) if trained else self.tower.weight.new_empty(0, self.width)
+        if trained:
+            return _Nothing.apply(self.width, *trained)
+        return next(self.parameters()).new_empty(0, self.width)

@@ -1,9 +1,12 @@
-"""The vision tower: a ViT (Dosovitskiy et al., 2021) with learned positions that encodes each crop by itself.
+"""The vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop, or each frame of an image, by itself.
 
-A crop is a batch entry: its patches see each other and nothing else, so a rank encodes any set of crops. Only tp
-communicates: heads and FFN are cut over it, activations between the linears are replicated. Sequence parallelism over
-patches would tie the number of crops of a rank to tp. The outputs of two blocks side by side leave the tower, without a
-final norm, as in Molmo2.
+Patches of a crop or a frame see each other and nothing else, so a rank encodes any set of images. Only tp communicates:
+heads and FFN are cut over it, activations between the linears are replicated. Sequence parallelism over patches would
+tie the number of crops of a rank to tp.
+
+Molmo2: crops have learned positions, and the outputs of two blocks side by side leave the tower, without a final norm.
+Qwen3.5: images have any number of patches, which stand in blocks of 2 x 2; the learned positions of a square are
+resampled to each image, and queries and keys turn by row and column.
 """
 
 from __future__ import annotations
@@ -11,25 +14,32 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import VisionConfig
+from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.recompute import run_block
+from megacp.core.ops.device import to_device
+from megacp.core.ops.mask import Metadata
 from megacp.core.ops.pointwise import gelu_tanh
+from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
+
+Attend = Callable[..., torch.Tensor]
+"""q, k, v `[patches, heads/tp, d]` to the same shape."""
 
 
 class VisionBlock(nn.Module):
-    """`x[c * N, h] -> [c * N, h]`, replicated over tp: pre-norm attention and MLP with biases."""
+    """`x[patches, h] -> [patches, h]`, replicated over tp: pre-norm attention and MLP with biases."""
 
     def __init__(self, layer: int, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
         prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
         ffn, self.head_dim = config.vision_ffn_hidden_size, config.vision_head_dim
-        self.patches, self.scale = config.patches_per_crop, config.vision_head_dim**-0.5
         self.widths = [hidden // backend.tp.size] * 3
         residual_std = std / math.sqrt(2 * config.vision_num_layers)
         attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", 1e-6  # Molmo2's, in every LayerNorm
@@ -43,22 +53,14 @@ class VisionBlock(nn.Module):
         self.activation = gelu_tanh
         self.recompute = recompute
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Run the block under the recompute granularity it was built with."""
-        return run_block(self._body, self.recompute, x)
+        return run_block(self._body, self.recompute, x, attend)
 
-    def _body(self, x: torch.Tensor, save: Callable[..., torch.Tensor]) -> torch.Tensor:
-        x = x + self._attend(save(self.attention_norm, x))
+    def _body(self, x: torch.Tensor, attend: Attend, save: Callable[..., torch.Tensor]) -> torch.Tensor:
+        qkv = self.qkv(save(self.attention_norm, x)).split(self.widths, -1)
+        x = x + self.output(attend(*(part.unflatten(-1, (-1, self.head_dim)) for part in qkv)).flatten(1))
         return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
-
-    def _attend(self, x: torch.Tensor) -> torch.Tensor:
-        """All patches of a crop see each other."""
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)).unflatten(0, (-1, self.patches)).transpose(1, 2)
-            for part in self.qkv(x).split(self.widths, -1)
-        )  # [c * N, heads/tp * d] -> [c, N, heads/tp, d] -> [c, heads/tp, N, d]
-        out = F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2)
-        return self.output(out.flatten(0, 1).flatten(1))  # [c, N, heads/tp, d] -> [c * N, heads/tp * d]
 
 
 class VisionTower(nn.Module):
@@ -76,13 +78,92 @@ class VisionTower(nn.Module):
             VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
         )
         self.feature_layers = config.feature_layers
+        self.patches, self.scale = config.patches_per_crop, config.vision_head_dim**-0.5
 
-    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """All patches of a crop see each other."""
+        # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
+        q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(0, 1)
+
+    def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
         """Encode every crop; `patches` of any float dtype are turned into the model's."""
         x = F.linear(patches.to(self.dtype), self.weight, self.bias) + self.positions  # [c, N, 3 p p] -> [c, N, h]
         x = x.flatten(0, 1)  # [c, N, h] -> [c * N, h]
         outputs = []
         for block in self.blocks:
-            x = block(x)
+            x = block(x, self._attend)
             outputs.append(x)
         return torch.cat([outputs[layer] for layer in self.feature_layers], -1)  # 2 x [c * N, h] -> [c * N, 2 h]
+
+
+def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Frame (over all images), row and column `[N]` of each patch of images with `grids[n, 3]` (frames, rows, columns).
+
+    They stand in blocks of 2 x 2, row by row, and row by row in a block.
+    """
+    frames, rows, columns, first = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
+    for t, h, w in grids.tolist():
+        place = np.arange(h * w).reshape(h // 2, 2, w // 2, 2).swapaxes(1, 2).reshape(-1)
+        frames.append(np.repeat(np.arange(first, first + t), h * w))
+        rows.append(np.tile(place // w, t))
+        columns.append(np.tile(place % w, t))
+        first += t
+    return np.concatenate(frames), np.concatenate(rows), np.concatenate(columns)
+
+
+def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """The two rows of a table of `side` between which `place` of `length` lies, ends on ends, and their weights."""
+    at = place * (side - 1) / np.maximum(length - 1, 1)
+    low = np.minimum(at.astype(np.int64), side - 1)
+    return np.stack([low, np.minimum(low + 1, side - 1)], 1), np.stack([1 - (at - low), at - low], 1)
+
+
+def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows `[N, 4]` of a table of `side x side` positions and their weights for each patch: bilinear."""
+    _, row, column = patch_places(grids)
+    count = grids.prod(1)
+    (rows, by_row), (columns, by_column) = (
+        _taps(place, np.repeat(grids[:, axis], count), side) for place, axis in ((row, 1), (column, 2))
+    )
+    taps = rows[:, :, None] * side + columns[:, None]
+    return taps.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
+
+
+class GridTower(nn.Module):
+    """Qwen3.5's: `patches[c, 4, 2 * 3 p p]` of images with `grids[n, 3]` -> `[c * 4, h]`."""
+
+    def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
+        super().__init__()
+        hidden, name, patch = config.vision_hidden_size, "vision.patch_embedding", config.vision_patch_size
+        self.backend, self.side, self.scale = backend, config.patches_per_side, config.vision_head_dim**-0.5
+        # as torch's Conv3d has it: colours, frames, rows, columns
+        self.weight = backend.replicated(f"{name}.weight", (hidden, 3, 2, patch, patch), "normal", std)
+        self.bias = backend.replicated(f"{name}.bias", (hidden,), "zeros")
+        shape = (config.patches_per_crop, hidden)
+        self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std)
+        self.blocks = nn.ModuleList(
+            VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
+        )
+        self.frequencies = inverse_frequencies(config.vision_head_dim // 2, 1e4, RotaryScaling())
+
+    def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
+        """Encode every image; `patches` of any float dtype are turned into the model's."""
+        assert grids is not None and grids.prod(1).sum() == 4 * len(patches), "patches of images without their grids"
+        dtype, device = self.backend.dtype, patches.device
+        taps, weights = (to_device(x, device) for x in resampled(grids, self.side))
+        x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
+        x = x + F.embedding_bag(taps, self.positions, per_sample_weights=weights.to(dtype), mode="sum")
+        frame, row, column = patch_places(grids)
+        places, half = torch.from_numpy(np.stack([row, column], 1)), len(self.frequencies)
+        angles = places.repeat_interleave(half, 1), self.frequencies.repeat(2)  # [N, d / 2]: by row, and by column
+        rotary = [part.to(device) for part in cos_sin(*angles, dtype)]
+        plan = AttentionPlan(np.arange(len(frame))[None], Metadata.of_documents(frame, span=1), 0)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
+
+        for block in self.blocks:
+            x = block(x, attend)
+        return x

@@ -64,13 +64,22 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
     raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear, llama3 or yarn")
 
 
+def rotary_axes(sections: tuple[int, int, int] | None, angles: int) -> list[int]:
+    """Which of three positions (time, row, column) each angle turns by: interleaved as Qwen3-VL has them."""
+    axes = [0] * angles
+    for axis in (1, 2):
+        for angle in range(axis, min(3 * (sections or (0, 0, 0))[axis], angles), 3):
+            axes[angle] = axis
+    return axes
+
+
 def cos_sin(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`cos, sin [n, 1, head_dim / 2]` times `factor`, of int `positions[n]` and `frequencies` on one device; float64,
-    rounded once.
+    """`cos, sin [n, 1, r / 2]` times `factor`, of int `positions[n]`, or `[n, r / 2]` where each angle has its own, and
+    `frequencies[r / 2]` on one device; float64, rounded once.
     """
-    angles = positions.double()[:, None, None] * frequencies
+    angles = positions.double().reshape(len(positions), 1, -1) * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 

@@ -167,6 +167,8 @@ class ConfigJson:
         said = params.get("partial_rotary_factor", outside[1])
         if part is not None:
             path_of_part = f"{section}partial_rotary_factor"
+            if (sections := params.get("mrope_section")) is not None:
+                values["mrope_section"] = tuple(sections) if isinstance(sections, list) else None
             values["rotary_percent"] = self.checked(path_of_part, part if said is None else said, part, float, 0.01, 1)
         elif said not in (None, 1.0):
             self.faults.append(f"{section}partial_rotary_factor is {shown(said)}, megacp rotates whole heads")
@@ -177,7 +179,7 @@ class ConfigJson:
                 value = positions  # as the library: the length the model is for
             values[ours] = self.checked(f"{path}.{key}", value, None, number, low, 1e9)
         known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_NUMBERS}
-        known |= {"mrope_section", "mrope_interleaved"} if part is not None else set()  # text has equal positions
+        known |= {"mrope_section", "mrope_interleaved"} if part is not None else set()
         fixed = _ROPE_FIXED.get(kind, {})
         if kind == "yarn":
             pair = bool(params.get("mscale") and params.get("mscale_all_dim"))  # one alone means nothing to the library
@@ -219,6 +221,8 @@ def rope_fields(values: Values) -> Values:
     params |= _ROPE_FIXED["llama3"] if kind == "llama3" else {}
     if values.get("rotary_percent", 1.0) != 1.0:
         params["partial_rotary_factor"] = values["rotary_percent"]
+    if values.get("mrope_section"):
+        params |= {"mrope_section": list(values["mrope_section"]), "mrope_interleaved": True}
     return {
         "rope_theta": values["rotary_base"],
         "rope_scaling": None if kind == "default" else params,

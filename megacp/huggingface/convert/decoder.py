@@ -532,7 +532,7 @@ _GEMMA3 = Gemma3Words(
     has_pattern=True,
     fixed={"norm_position": "both", "qk_layernorm": "head", "apply_layernorm_1p": True, "mlp_activation": "geglu"},
 )
-_QWEN3_5 = Qwen35Words(
+QWEN3_5_WORDS = Qwen35Words(
     QWEN3_5_SIZES,
     head_dim=True,
     attention_bias=True,
@@ -549,7 +549,7 @@ TEXT_FAMILIES = (
     _text("olmo3", "Olmo3", _OLMO3, OLMO2),
     _text("gemma3_text", "Gemma3", _GEMMA3, GEMMA3),
     _text("smollm3", "SmolLM3", _SMOLLM3),
-    _text("qwen3_5_text", "Qwen3_5", _QWEN3_5, QWEN3_5),
+    _text("qwen3_5_text", "Qwen3_5", QWEN3_5_WORDS, QWEN3_5),
     _text("qwen2", "Qwen2", Words(QWEN2, window=_OFF, fixed={"add_qkv_bias": True})),
     _text("qwen3", "Qwen3", _QWEN3),
 )

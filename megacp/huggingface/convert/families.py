@@ -8,8 +8,9 @@ from typing import Any
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.decoder import TEXT_FAMILIES, Family
 from megacp.huggingface.convert.molmo2 import MOLMO2, TOKEN_ORDER
+from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*TEXT_FAMILIES, MOLMO2)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (*TEXT_FAMILIES, MOLMO2, QWEN3_5_VL)}
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names in old files that are not read: they follow from the config."""
 
@@ -33,6 +34,7 @@ def of_values(values: Values) -> Family:
         return FAMILIES[named]
     after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
     chosen = {
+        "qwen3_5": values["vision_num_layers"] > 0 and values["vision_family"] == "qwen3_5",
         "molmo2": values["vision_num_layers"] > 0,
         "gemma3_text": values["norm_position"] == "both",
         "olmo3": (after or values["qk_layernorm"] == "all_heads") and values["window_size"] is not None,

@@ -97,6 +97,25 @@ def molmo2(**changes: Any) -> Any:
     return transformers.Molmo2ForConditionalGeneration(config)
 
 
+def qwen3_5(**changes: Any) -> Any:
+    """A tower of 12 x 12 positions."""
+    import transformers
+
+    given = {**SIZES, **NO_IDS, **QWEN3_5, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": BYTES}
+    rotary = rope(500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 36, "num_heads": 4, "patch_size": 4}
+    tower |= {"out_hidden_size": 48, "num_position_embeddings": 144}
+    config = transformers.Qwen3_5Config(
+        text_config={**given, "rope_parameters": rotary, **changes},
+        vision_config=tower,
+        image_token_id=250,
+        video_token_id=251,
+        vision_start_token_id=252,
+        vision_end_token_id=253,
+    )
+    return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
 MODELS = {
     "llama 2": llama,
     "llama 2 tied": lambda: llama(tie_word_embeddings=True),
@@ -132,6 +151,7 @@ MODELS = {
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
     ),
+    "qwen3_5 with images": qwen3_5,
     "molmo2 released": molmo2,
     "molmo2 native": lambda: molmo2(attention_bias=True),
 }

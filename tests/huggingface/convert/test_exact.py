@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.batch import PackedBatch
+from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.core.data.image_shards import REPLICATE
 from megacp.core.ops.rotary import RotaryScaling, inverse_frequencies
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
@@ -29,6 +30,8 @@ pytest.importorskip("transformers", reason="transformers is not installed (extra
 
 TOKENS = 40
 NAMES = [name for name in MODELS if "molmo2" not in name]
+GRIDS = np.array([[1, 4, 6], [2, 2, 4], [1, 8, 2]])
+"""Frames, rows and columns of the patches of three images, in 6, 4 and 4 tokens."""
 
 
 def row() -> PackedBatch:
@@ -38,7 +41,41 @@ def row() -> PackedBatch:
     return PackedBatch(tokens, labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave, (0,))
 
 
-def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], float, Any, Any, np.ndarray]:
+def row_with_images(model: Any) -> tuple[PackedBatch, torch.Tensor]:
+    """Images between text, and their patches in the library's order `[56, 96]`."""
+    rng, c = np.random.default_rng(3), model.config
+    tokens, kinds = [], []
+    for frames, rows, columns in GRIDS.tolist():
+        per_frame = rows * columns // 4
+        parts = [rng.integers(0, 97, 3), *[[c.vision_start_token_id, *[c.image_token_id] * per_frame]] * frames, [5]]
+        tokens += [int(x) for part in parts for x in part]
+    tokens += rng.integers(0, 97, 40 - len(tokens)).tolist()
+    ids = torch.tensor(tokens)[None]
+    kinds = (ids == c.image_token_id).int()
+    single = torch.tensor([[1, h, w] for t, h, w in GRIDS.tolist() for _ in range(t)])
+    positions = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=single)[0][:, 0].t().numpy()
+    patches, leave = rng.standard_normal((56, 96)), np.full(TOKENS, TOKENS, np.int32)
+    cum = np.cumsum(single.prod(1).numpy() // 4)
+    vision = VisionInputs(
+        *(cum, cum, np.flatnonzero(kinds[0].numpy()), None, patches.reshape(-1, 4, 96)),
+        *(np.arange(56).reshape(-1, 4), REPLICATE),
+        grids=single.numpy(),
+    )
+    labels = rng.integers(0, 97, TOKENS)
+    batch = PackedBatch(ids[0].numpy(), labels, np.ones(TOKENS, np.float32), positions, leave, 0 * leave, (0,), vision)
+    return batch, torch.from_numpy(patches)
+
+
+def batch_of(name: str, model: Any = None) -> tuple[PackedBatch, dict[str, Any]]:
+    """The row of a model, and what the library is given beside its tokens."""
+    if "images" not in name:
+        return row(), {}
+    batch, patches = row_with_images(model)
+    grids, kinds = torch.from_numpy(batch.vision.grids), torch.from_numpy(batch.tokens == model.config.image_token_id)
+    return batch, {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": kinds[None].int()}
+
+
+def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], float, Any, Any, np.ndarray, PackedBatch]:
     """Our values, its loss, its weights and gradients by our names, its logits."""
     torch.manual_seed(0)
     with float32_is_float64(patch):
@@ -47,8 +84,9 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
-        logits = model.eval()(torch.from_numpy(row().tokens)[None]).logits[0]
-        loss = F.cross_entropy(logits, torch.from_numpy(row().labels))
+        batch, images = batch_of(name, model)
+        logits = model.eval()(torch.from_numpy(batch.tokens)[None], **images).logits[0]
+        loss = F.cross_entropy(logits, torch.from_numpy(batch.labels))
         loss.backward()
     content = model.config.to_dict()
     architecture = of_config(content)
@@ -62,11 +100,16 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
             Mapped(Tensors({k: p.grad for k, p in named.items() if p.grad is not None}), links, to_ours=True),
         )
     )
-    return values, loss.item(), weights, gradients, logits.detach().numpy()
+    return values, loss.item(), weights, gradients, logits.detach().numpy(), batch
 
 
 def ours(
-    rank: int, world_size: int, shape: dict[str, int], values: dict[str, Any], weights: dict[str, torch.Tensor]
+    rank: int,
+    world_size: int,
+    shape: dict[str, int],
+    values: dict[str, Any],
+    weights: dict[str, torch.Tensor],
+    batch: PackedBatch,
 ) -> tuple[float, Pieces, np.ndarray | None]:
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     config = with_values(
@@ -75,12 +118,12 @@ def ours(
     model = ParallelModel(config, grid(**shape))
     for chunk in model.chunks:
         fill(chunk, weights)
-    loss = model.gradients([row()], 1, float(TOKENS))
+    loss = model.gradients([batch], 1, float(TOKENS))
     found = pieces_of_slices(model.parameters.gradient_slices())
     logits = None
     if world_size == 1:
         with torch.no_grad():
-            logits = model.chunks[0].row_logits(model.shard(row(), 1)).numpy()
+            logits = model.chunks[0].row_logits(model.shard(batch, 1)).numpy()
     return loss, found, logits
 
 
@@ -89,8 +132,9 @@ def ours(
 def test_loss_logits_and_gradients_are_those_of_the_library(
     name: str, shape: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values, loss, weights, gradients, logits = library_of(name, monkeypatch)
-    results = run_ranks(ours, 2, shape, values, weights) if shape else [ours(0, 1, shape, values, weights)]
+    values, loss, weights, gradients, logits, batch = library_of(name, monkeypatch)
+    given = shape, values, weights, batch
+    results = run_ranks(ours, 2, *given) if shape else [ours(0, 1, *given)]
     for found, _, _ in results:
         assert abs(found - loss) <= 1e-12 * loss
     if not shape:

@@ -1,0 +1,131 @@
+"""Qwen3.5 with its tower: the text model's words and tensors under `text_config` and `language_model`, and a ViT's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
+from megacp.huggingface.convert.decoder import (
+    NATIVE,
+    QWEN3_5,
+    QWEN3_5_SIZES,
+    QWEN3_5_WORDS,
+    Family,
+    Table,
+    decoder_shapes,
+    linear,
+    links_of,
+)
+from megacp.huggingface.convert.tensors import Info, Link, Shape
+
+_MODULES = {
+    "patch_embed.proj": "vision.patch_embedding",
+    "blocks.{v}.norm1": "vision.blocks.{v}.attention_norm",
+    "blocks.{v}.norm2": "vision.blocks.{v}.mlp_norm",
+    "blocks.{v}.attn.proj": "vision.blocks.{v}.attention.output",
+    "blocks.{v}.mlp.linear_fc1": "vision.blocks.{v}.mlp.up",
+    "blocks.{v}.mlp.linear_fc2": "vision.blocks.{v}.mlp.down",
+    "merger.norm": "connector.norm",
+    "merger.linear_fc1": "connector.mlp.up",
+    "merger.linear_fc2": "connector.mlp.down",
+}
+_KINDS = ("weight", "bias")
+TABLE: Table = {
+    **{theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in QWEN3_5.items()},
+    **{f"model.visual.{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in _MODULES.items() for kind in _KINDS},
+    **{
+        f"model.visual.blocks.{{v}}.attn.qkv.{kind}": tuple(f"vision.blocks.{{v}}.attention.{x}.{kind}" for x in "qkv")
+        for kind in _KINDS
+    },
+    "model.visual.pos_embed.weight": "vision.position_embedding.weight",
+}
+_TOWER = {
+    "depth": ("vision_num_layers", 27),
+    "hidden_size": ("vision_hidden_size", 1152),
+    "intermediate_size": ("vision_ffn_hidden_size", 4304),
+    "num_heads": ("vision_num_attention_heads", 16),
+    "patch_size": ("vision_patch_size", 16),
+}
+"""Their size -> our flag and the library's default."""
+_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def tower_shapes(values: Values) -> dict[str, Shape]:
+    """Global shapes of tower and connector by our names."""
+    hidden, ffn, patch = values["vision_hidden_size"], values["vision_ffn_hidden_size"], values["vision_patch_size"]
+    found: dict[str, Shape] = {
+        "vision.patch_embedding.weight": (hidden, 3, 2, patch, patch),
+        "vision.patch_embedding.bias": (hidden,),
+        "vision.position_embedding.weight": ((values["vision_image_size"] // patch) ** 2, hidden),
+    }
+    for block in (f"vision.blocks.{i}" for i in range(values["vision_num_layers"])):
+        norms = (f"{block}.{norm}.{kind}" for norm in ("attention_norm", "mlp_norm") for kind in _KINDS)
+        found |= dict.fromkeys(norms, (hidden,))
+        for name in ("q", "k", "v", "output"):
+            found |= linear(f"{block}.attention.{name}", hidden, hidden, True)
+        found |= linear(f"{block}.mlp.up", ffn, hidden, True) | linear(f"{block}.mlp.down", hidden, ffn, True)
+    found |= dict.fromkeys((f"connector.norm.{kind}" for kind in _KINDS), (hidden,))
+    found |= linear("connector.mlp.up", 4 * hidden, 4 * hidden, True)
+    return found | linear("connector.mlp.down", values["hidden_size"], 4 * hidden, True)
+
+
+def from_hf(c: ConfigJson) -> Values:
+    """Of a config whose `text_config` stands at the top."""
+    v = QWEN3_5_WORDS.from_hf(c)
+    v |= {"vision_family": "qwen3_5", "image_attention": "causal", "connector_ffn_hidden_size": None}
+    v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)
+    for name, (ours, default) in _TOWER.items():
+        v[ours] = c.number(f"vision_config.{name}", default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
+    c.only("vision_config.", hidden_act="gelu_pytorch_tanh", in_channels=3)
+    c.only("vision_config.", spatial_merge_size=2, temporal_patch_size=2)
+    count = c.number("vision_config.num_position_embeddings", 2304)
+    v["vision_image_size"] = math.isqrt(count) * v["vision_patch_size"]
+    for path, default, one in (
+        ("vision_config.num_position_embeddings", 2304, math.isqrt(count) ** 2),
+        ("vision_config.out_hidden_size", 3584, v["hidden_size"]),
+    ):
+        if (found := c.get(path, default)) != one:
+            c.faults.append(f"{path} is {shown(found)}, megacp can only express {one}")
+    rope = c.get("vision_config.rope_parameters") or {}
+    if rope not in ({}, {"rope_type": "axial", "rope_theta": 10000.0}):
+        c.faults.append(f"vision_config.rope_parameters is {shown(rope)}, megacp can only express axial, theta 10000")
+    return v
+
+
+def to_hf(v: Values) -> Values:
+    """The inverse."""
+    vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
+    vision |= {"model_type": "qwen3_5_vision", "out_hidden_size": v["hidden_size"], "hidden_act": "gelu_pytorch_tanh"}
+    vision |= {"num_position_embeddings": (v["vision_image_size"] // v["vision_patch_size"]) ** 2, "in_channels": 3}
+    vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": v["init_method_std"]}
+    return QWEN3_5_WORDS.to_hf(v) | {"vision_config": vision}
+
+
+class Qwen35(Family):
+    """The family whose text fields are nested."""
+
+    def native(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        text = content.get("text_config")
+        if text is not None and not isinstance(text, Mapping):
+            raise ValueError("config.json: text_config is no object")
+        outside = {name: value for name, value in content.items() if name != "text_config"}
+        return {**(text or {}), **outside}
+
+    def spelled(self, content: Values, layout: str) -> Values:
+        text = {name: value for name, value in content.items() if name != "vision_config"}
+        tied = content["tie_word_embeddings"]
+        nested = {"model_type": "qwen3_5_text", **text}
+        return {"text_config": nested, "vision_config": content["vision_config"], "tie_word_embeddings": tied}
+
+    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
+        shapes = decoder_shapes(values) | tower_shapes(values)
+        return links_of(TABLE, shapes, values["num_layers"], values["vision_num_layers"])
+
+
+QWEN3_5_VL = Qwen35(
+    *("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_SIZES, from_hf, to_hf, TABLE),
+    frozenset({"language_model_only"}),
+    ("vision_config",),
+)
