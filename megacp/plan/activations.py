@@ -297,11 +297,13 @@ def vision_activations(config: RunConfig, size: int, wide: int, world_size: int)
     total = work = 0
     frozen = config.frozen_parts
     if not {"vision", "connector"} <= set(frozen):
-        sharded = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config)
+        sharded, whole = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config), 2 * WINDOW + 3
+        if v.vision_family == "qwen3_5":  # features and those normed and joined, the MLP's two
+            sharded, whole = 2 * WINDOW * v.vision_hidden_size, 2 * WINDOW
         sharded //= config.parallel.tensor_model_parallel_size
-        total += pooled * ((2 * WINDOW + 3) * v.vision_hidden_size + sharded) * size  # of a window of patches each
+        total += pooled * (whole * v.vision_hidden_size + sharded) * size  # of a window of patches each
     if "vision" not in frozen and crops:
-        patches = crops * v.patches_per_crop
+        patches = crops * v.crop_patches
         kept = v.vision_num_layers * _bytes(config, granularity, size, wide)
         work = patches * (_bytes(config, "none", size, wide) - _bytes(config, granularity, size, wide))
         work += patches * (v.vision_ffn_hidden_size // config.parallel.tensor_model_parallel_size) * size

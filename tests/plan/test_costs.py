@@ -177,17 +177,24 @@ def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None
 
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])  # LayerNorm on the CPU keeps bfloat16 statistics
-def test_a_block_keeps_what_is_planned(granularity: str, dtype: str) -> None:
+@pytest.mark.parametrize("family", ["molmo2", "qwen3_5"])
+def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str) -> None:
     """Every storage that autograd holds from a block's forward to its backward, and nothing else."""
-    values = {**TINY, "dtype": dtype, "recompute_granularity": granularity}
+    values = {**TINY, "dtype": dtype, "recompute_granularity": granularity, "vision_family": family}
+    if family == "qwen3_5":  # angles by row and column need heads of four
+        values |= {"vision_hidden_size": 32, "vision_num_attention_heads": 4}
     (chunk,) = build_chunks(config_of(values, {}), grid())
-    block, patches = chunk.vision.tower.blocks[1], 3 * 16
+    tower, patches = chunk.vision.tower, 3 * 16
+    block = tower.blocks[1]
+    grids = np.array([[3, 4, 4]])
+    attend = tower._attend if family == "molmo2" else tower.attention(grids, torch.device("cpu"))
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
-        x = torch.zeros(patches, 24, dtype=block.down.weight.dtype, requires_grad=True)
-        out = block(x)
-    for parameter in block.parameters():
-        found.pop(parameter.untyped_storage().data_ptr(), None)
+        x = torch.zeros(patches, tower.weight.shape[0], dtype=block.down.weight.dtype, requires_grad=True)
+        out = block(x, attend)
+    for parameter in (*block.parameters(), *(c.cell_contents for c in getattr(attend, "__closure__", None) or ())):
+        if isinstance(parameter, torch.Tensor):
+            found.pop(parameter.untyped_storage().data_ptr(), None)
     elements, wide = activations.block_activations(config_of(values, {}), granularity)
     assert out.requires_grad
     assert sum(storage.nbytes() for storage in found.values()) == patches * (elements + wide) * x.element_size()

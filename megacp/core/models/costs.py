@@ -167,15 +167,18 @@ def tower_parameters(config: RunConfig, tp: int = 1) -> int:
 def _pool_weights(config: RunConfig) -> tuple[int, int]:
     """Weights of the connector that meet a pooled token once, and those that meet each of its patches."""
     width = config.vision.vision_hidden_size
+    if config.vision.vision_family == "qwen3_5":
+        return WINDOW * width * (WINDOW * width + config.model.hidden_size), 0
     projector = connector_ffn(config) * (2 * width + config.model.hidden_size)
     return 3 * width * width + projector, 4 * width * width
 
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the connector on one tp rank; 0 without a tower."""
-    v = config.vision
-    sharded = sum(_pool_weights(config)) + 3 * v.vision_hidden_size
-    return sharded // tp + v.vision_hidden_size if v.vision_num_layers else 0
+    v, merges = config.vision, config.vision.vision_family == "qwen3_5"
+    sharded = sum(_pool_weights(config)) + (WINDOW if merges else 3) * v.vision_hidden_size
+    whole = 2 * v.vision_hidden_size + config.model.hidden_size if merges else v.vision_hidden_size
+    return sharded // tp + whole if v.vision_num_layers else 0
 
 
 def run_parameters(config: RunConfig) -> int:
@@ -193,17 +196,18 @@ def trained_parameters(config: RunConfig) -> int:
 
 
 def crop_flops(config: RunConfig) -> Flops:
-    """The tower's forward over one crop."""
+    """The tower's forward over one crop, of images as large as the table of positions."""
     v = config.vision
-    patches, width = v.patches_per_crop, v.vision_hidden_size
+    patches, width = v.crop_patches, v.vision_hidden_size
     weights = v.vision_num_layers * _block_weights(config) + v.vision_hidden_size * v.patch_dim
-    return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches**2 * width)
+    return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches * v.patches_per_crop * width)
 
 
 def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
     """The connector's forward over one pooled token of `window` patches."""
     once, each = _pool_weights(config)
-    return Flops(2.0 * (once + window * each), 4.0 * window * config.vision.vision_hidden_size)
+    scores = 4.0 * window * config.vision.vision_hidden_size if each else 0.0
+    return Flops(2.0 * (once + window * each), scores)
 
 
 def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
@@ -234,7 +238,8 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
     v, length = config.vision, config.data.seq_length
     if not v.vision_num_layers:
         return 0, 0
-    pooled = (-(-v.patches_per_side // 2)) ** 2  # tokens of a crop with windows of 2 x 2 patches
+    side = v.patches_per_side if v.vision_family == "molmo2" else 2
+    pooled = (-(-side // 2)) ** 2  # tokens of a crop with windows of 2 x 2 patches
     crops = v.vision_planned_crops or -(-length // pooled)
     return crops, min(length, crops * pooled)
 

@@ -154,16 +154,21 @@ class GridTower(nn.Module):
         taps, weights = (to_device(x, device) for x in resampled(grids, self.side))
         x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
         x = x + F.embedding_bag(taps, self.positions, per_sample_weights=weights.to(dtype), mode="sum")
-        frame, row, column = patch_places(grids)
-        places, half = torch.from_numpy(np.stack([row, column], 1)), len(self.frequencies)
-        angles = places.repeat_interleave(half, 1), self.frequencies.repeat(2)  # [N, d / 2]: by row, and by column
-        rotary = [part.to(device) for part in cos_sin(*angles, dtype)]
-        plan = AttentionPlan(np.arange(len(frame))[None], Metadata.of_documents(frame, span=1), 0)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
-            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
-
+        attend = self.attention(grids, device)
         for block in self.blocks:
             x = block(x, attend)
         return x
+
+    def attention(self, grids: np.ndarray, device: torch.device) -> Attend:
+        """All patches of a frame see each other, turned by their rows and columns."""
+        frame, row, column = patch_places(grids)
+        places, half = torch.from_numpy(np.stack([row, column], 1)), len(self.frequencies)
+        angles = places.repeat_interleave(half, 1), self.frequencies.repeat(2)  # [N, d / 2]: by row, and by column
+        cos, sin = (part.to(device) for part in cos_sin(*angles, self.backend.dtype))
+        plan = AttentionPlan(np.arange(len(frame))[None], Metadata.of_documents(frame, span=1), 0)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
+            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
+
+        return attend

@@ -12,7 +12,7 @@ from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
-from megacp.core.models.costs import model_parameters
+from megacp.core.models.costs import model_parameters, run_parameters
 from megacp.huggingface.convert.decoder import LAYOUTS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
@@ -57,6 +57,15 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
     assert {named.name: named.shape for named in ours} == tensors_of(OURS[name])
     theirs = [named.name for link in links for named in link.theirs]
     assert len(set(theirs)) == len(theirs)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_parameters_are_as_many_as_the_library_has(name: str) -> None:
+    pytest.importorskip("transformers")
+    model = THEIRS[name]()
+    content = model.config.to_dict()
+    config = with_values(RunConfig(), of_config(content).values(content))
+    assert run_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
