@@ -22,7 +22,7 @@ from megacp.core.distributed.grid import Axis, axis_of_mesh
 from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels
-from megacp.huggingface.door.mask import DocumentIds, documents_of
+from megacp.huggingface.door.mask import DocumentIds, documents_of, trees_of
 from megacp.huggingface.door.model_rules import stock_model
 from megacp.huggingface.door.multimodal import cut_multimodal, parts_of
 from megacp.huggingface.door.transformers import register_with_transformers
@@ -41,7 +41,12 @@ _Block = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
 def shard_sequences(
-    target: Any, cp_size: int | None = None, *, transport: str = "kv_exchange", layout: str = "balanced"
+    target: Any,
+    cp_size: int | None = None,
+    *,
+    transport: str = "kv_exchange",
+    layout: str = "balanced",
+    trees: bool = False,
 ) -> Axis:
     """Run what `target` trains under this attention; returns the axis of the ranks that share a row.
 
@@ -51,10 +56,12 @@ def shard_sequences(
 
     A Trainer packs by position ids that restart; padding is what its attention mask says. In a loop of one's own
     `accelerator.maybe_context_parallel` finds the position ids among its buffers: they count up by one from 0, and
-    start again with each document.
+    start again with each document. `trees`: where they go back to a number above 0 a branch begins, see `trees_of`. Its
+    first token has no label in a Trainer: it repeats the last shared one, which predicts one token alone.
 
     Every process calls it. ValueError after `prepare`, for a size that does not divide the processes, for options of a
-    Trainer that would see one rank's tokens alone, and in a step whose ranks hold other rows.
+    Trainer that would see one rank's tokens alone, for trees with images, and in a step whose ranks hold other rows or
+    whose branches begin with a label.
     """
     from accelerate import Accelerator
 
@@ -72,7 +79,9 @@ def shard_sequences(
     ) -> contextlib.AbstractContextManager[Any]:
         """A block as `Accelerator.maybe_context_parallel` asks for it."""
         _refuse_other_rows(axis, buffers)
-        counting = [x for x, dim in zip(buffers, buffer_seq_dims, strict=True) if dim % x.dim() == 1 and _counts(x)]
+        counting = [
+            x for x, dim in zip(buffers, buffer_seq_dims, strict=True) if dim % x.dim() == 1 and _counts(x, trees)
+        ]
         if not counting or any(not torch.equal(x, counting[0]) for x in counting):
             raise ValueError(
                 f"{len(counting)} of the {len(buffers)} buffers look like position ids [B, S] (from 0 up by one, again "
@@ -83,7 +92,7 @@ def shard_sequences(
             buffers=buffers,
             buffer_seq_dims=buffer_seq_dims,
             no_restore_buffers=no_restore_buffers or (),
-            document_ids=documents_of(counting[0]),
+            document_ids=trees_of(counting[0]) if trees else documents_of(counting[0]),
         )
 
     def prepare(*args: Any) -> tuple[Any, ...]:
@@ -96,7 +105,7 @@ def shard_sequences(
 
     accelerator._prepare_cp = prepare
     if target is not accelerator:
-        _shard_trainer(target, axis, block)
+        _shard_trainer(target, axis, block, trees)
     return axis
 
 
@@ -124,12 +133,13 @@ def _set_size(accelerator: Any, cp_size: int | None) -> None:
     accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
 
 
-def _counts(x: torch.Tensor) -> bool:
-    """Whether `x[B, S]` counts up by one from 0, and starts again any number of times."""
+def _counts(x: torch.Tensor, trees: bool) -> bool:
+    """Whether `x[B, S]` counts up by one from 0, and starts again any number of times; `trees`: at 0 or above."""
     if x.dim() != 2 or x.is_floating_point() or x.dtype == torch.bool:
         return False
     up = x.diff(dim=1) == 1
-    return bool((x[:, 0] == 0).all() and (up | (x[:, 1:] == 0)).all() and (x.shape[1] == 1 or up.any()))
+    back = (x.diff(dim=1) < 1) & (x[:, 1:] >= 0) if trees else x[:, 1:] == 0
+    return bool((x[:, 0] == 0).all() and (up | back).all() and (x.shape[1] == 1 or up.any()))
 
 
 def _refuse_other_rows(axis: Axis, buffers: Sequence[torch.Tensor]) -> None:
@@ -151,7 +161,7 @@ def _refuse_other_rows(axis: Axis, buffers: Sequence[torch.Tensor]) -> None:
 
 
 def _block_of_inputs(
-    axis: Axis, block: _Block, model: torch.nn.Module, inputs: dict[str, Any]
+    axis: Axis, block: _Block, model: torch.nn.Module, inputs: dict[str, Any], trees: bool
 ) -> contextlib.AbstractContextManager[Any]:
     """A block for the inputs of a model, which it completes.
 
@@ -166,14 +176,19 @@ def _block_of_inputs(
             f"a sharded sequence has input_ids [B, S], may have {', '.join(list(_PAD)[1:])}, and with images has "
             f"labels; nothing is known of {', '.join(strange) or 'other inputs'}, maybe of one rank's tokens alone"
         )
+    _refuse_other_rows(axis, [x for x in inputs.values() if isinstance(x, torch.Tensor)])
     if towers:
         documents = _documents_with_images(model, inputs)
     else:
         inputs.setdefault("position_ids", torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1))
-        documents = documents_of(inputs["position_ids"], inputs.get("attention_mask"))
-    _refuse_other_rows(axis, [x for x in inputs.values() if isinstance(x, torch.Tensor)])
-    if labels is not None:
-        inputs.setdefault("shift_labels", shift_labels(labels))  # documents of packed rows begin without a label
+        documents = (trees_of if trees else documents_of)(inputs["position_ids"], inputs.get("attention_mask"))
+    if labels is not None and "shift_labels" not in inputs:
+        if trees and (number := int(((inputs["position_ids"].diff(dim=1) != 1) & (labels[:, 1:] != -100)).sum())):
+            raise ValueError(
+                f"{number} branches begin with a label, and what they continue stands elsewhere: begin each one with a "
+                f"copy of the token that it continues, without a label, or give shift_labels"
+            )
+        inputs["shift_labels"] = shift_labels(labels)  # documents of packed rows begin without a label
     names = [name for name in (("labels", "shift_labels") if towers else _PAD) if name in inputs]
     buffers = [inputs[name] for name in names]
     return block(
@@ -211,12 +226,15 @@ def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) ->
     return Metadata.of_documents(document, span=number)
 
 
-def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:
+def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None:
     """Let the steps of a Trainer run in blocks."""
     wrong = {"compute_loss_func": trainer.compute_loss_func, "label_smoothing_factor": trainer.label_smoother}
     if given := [name for name, value in wrong.items() if value is not None]:
         raise ValueError(f"{', '.join(given)} would shift the labels of one rank's tokens alone: leave it out")
     predict, accelerator, counted = trainer.prediction_step, trainer.accelerator, not trainer.model_accepts_loss_kwargs
+    of_trl = hasattr(trainer, "_total_train_tokens")
+    if trees and parts_of(accelerator.unwrap_model(trainer.model)):
+        raise ValueError("trees are rows of text: for those with images give context_parallel a Metadata")
     if counted and accelerator.unwrap_model(trainer.model).config.model_type not in _HANDS_ON:
         raise ValueError(
             f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over one rank's tokens"
@@ -225,9 +243,9 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:
     def prepare(model: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[Callable[[], Any], dict[str, Any]]:
         bare = accelerator.unwrap_model(trainer.model)
         found = {name: x for name, x in inputs.items() if x is not None}
-        if hasattr(trainer, "_total_train_tokens"):  # TRL counts what the mask says, and filled tokens without one
+        if of_trl:  # it counts what the mask says, and filled tokens without one
             found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
-        cut = _block_of_inputs(axis, block, bare, found)
+        cut = _block_of_inputs(axis, block, bare, found, trees)
         if counted and "shift_labels" in found:
             # the Trainer takes the mean of processes, which is that of the row with its sum over these labels
             found["num_items_in_batch"] = (found["shift_labels"] != -100).sum().double() / axis.size
@@ -250,7 +268,15 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block) -> None:
     ) -> tuple[Any, None, None]:
         if not prediction_loss_only:
             raise ValueError("logits of a sharded sequence are of one rank's tokens: evaluate without compute_metrics")
-        loss, _, _ = predict(model, inputs, prediction_loss_only, ignore_keys)
+        if of_trl:  # its own step opens no block
+            opened, found = prepare(model, trainer._prepare_inputs(inputs))
+            # TRL takes the mean of its rows' labels, and multiplies it by the processes where it is given their number
+            times = accelerator.num_processes if trainer.args.average_tokens_across_devices else 1
+            number = (found["shift_labels"] != -100).sum() * times / axis.size
+            with torch.no_grad(), trainer.compute_loss_context_manager(), opened():
+                loss = trainer.compute_loss(model, found, num_items_in_batch=number)
+        else:
+            loss, _, _ = predict(model, inputs, prediction_loss_only, ignore_keys)
         trainer.gather_function = gather  # the loop sets it back
         # each rank has the part of its tokens, times all processes: the mean is that of the row
         return None if loss is None else all_reduce(loss, axis) / axis.size, None, None

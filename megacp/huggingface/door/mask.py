@@ -155,3 +155,25 @@ def documents_of(position_ids: torch.Tensor | None = None, attention_mask: torch
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ValueError("documents_of wants an attention_mask of 1 at tokens and 0 at padding, got other numbers")
     return numbers.masked_fill(attention_mask == 0, PADDING)  # [1 or B, S] of either
+
+
+def trees_of(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Metadata:
+    """The mask of whole rows of prefix trees, whose tokens stand in depth-first order; of `B * S` tokens.
+
+    `position_ids[B, S]`: a token continues the last one before it that stands one position lower, and sees the path
+    there. So a branch begins where positions go back. `attention_mask`: as in `documents_of`. Raises ValueError as it
+    does, and for positions of a row that do not begin at 0 or skip one.
+    """
+    real = documents_of(position_ids, attention_mask).cpu().numpy() >= 0  # [B, S]
+    positions = np.broadcast_to(position_ids.detach().cpu().numpy(), real.shape)[real].astype(np.int64)  # [tokens]
+    places = np.flatnonzero(real)
+    first = np.diff(places // real.shape[1], prepend=-1) > 0  # of each row
+    if positions[first].any() or (positions < 0).any() or (np.diff(positions) > 1).any():
+        raise ValueError("trees_of wants position_ids that begin at 0 in each row, and go up by one or back")
+    leave, starts = np.where(real.reshape(-1), real.size, 0), np.flatnonzero(np.diff(positions, prepend=-2) != 1)
+    path, height = np.zeros(positions.max(initial=0) + 1, np.int64), 0  # places from a root to here, by position
+    for start, stop in zip(starts, np.append(starts[1:], len(places)), strict=True):
+        low, high = positions[start], positions[stop - 1] + 1
+        leave[path[low:height]] = places[start]  # what the path loses ends here
+        path[low:high], height = places[start:stop], high
+    return Metadata.of_row(leave, np.zeros_like(leave))

@@ -26,7 +26,7 @@ from megacp.core.ops.mask import Metadata
 from megacp.core.ops.tile_kernels import MathKernel, dense_attention
 from megacp.huggingface.door.context import context_parallel, current_context
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.mask import batch_mask, documents_of
+from megacp.huggingface.door.mask import batch_mask, documents_of, trees_of
 from megacp.huggingface.door.transformers import attention
 from tests.ranks import grid, run_ranks
 from tests.reference.attention import visible
@@ -325,6 +325,37 @@ def test_documents_are_read_from_positions_and_masks() -> None:
     for given in ((None, None), (torch.zeros(3, 2, 6),), (torch.zeros(2, 6), torch.ones(2, 5)), (None, numbered)):
         with pytest.raises(ValueError, match="documents_of wants"):
             documents_of(*given)
+
+
+def rollouts(positions: list[int]) -> list[list[int]]:
+    """Places of each path to a leaf: a token continues the last one before it that stands one position lower."""
+    path, found = list[int](), []
+    for place, position in enumerate(positions):
+        path = [*path[:position], place]
+        if positions[place + 1 : place + 2] <= [position]:
+            found.append(path)
+    return found
+
+
+def test_trees_are_read_from_positions_that_go_back() -> None:
+    """Padding may lie on both sides."""
+    rng, want = np.random.default_rng(0), np.zeros((20, 24, 20, 24), bool)
+    positions, mask = torch.zeros(2, 20, 24, dtype=torch.int64)
+    for number, (row, real) in enumerate(zip(positions, mask, strict=True)):
+        first, last = rng.integers(3), 24 - rng.integers(3)
+        real[first:last] = 1
+        for place in range(first + 1, last):
+            above = int(row[place - 1]) + 1
+            row[place] = above if rng.random() < 0.7 else int(rng.integers(above + 1))
+        for path in rollouts(row[first:last].tolist()):
+            for length, place in enumerate(path, start=1):
+                want[number, first + place, number, first + np.array(path[:length])] = True
+    found = trees_of(positions, mask)
+    assert (visible(found, found) == want.reshape(480, 480)).all()
+    assert (found.depth == positions.flatten().numpy())[mask.flatten() == 1].all()
+    for wrong in ([1, 2, 3], [0, 2, 3], [0, 1, -1]):
+        with pytest.raises(ValueError, match="begin at 0 in each row, and go up by one or back"):
+            trees_of(torch.tensor([[0, 1, 1], wrong]))
 
 
 def test_position_ids_count_through_documents_or_rows_and_never_go_back_beside_images() -> None:

@@ -19,8 +19,9 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.huggingface.door.mask import trees_of
 from megacp.huggingface.door.transformers import register_with_transformers
-from tests.huggingface.door.test_context import TWO, axis_of, transport_on
+from tests.huggingface.door.test_context import TWO, axis_of, rollouts, transport_on
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 
@@ -38,8 +39,12 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LENGTHS = {"one": [[48], [48]], "packed": [[7, 24, 17], [30, 18]]}
-"""Lengths of the documents in each of two batch rows."""
+STRETCHES = {
+    "one": [[(0, 48)], [(0, 48)]],
+    "packed": [[(0, 7), (0, 24), (0, 17)], [(0, 30), (0, 18)]],
+    "trees": [[(0, 20), (15, 6), (9, 6), (12, 5), (0, 7), (3, 4)], [(0, 13), (8, 10), (8, 9), (14, 6), (8, 10)]],
+}
+"""First positions and lengths of the stretches of each of two batch rows."""
 
 
 def build(model: str, attention: str, **changes: Any) -> Any:
@@ -61,11 +66,14 @@ def build(model: str, attention: str, **changes: Any) -> Any:
 
 @functools.cache
 def tokens_of(documents: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, position ids and document ids `[2, 48]`."""
+    """Token ids, position ids and numbers of stretches `[2, 48]`; what continues one token begins with the same."""
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    lengths = LENGTHS[documents]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
-    numbers = torch.stack([torch.cat([torch.full((n,), i) for i, n in enumerate(row)]) for row in lengths])
+    rows = STRETCHES[documents]
+    positions = torch.stack([torch.cat([torch.arange(first, first + n) for first, n in row]) for row in rows])
+    numbers = torch.stack([torch.cat([torch.full((n,), i) for i, (_, n) in enumerate(row)]) for row in rows])
+    for row, places in zip(ids, positions.tolist(), strict=True):
+        for path in rollouts(places):
+            row[path[1:]] = row[torch.tensor(path[:-1]) + 1]
     return ids, positions, numbers
 
 
@@ -95,16 +103,22 @@ CASES = [
     Case("Llama", 4, "a2a", "balanced", "one", 47),
     Case("Qwen3", 4, "a2a+p2p", "zigzag"),
     Case("Qwen3", 4, "kv_exchange", "zigzag_document", option="recomputed"),
+    Case("Llama", 2, "kv_exchange", "balanced", "trees"),
+    Case("Qwen3", 4, "a2a", "zigzag", "trees"),
 ]
 
 
 @functools.cache
+@float32_is_float64(pytest.MonkeyPatch())
 def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the model with its own attention, one document at a time, its labels shifted inside."""
-    net, ids = build(model, "sdpa", head_dim=8), tokens_of(documents)[0]
+    """Loss and gradients of the model with its own attention, one document or rollout at a time, labels shifted inside.
+
+    Shared tokens of rollouts count in each one.
+    """
+    net, (ids, positions, _) = build(model, "sdpa", head_dim=8), tokens_of(documents)
     losses, counted = [], 0
-    for row, lengths in zip(ids[:, :tokens], LENGTHS[documents], strict=True):
-        for document in row.split([min(n, tokens) for n in lengths] if len(lengths) > 1 else [tokens]):
+    for row, places in zip(ids, positions[:, :tokens].tolist(), strict=True):
+        for document in (row[path] for path in rollouts(places)):
             logits = net(document[None], use_cache=False).logits[0]
             losses.append(F.cross_entropy(logits[:-1], document[1:], reduction="sum"))
             counted += len(document) - 1
@@ -113,6 +127,7 @@ def reference(model: str, documents: str, tokens: int) -> tuple[Tensor, dict[str
     return loss.detach(), gradients_of(net)
 
 
+@float32_is_float64(pytest.MonkeyPatch())
 def train_on_ranks(rank: int, world_size: int) -> list[Any]:
     """For each case the loss, and on rank 0 the gradients."""
     found = []
@@ -121,20 +136,24 @@ def train_on_ranks(rank: int, world_size: int) -> list[Any]:
         if case.option == "recomputed":
             net.gradient_checkpointing_enable({"use_reentrant": False})
         ids, positions, documents = (x[:, : case.tokens].clone() for x in tokens_of(case.documents))
-        labels = shift_labels(ids, documents)
-        counted = (labels != -100).sum()
+        labels, times = shift_labels(ids, documents), torch.zeros(2, case.tokens)
+        for row, places in zip(times, positions.tolist(), strict=True):
+            for path in rollouts(places):
+                row[path[:-1]] += 1  # a token's label counts once for each rollout in which it has one
+        counted = times.sum()
         with context_parallel(
             axis,
             model=net,
-            buffers=[ids, positions, labels],
-            buffer_seq_dims=[1, 1, 1],
-            pad_values=[0, 0, -100],
-            document_ids=documents,
+            buffers=[ids, positions, labels, times],
+            buffer_seq_dims=[1, 1, 1, 1],
+            pad_values=[0, 0, -100, 0],
+            document_ids=trees_of(positions) if case.documents == "trees" else documents,
             transport=transport_on(case.transport, axis),
             layout=case.layout,
         ) as context:
             logits = net(ids, position_ids=positions, use_cache=case.option == "cache").logits
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / counted
+            cross = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            loss = (cross * times.flatten()).sum() / counted
             loss.backward()
             assert len(context.plans) == 1, "planned again in a later layer"
         sum_gradients(net.parameters(), axis)
@@ -144,7 +163,6 @@ def train_on_ranks(rank: int, world_size: int) -> list[Any]:
 
 @pytest.mark.slow
 def test_stock_models_train_on_several_ranks_as_on_one() -> None:
-    """float64; norms and angles are float32 inside transformers, of the same values on every rank."""
     results = run_ranks(train_on_ranks, 4, timeout=200)
     for number, case in enumerate(CASES):
         want_loss, want = reference(case.model, case.documents, case.tokens)
