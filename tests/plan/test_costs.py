@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import re
 
+import numpy as np
 import pytest
 import torch
 

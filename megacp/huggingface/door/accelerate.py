@@ -32,7 +32,8 @@ _PAD |= {"token_type_ids": 0}
 """Inputs of a model that lie along the sequence, and what padding gets."""
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators say of packed documents for other kernels; the position ids say it too."""
-_HANDS_ON = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "paligemma", "glm4v", "glm46v", "gemma4")
+_HANDS_ON: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+_HANDS_ON += ("gemma3", "gemma4", "paligemma", "glm4v", "glm46v")
 """Model types that say `accepts_loss_kwargs = False`, and yet hand options to the library's loss of shifted labels: the
 Trainer gives them no number of tokens, takes the mean of each batch, and divides by the accumulated steps."""
 

@@ -20,7 +20,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.states import recur, short_convolution
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.recurrence import gated_delta_rule
-from megacp.huggingface.door.model_rules import refuse
+from megacp.huggingface.door.model_rules import refuse, stock_model
 
 Along = Callable[..., torch.Tensor]
 """`ContextParallel.along`."""
@@ -74,13 +74,24 @@ _OURS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolution, "torch
 
 @contextlib.contextmanager
 def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
-    """Inside, the modules of the library that hold layers of `model` have our functions for theirs."""
-    homes = [vars(sys.modules[name]) for name in {type(layer).__module__ for layer in model.modules()}]
-    stock = [(home, {name: home[name] for name in _OURS.keys() & home.keys()}) for home in homes]
-    for home, functions in stock:
-        home.update({n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in functions})
+    """Inside, the modules of the library that hold layers of `model` have our functions for theirs, and no cache."""
+    layers = {type(layer).__module__: vars(sys.modules[type(layer).__module__]) for layer in model.modules()}
+    stock = [(home, found) for home in layers.values() if (found := {n: home[n] for n in _OURS if n in home})]
+    if not stock:
+        yield
+        return
+    for home, found in stock:
+        home.update({n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in found})
+    decoder = stock_model(model).get_decoder()
+    hook = decoder.register_forward_pre_hook(_without_cache, with_kwargs=True)
     try:
         yield
     finally:
-        for home, functions in stock:
-            home.update(functions)
+        hook.remove()
+        for home, found in stock:
+            home.update(found)
+
+
+def _without_cache(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A config has use_cache also in training."""
+    return args, {**kwargs, "use_cache": False}

@@ -73,13 +73,15 @@ WINDOWED = {
     if row.name in "gemma2 gemma3_text gemma4_text gpt_oss llama4_text mistral olmo3".split()
     and row.found == test_matrix.WINDOW
 }
+STATEFUL = {row.name: row for row in test_matrix.MODELS if row.found == test_matrix.STATES and "moe" not in row.name}
+"""The library's own states and convolutions go on from one packed document to the next: it gets them one by one."""
 
 
 def model_of(kind: str) -> Any:
     """Windows of trees follow their paths."""
     if kind in MODELS:
         return build_with_images(kind, "sdpa")
-    row = WINDOWED.get("mistral" if kind == "trees" else kind)
+    row = {**WINDOWED, **STATEFUL}.get("mistral" if kind == "trees" else kind)
     model = test_matrix.build(row, "sdpa") if row else llama()
     if kind == "gpt_oss":
         model.model.register_forward_pre_hook(masks_of_documents, with_kwargs=True)
@@ -101,7 +103,7 @@ def masks_of_documents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 def rows(kind: str, count: int) -> list[dict[str, Tensor]]:
     """`packed`: rows of three documents; `trees`: of three rollouts; `padded`: of one; models with images: those."""
     generator = torch.Generator().manual_seed(1)
-    found, packed = [], kind in ("packed", "trees", *WINDOWED)
+    found, packed = [], kind in ("packed", "trees", *WINDOWED, *STATEFUL)
     for number in range(count):
         lengths = torch.randint(5, 20, (3,), generator=generator).tolist()
         if not packed:
@@ -172,7 +174,8 @@ def stock_trainer(kind: str, folder: str, backend: str | None, **options: Any) -
 
     given = {"args": TrainingArguments(folder, remove_unused_columns=False, ddp_backend=backend, **STEPS | options)}
     given |= {"train_dataset": rows(kind, 13), "eval_dataset": rows(kind, 7)}
-    given["data_collator"] = (lambda batch: collate(apart(batch))) if (kind, backend) == ("trees", None) else collate
+    alone = backend is None and kind in ("trees", *STATEFUL)
+    given["data_collator"] = (lambda batch: collate(apart(batch))) if alone else collate
     return Trainer(model_of(kind), **given)
 
 
@@ -201,7 +204,10 @@ RECOMPUTED = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [*((kind, {}) for kind in ("packed", "padded", "trees", *MODELS, *WINDOWED)), ("packed", RECOMPUTED)],
+    [
+        *((kind, {}) for kind in ("packed", "padded", "trees", *MODELS, *WINDOWED, *STATEFUL)),
+        *((kind, RECOMPUTED) for kind in ("packed", "qwen3_5_text")),
+    ],
 )
 def test_the_stock_trainer_on_two_ranks_trains_as_one_process_does(
     tmp_path: Path, kind: str, options: dict[str, Any]
@@ -220,6 +226,16 @@ def test_rows_are_shared_by_neighbours_and_batches_are_not(tmp_path: Path, kind:
     want = run_ranks(with_trainer, alone, kind, str(tmp_path), None, options, timeout=120)[0]
     for found in run_ranks(with_trainer, 4, kind, str(tmp_path), 2, {}, timeout=120):
         same(found, want, evaluated=False)
+
+
+def test_states_cross_four_ranks_in_the_stock_trainer_and_in_trl(tmp_path: Path) -> None:
+    """TRL packs itself: four ranks beside two."""
+    (want,) = run_ranks(with_trainer, 1, "qwen3_5_text", str(tmp_path), None, {}, timeout=120)
+    for found in run_ranks(with_trainer, 4, "qwen3_5_text", str(tmp_path), 4, {}, timeout=120):
+        same(found, want)
+    (two, _), _ = run_ranks(with_trl, 2, "qwen3_5_text", str(tmp_path / "two"), 2, timeout=120)
+    for found, _ in run_ranks(with_trl, 4, "qwen3_5_text", str(tmp_path / "four"), 4, timeout=120):
+        same(found, two)
 
 
 def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | None) -> tuple[Found, int]:
