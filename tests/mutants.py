@@ -32,6 +32,7 @@ DP = "tests/data_parallel tests/optim"
 GRID = "tests/distributed/test_grid.py tests/distributed/test_collectives.py tests/distributed/test_collectives.py"
 MODEL = "tests/models/test_language.py"
 GOLDEN = "tests/training/test_golden_gradients.py"
+STATES = "tests/context_parallel/test_states.py"
 IMAGES = "tests/data/test_images.py"
 ENGINE = "tests/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
@@ -127,6 +128,38 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "plan.metadata.take(keys)",
             "arrived keys are out of order",
         ),
+    ],
+    ("core/context_parallel/states.py", STATES): [
+        ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
+        ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
+        ("turns[rank, own] @ behind[states.entries[entry].other] + behind", "behind", "states of far ranks are lost"),
+        ("joint[states.own_entries, ..., :width] = torch.eye", "joint[:0, ..., :width] = torch.eye", "maps are lost"),
+        ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
+        ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
+        ("behind[exit_] += turns[", "behind[exit_] += 0 * turns[", "gradients pass one rank alone"),
+        (
+            "wanted = (after @ state.transpose(-1, -2),",
+            "wanted = (0 * after @ state.transpose(-1, -2),",
+            "A has no gradient",
+        ),
+        ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
+        (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
+    ],
+    ("core/ops/recurrence.py", STATES): [
+        (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),
+        ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
+        ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
+    ],
+    ("core/models/delta_net.py", MODEL): [
+        ("F.softplus(a.to(wide) + self", "F.softplus(a.to(wide)) + 0 * (self", "the bias of the decay is lost"),
+        ("save(self._gated, out, z)", "save(self._gated, out, torch.ones_like(z))", "the output has no gate"),
+    ],
+    ("core/models/vision.py", "tests/huggingface/convert/test_exact.py"): [
+        ("np.repeat(np.arange(first, first + t), h * w)", "np.repeat(first, t * h * w)", "frames see each other"),
+        (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches stand row by row"),
+    ],
+    ("core/ops/rotary.py", "tests/huggingface/convert/test_exact.py"): [
+        ("            axes[angle] = axis", "            axes[angle] = 0", "image tokens turn by time alone"),
     ],
     ("core/context_parallel/plan.py", f"{LAYOUT} {ATTENTION}"): [
         ("_position[self.indices[first :", "indices.reshape(-1)[self.indices[first :", "arrival in another order"),
@@ -518,8 +551,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),
         (" + self.positions  #", "  #", "patches have no position"),
-        ("config.vision_head_dim**-0.5", "config.vision_head_dim**-1", "another scale"),
-        ("x = x + self._attend", "x = self._attend", "the tower's residual is lost"),
+        (
+            "config.patches_per_crop, config.vision_head_dim**-0.5",
+            "config.patches_per_crop, config.vision_head_dim**-1",
+            "scale",
+        ),
+        ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),
     ],
     ("core/data/geometry.py", "tests/prepare/media/test_geometry.py"): [
         ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),
