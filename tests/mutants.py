@@ -155,7 +155,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("save(self._gated, out, z)", "save(self._gated, out, torch.ones_like(z))", "the output has no gate"),
     ],
     ("core/models/vision.py", "tests/huggingface/convert/test_exact.py"): [
-        ("np.repeat(np.arange(first, first + t), h * w)", "np.repeat(first, t * h * w)", "frames see each other"),
+        ("np.full(len(place), number)", "np.full(len(place), 0)", "images see each other"),
         (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches stand row by row"),
     ],
     ("core/ops/rotary.py", "tests/huggingface/convert/test_exact.py"): [
@@ -557,6 +557,23 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "scale",
         ),
         ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),
+    ],
+    ("core/data/qwen_geometry.py", "tests/prepare/media/test_qwen_geometry.py"): [
+        ("round(count / step) * step", "count", "the frames of a video are not counted in pairs"),
+        ("(0, 2, 5, 3, 6, 8, 1, 4, 7)", "(0, 2, 3, 5, 6, 8, 1, 4, 7)", "the patches of a token are torn apart"),
+        ("(width, pixels.shape[0])", "(pixels.shape[1], height)", "columns are blended before rows"),
+        ("+ [frames[-1] / fps]", "+ [frames[0] / fps]", "half a pair has the mean of two times"),
+        ("shrink = math.sqrt(count *", "shrink = math.sqrt(", "each frame has all pixels of the video"),
+        ('"video_patch", self)', '"image_patch", self)', "a video is told as images"),
+    ],
+    ("core/data/images.py", "tests/prepare/build/test_qwen_images.py"): [
+        ("- step - ended", "- step", "a branch counts on behind its sibling"),
+        ("= grids.max(1)", "= grids[:, 0]", "text goes on within a wide image"),
+        ("within // columns", "within % columns", "rows count columns"),
+        ("units.grids[mine]", "units.grids", "a rank has the grids of all ranks"),
+    ],
+    ("prepare/build/writer.py", "tests/prepare/build/test_qwen_images.py"): [
+        ("_GRID_ROW.pack(*unit.grid)", "_GRID_ROW.pack(*unit.grid[::-1])", "grids are stored lying down"),
     ],
     ("core/data/geometry.py", "tests/prepare/media/test_geometry.py"): [
         ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),

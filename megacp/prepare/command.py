@@ -138,13 +138,26 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
         ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
+        (
+            "--vision-family",
+            "whose rules make patches and tokens: molmo2 or qwen3_5 (molmo2)",
+            {"dest": "family", "metavar": "NAME"},
+        ),
         ("--image-size", "side of a crop in pixels (378)", {"type": int, "metavar": "N"}),
-        ("--patch-size", "side of a patch in pixels (14)", {"type": int, "metavar": "N"}),
+        ("--patch-size", "side of a patch in pixels (14; qwen3_5: 16)", {"type": int, "metavar": "N"}),
         ("--max-crops", "high-resolution crops of an image at most (8)", {"type": int, "metavar": "N"}),
         ("--overlap-margins", "patches that neighbouring crops share (4,4)", {"type": _INTS, "metavar": "A,B"}),
         ("--image-pooling", "patches of one token of an image (2,2)", {"type": _INTS, "metavar": "H,W"}),
         ("--video-pooling", "patches of one token of a video frame (3,3)", {"type": _INTS, "metavar": "H,W"}),
-        ("--max-frames", "frames of a video at most (64)", {"type": int, "metavar": "N"}),
+        ("--merge-size", "qwen3_5: patches along a side of a token (2)", {"type": int, "metavar": "N"}),
+        ("--resize-pixels", "qwen3_5: least and most of an image (65536,16777216)", {"type": _INTS, "metavar": "A,B"}),
+        (
+            "--video-resize-pixels",
+            "qwen3_5: the same of all frames of a video (4096,25165824)",
+            {"type": _INTS, "metavar": "A,B"},
+        ),
+        ("--min-frames", "qwen3_5: frames of a video at least (4)", {"type": int, "metavar": "N"}),
+        ("--max-frames", "frames of a video at most (64; qwen3_5: 768)", {"type": int, "metavar": "N"}),
         ("--video-fps", "frames taken from a second at most (2)", {"type": float, "metavar": "X"}),
         ("--time-mode", "per-frame: the time as text before each frame; off (per-frame)", {"metavar": "MODE"}),
         ("--column-tokens", "a token after each row of an image (no)", {**_YES_OR_NO, "dest": "use_column_tokens"}),
@@ -187,14 +200,15 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
-    from megacp.core.data.geometry import ImageRules
+    from megacp.core.data.decoding import FAMILIES, rules_from_dict
     from megacp.prepare.build.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
     lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    rules = {f.name: value for f in fields(ImageRules) if (value := getattr(args, f.name)) is not None}
+    names = {"family", *(f.name for family in FAMILIES.values() for f in fields(family))}  # type: ignore[arg-type]
+    rules = {name: value for name in sorted(names) if (value := getattr(args, name)) is not None}
     if rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None):  # there are images
-        lists["image_rules"] = ImageRules.from_dict(rules)
+        lists["image_rules"] = rules_from_dict(rules)
     return BuildSettings(**{**given, **lists})
 
 

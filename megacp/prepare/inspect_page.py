@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megacp.core.data.decoding import load_pixels, video_pixels
-from megacp.core.data.geometry import ImageRules, crop_origins
+from megacp.core.data.decoding import load_pixels, rules_from_dict, video_pixels
 from megacp.core.data.reader import Pack, PackedDataset
+from megacp.core.data.vision_rules import VisionRules
 from megacp.core.storage.files import write_atomically
 from megacp.prepare.describe import documents_of, learned_of_pack, pack_of, parts_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"<h1>{title}</h1><p>{len(pack.segments)} documents, {len(pack.tokens)} tokens of {manifest.seq_length}, "
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
-    rules = None if manifest.image_rules is None else ImageRules.from_dict(manifest.image_rules)
+    rules = None if manifest.image_rules is None else rules_from_dict(manifest.image_rules)
     for number, (here, branches) in enumerate(documents_of(pack)):
         row, length = pack.segments[number], here.stop - here.start
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
@@ -99,28 +99,29 @@ def _unit_name(unit: np.void) -> str:
     return f"item {unit['item']}" if unit["frame"] < 0 else f"item {unit['item']} frame {unit['frame']}"
 
 
-def _figures(pack: Pack, segment: int, rules: ImageRules) -> Iterator[str]:
+def _figures(pack: Pack, segment: int, rules: VisionRules) -> Iterator[str]:
     """The images of a document, each beside its crops, and the frames of its videos."""
     from PIL import Image
 
     assert pack.images is not None
-    units, side = pack.images.units, rules.image_size
+    units = pack.images.units
     yield '<div class="grid">'
     for item, rows in itertools.groupby(units[units["segment"] == segment], key=lambda unit: int(unit["item"])):
         taken, data = list(rows), pack.images.read(item)
-        pictures = [load_pixels(data, rules)] if taken[0]["frame"] < 0 else video_pixels(data, rules)
-        for unit, pixels in zip(taken, pictures, strict=False):
+        pictures = iter([load_pixels(data, rules)]) if taken[0]["frame"] < 0 else video_pixels(data, rules)
+        first = itertools.islice(pictures, 0, None, rules.frames_of_unit)  # of each unit's frames
+        for unit, pixels in zip(taken, first, strict=False):
             image, stream = Image.fromarray(pixels), io.BytesIO()
             image.thumbnail((_THUMBNAIL, _THUMBNAIL))
             image.save(stream, "PNG")
             url = "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
             width = image.width * max(1, _THUMBNAIL // (2 * max(image.size)))  # a small one is enlarged, pixel by pixel
             caption, crops = f"{_unit_name(unit)}: {pixels.shape[1]} x {pixels.shape[0]}", ""
-            (high, wide), origins = crop_origins(pixels.shape[1], pixels.shape[0], rules)
-            if unit["frame"] < 0 and len(origins) > 1:  # the overlapping frames of its high-resolution crops
-                frames = "".join(f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>' for y, x in origins)
+            (high, wide), boxes = rules.crop_boxes(pixels.shape[1], pixels.shape[0])
+            if unit["frame"] < 0 and len(boxes) > 1:  # the overlapping frames of its high-resolution crops
+                frames = "".join(f'<rect x="{x}" y="{y}" width="{side}" height="{side}"/>' for x, y, side in boxes)
                 crops = f'<svg viewBox="0 0 {wide} {high}" width="{_THUMBNAIL // 4}">{frames}</svg>'
-                caption = f"{caption}, {len(origins)} crops"
+                caption = f"{caption}, {len(boxes)} crops"
             yield f'<figure><img src="{url}" width="{width}" alt="{caption}">{crops}<figcaption>{caption}</figcaption>'
             yield "</figure>"
     yield "</div>"

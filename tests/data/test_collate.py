@@ -127,6 +127,7 @@ def make(length: int = 5, **changes: np.ndarray) -> PackedBatch:
         "position_ids": np.arange(length, dtype=np.int64),
         "leave": np.full(length, length, np.int32),
         "span": np.zeros(length, np.int32),
+        "position_axes": np.repeat(np.arange(length)[:, None], 3, axis=1),
     }
     return PackedBatch(**{**values, **changes}, pack_ids=(7,))
 
@@ -136,6 +137,7 @@ def test_what_is_no_batch_is_refused() -> None:
         ({"leave": np.array([4, 4, 4, 4, 0], np.int32)}, "padding tokens have a loss weight"),
         ({"loss_weights": np.array([1, 1, np.nan, 1, 1], np.float32)}, "finite and not negative"),
         ({"span": np.zeros(4, np.int32)}, r"span must be int32 \[5\], got int32 \(4,\)"),
+        ({"position_axes": np.zeros((5, 2), np.int64)}, r"position_axes must be int64 \[5, 3\], got int64 \(5, 2\)"),
     ):
         with pytest.raises(ValueError, match=told):
             make(**changes)
@@ -160,6 +162,7 @@ def test_padding_is_inert_and_at_the_end() -> None:
     padded = batch.with_padding_to(4)
     assert len(padded) == 8 and padded.document.tolist()[5:] == [-1, -1, -1]
     assert padded.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert padded.position_axes.tolist() == [[place] * 3 for place in padded.position_ids]
     assert padded.weight_sum == batch.weight_sum == 5.0
     assert not padded.tokens[5:].any() and not padded.labels[5:].any()
     assert batch.with_padding_to(5) is batch

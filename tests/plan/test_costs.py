@@ -187,7 +187,7 @@ def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str
     (chunk,) = build_chunks(config_of(values, {}), grid())
     tower, patches = chunk.vision.tower, 3 * 16
     block = tower.blocks[1]
-    grids = np.array([[3, 4, 4]])
+    grids = np.array([[2, 2], [2, 2], [2, 2]])
     attend = tower._attend if family == "molmo2" else tower.attention(grids, torch.device("cpu"))
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):

@@ -311,8 +311,8 @@ class VisionConfig:
 
     @property
     def crop_patches(self) -> int:
-        """Patches that are stored and dealt together: a crop, or the 2 x 2 of one token."""
-        return self.patches_per_crop if self.vision_family == "molmo2" else 4
+        """Patches of a crop; of images of any shape one, so that crops are their patches."""
+        return self.patches_per_crop if self.vision_family == "molmo2" else 1
 
     @property
     def patch_dim(self) -> int:

@@ -39,7 +39,7 @@ class LocalBatch:
     loss_weights: torch.Tensor
     """float32 `[t]`; 0 where nothing is predicted."""
     position_ids: torch.Tensor
-    """int64 `[t]`, along the paths of each document's tree."""
+    """int64 `[t]`, along the paths of each document's tree; or `[t, 3]`, by time, row and column."""
     token_names: torch.Tensor
     """int64 `[t]`: what names each token in its microbatch, on every grid; see `PackedBatch.token_names`."""
     plan: AttentionPlan
@@ -102,7 +102,8 @@ def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mi
         layout = LAYOUTS["contiguous"]  # there is nothing to deal
     padded, metadata = padded_row(batch, layout, cp.size, tp)
     plan = AttentionPlan(layout.deal(metadata, cp.size, mix), metadata, cp.rank)
-    fields = (padded.tokens, padded.labels, padded.loss_weights, padded.position_ids, padded.token_names)
+    positions = padded.position_ids if padded.position_axes is None else padded.position_axes
+    fields = (padded.tokens, padded.labels, padded.loss_weights, positions, padded.token_names)
     local: dict[str, Any] = {
         name: torch.from_numpy(field[plan.local]) for name, field in zip(_TENSORS, fields, strict=True)
     }

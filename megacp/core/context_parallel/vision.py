@@ -116,7 +116,7 @@ class LocalVision:
     replicated: bool = False
     """Every rank encodes all features, so none is sent."""
     grids: np.ndarray | None = None
-    """int64 `[n, 3]` on the host: frames, rows and columns of patches of the images encoded here; None: of Molmo2."""
+    """int64 `[n, 2]` on the host: rows and columns of the pooled tokens of each unit encoded here; None: Molmo2's."""
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""

@@ -46,11 +46,11 @@ class VisionInputs:
     """int64 [m, window] of the pooled tokens of those crops: indices into patches.flatten(0, 1), -1 = outside."""
     strategy: str = ""
     """How `boundaries` was found: stored, computed or replicate."""
-    grids: np.ndarray | None = None
-    """int64 [n, 3]: frames, rows and columns of patches of the images encoded here, of a family without square crops.
-    """
     bad_documents: tuple[tuple[int, str], ...] = ()
     """Documents of which this rank could not decode an image, and why; its patches then are 0."""
+    grids: np.ndarray | None = None
+    """int64 [k, 2], rows and columns of the pooled tokens of each of the k units encoded here, whose crops are single
+    patches; None: crops are of one size."""
 
     @property
     def num_crops(self) -> int:
@@ -77,8 +77,7 @@ class PackedBatch:
     loss_weights: np.ndarray
     """float32 [T], weight of this place's loss term; 0 means ignore."""
     position_ids: np.ndarray
-    """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning. Or [T, 3]:
-    by time, row and column of an image's token, equal for text."""
+    """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning."""
     leave: np.ndarray
     """int32 [T], the place in the row where the part ends that sees this token: of a document's prefix the end of the
     document, of a branch its own; 0 = padding."""
@@ -88,14 +87,21 @@ class PackedBatch:
     """Numbers of the packs in this row, in order, as the dataset counts them."""
     vision: VisionInputs | None = None
     """Its images; None for a dataset without any."""
+    position_axes: np.ndarray | None = None
+    """int64 [T, 3], time, row and column of each token for a rotary embedding with three axes; None: each is
+    `position_ids`. Those of text are equal; behind an image it goes on at the image's largest + 1."""
     pack_lengths: tuple[int, ...] = ()
     """Tokens of each pack in this row, its padding included; () = one pack is the whole row."""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            value, axes = getattr(self, name), (3,) if name == "position_ids" and self.position_ids.ndim == 2 else ()
-            if value.dtype != dtype or value.shape != (len(self), *axes):
+            if (value := getattr(self, name)).dtype != dtype or value.shape != (len(self),):
                 raise ValueError(f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}")
+        if (axes := self.position_axes) is not None and (axes.dtype, axes.shape) != (
+            np.dtype(np.int64),
+            (len(self), 3),
+        ):
+            raise ValueError(f"position_axes must be int64 [{len(self)}, 3], got {axes.dtype} {axes.shape}")
         if not np.isfinite(self.loss_weights).all() or (self.loss_weights < 0).any():
             raise ValueError("loss_weights must be finite and not negative")
         if self.loss_weights[self.leave == 0].any():
@@ -131,7 +137,7 @@ class PackedBatch:
     def fingerprint(self) -> int:
         """64-bit hash of every field, signed so that it fits an int64 tensor; equal in every process and on every host.
 
-        Of the images it covers what is the same on all ranks: bounds and rows of features, not pixels.
+        Of the images it covers what is the same on all ranks: bounds and rows of features, not pixels and grids.
         """
         digest = hashlib.blake2b(digest_size=8)
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -166,6 +172,8 @@ class PackedBatch:
         if not count:
             return self
         tails = {name: np.zeros(count, dtype) for name, dtype in _DTYPES.items()}
-        tails["position_ids"] = np.broadcast_to(np.arange(count).T, self.position_ids.shape[:0:-1] + (count,)).T
+        tails["position_ids"] = np.arange(count, dtype=np.int64)
+        if self.position_axes is not None:
+            tails["position_axes"] = np.repeat(tails["position_ids"][:, None], 3, axis=1)
         padded: dict[str, Any] = {name: np.concatenate((getattr(self, name), tail)) for name, tail in tails.items()}
         return dataclasses.replace(self, **padded)

@@ -98,7 +98,7 @@ class PackBlend:
         self._names = [name if last.count(name) == 1 else folder for name, folder in zip(last, folders, strict=True)]
         self._order = BlendOrder(self._parts)
         self._first = np.concatenate(([0], np.cumsum([len(one) for one in datasets])))  # [datasets + 1]
-        self._image_patch = next((one.image_patch for one in manifests if one.image_rules), None)
+        self._feature_ids = next((one.feature_ids for one in manifests if one.image_rules), ())
 
     def __len__(self) -> int:
         """Packs of all datasets."""
@@ -108,8 +108,8 @@ class PackBlend:
         """Pack `i`, 0 <= i < len, from any thread."""
         number = int(np.searchsorted(self._first, i, side="right")) - 1
         found = replace(self.datasets[number].pack(i - int(self._first[number])), index=i)
-        if found.images is None and self._image_patch is not None:
-            return replace(found, images=PackImages(np.zeros(0, UNIT_DTYPE), {}, lambda item: b"", self._image_patch))
+        if found.images is None and self._feature_ids:
+            return replace(found, images=PackImages(np.zeros(0, UNIT_DTYPE), {}, lambda item: b"", self._feature_ids))
         return found
 
     def samples(self, start: int, count: int, seed: int) -> np.ndarray:

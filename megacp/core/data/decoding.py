@@ -16,16 +16,17 @@ import bisect
 import importlib
 import io
 import itertools
-import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from megacp.core.data.geometry import ImageRules, frame_layout, image_layout, image_patches, patches_of, resized
+from megacp.core.data.geometry import ImageRules
+from megacp.core.data.qwen_geometry import QwenRules
+from megacp.core.data.vision_rules import FIRST_FAMILY, ImageError, Pixels, VisionRules
 
 _IMAGE = re.compile(
     rb"(?P<Jpeg>\xff\xd8\xff)|(?P<Png>\x89PNG\r\n\x1a\n)|(?P<Gif>GIF8[79]a)|(?P<Bmp>BM)|(?P<Tiff>II\*\0|MM\0\*)"
@@ -52,8 +53,16 @@ _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
 
-class ImageError(ValueError):
-    """Why the bytes are no usable image or video; the caller adds which one."""
+FAMILIES: dict[str, type[VisionRules]] = {rules.family: rules for rules in (ImageRules, QwenRules)}
+"""Vision families by the name that --vision-family and a manifest give them."""
+
+
+def rules_from_dict(values: Mapping[str, Any]) -> VisionRules:
+    """The rules of the family that `values` name, Molmo2's where they name none; ValueError as of `from_dict`."""
+    family = values.get("family", FIRST_FAMILY)
+    if family not in FAMILIES:
+        raise ValueError(f"image rules: --vision-family is {family!r}, allowed are {', '.join(FAMILIES)}")
+    return FAMILIES[family].from_dict({key: value for key, value in values.items() if key != "family"})
 
 
 def _kind(data: bytes, known: re.Pattern[bytes]) -> str:
@@ -63,7 +72,7 @@ def _kind(data: bytes, known: re.Pattern[bytes]) -> str:
     raise ImageError(f"{len(data)} bytes are none of {', '.join(known.groupindex)}: the file begins with {data[:9]!r}")
 
 
-def _refuse_large(width: int, height: int, rules: ImageRules) -> None:
+def _refuse_large(width: int, height: int, rules: VisionRules) -> None:
     if (pixels := width * height) > rules.max_pixels:
         raise ImageError(
             f"{width} x {height} = {pixels} pixels, more than --max-pixels {rules.max_pixels} of the rules"
@@ -76,7 +85,7 @@ def is_still(data: bytes) -> bool:
     return found is not None and found.lastgroup != "Gif"
 
 
-def load_pixels(data: bytes, rules: ImageRules) -> np.ndarray:
+def load_pixels(data: bytes, rules: VisionRules) -> np.ndarray:
     """uint8 [height, width, 3], RGB, turned upright. ImageError says why the bytes cannot be used."""
     kind = _kind(data, _IMAGE)
     try:
@@ -120,27 +129,8 @@ def _rgb(image: Any) -> np.ndarray:
     return np.asarray(image.convert("RGB"))
 
 
-def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
-    """Numbers of the frames that are taken, rising, at least one; evenly spread over the video.
-
-    As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
-    """
-    target = rules.max_frames
-    if fps > rules.video_fps:
-        target = min(target, int(num_frames / fps * rules.video_fps))
-    step = num_frames / max(min(target, num_frames), 1)
-    numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
-    kept: list[int] = numbers[numbers < num_frames].tolist()
-    return kept
-
-
-def time_text(index: int, seconds: float, rules: ImageRules) -> str:
-    """The text before the `index`-th taken frame."""
-    return "" if rules.time_mode == "off" else f"{' ' if index else ''}{seconds:.1f} "
-
-
 @contextmanager
-def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
+def _opened(data: bytes, rules: VisionRules) -> Iterator[tuple[Any, Any]]:
     """(container, video stream); whatever FFmpeg says inside the block becomes an ImageError."""
     try:
         import av
@@ -161,7 +151,7 @@ def _opened(data: bytes, rules: ImageRules) -> Iterator[tuple[Any, Any]]:
         raise ImageError(f"the {name} video is cut short or damaged ({error!r})") from error
 
 
-def _timeline(data: bytes, rules: ImageRules) -> tuple[list[int], list[int], float]:
+def _timeline(data: bytes, rules: VisionRules) -> tuple[list[int], list[int], float]:
     """Times of all frames and of the key frames to which one may seek, in units of the stream, rising; frames a second.
 
     From the packets, none of which is decoded. ImageError, also for half a file that FFmpeg opens nevertheless.
@@ -195,7 +185,7 @@ def _timeline(data: bytes, rules: ImageRules) -> tuple[list[int], list[int], flo
         return rising, sorted(keys) if container.format.name in _SEEKABLE else [], fps
 
 
-def video_info(data: bytes, rules: ImageRules) -> tuple[int, float]:
+def video_info(data: bytes, rules: VisionRules) -> tuple[int, float]:
     """Frames of an encoded video, not decoded, and its mean rate (`video_fps` where it does not say); ImageError."""
     if is_still(data):
         load_pixels(data, rules)
@@ -204,31 +194,37 @@ def video_info(data: bytes, rules: ImageRules) -> tuple[int, float]:
     return len(times), fps
 
 
-def video_pixels(data: bytes, rules: ImageRules, frames: Sequence[int] | None = None) -> Iterator[np.ndarray]:
-    """uint8 [h, w, 3] of each of some of the taken frames (`sample_frames`, counted from 0), upright; ImageError.
+def video_pixels(
+    data: bytes,
+    rules: VisionRules,
+    frames: Sequence[int] | None = None,
+    fit: Callable[[np.ndarray, int], np.ndarray] = lambda pixels, count: pixels,
+) -> Iterator[np.ndarray]:
+    """uint8 [h, w, 3] of each of some of the taken frames (`rules.sampled`, counted from 0), upright; ImageError.
 
-    `frames` rise; None = all. Numbers behind the last are left out.
+    `frames` rise; None = all. Numbers behind the last are left out. `fit` gets each, and how many are taken.
     """
     if is_still(data):
         if frames is None or 0 in frames:
-            yield load_pixels(data, rules)
+            yield fit(load_pixels(data, rules), 1)
         return
     times, keys, fps = _timeline(data, rules)
-    taken = sample_frames(len(times), fps, rules)
+    taken = rules.sampled(len(times), fps)
+    count = itertools.repeat(len(taken))
     wanted = [taken[i] for i in (range(len(taken)) if frames is None else frames) if i < len(taken)]
     # what lies between two groups of frames with a key frame before each is skipped
     for key, group in itertools.groupby(wanted, lambda number: bisect.bisect_right(keys, times[number]) - 1):
         left = list(group)
         if key > 0:
-            yield from _decoded(data, rules, times, left, keys[key])
+            yield from map(fit, _decoded(data, rules, times, left, keys[key]), count)
         if left:  # a seek that landed behind the frame, or a key frame that needs those before it
-            yield from _decoded(data, rules, times, left)
+            yield from map(fit, _decoded(data, rules, times, left), count)
         if left:
             raise ImageError("the video is cut short or damaged: not all frames can be decoded")
 
 
 def _decoded(
-    data: bytes, rules: ImageRules, times: list[int], left: list[int], key: int | None = None
+    data: bytes, rules: VisionRules, times: list[int], left: list[int], key: int | None = None
 ) -> Iterator[np.ndarray]:
     """Pixels of the frames numbered `left`, which are taken off that list, from the key frame at time `key` on."""
     number_at = {time: number for number, time in enumerate(times)}
@@ -254,37 +250,41 @@ def _decoded(
                 return
 
 
+def _size(video: tuple[bytes, dict[int, np.ndarray]]) -> int:
+    """Bytes of a file and its frames, which another thread may add to."""
+    return len(video[0]) + sum(frame.nbytes for frame in [*video[1].values()])
+
+
 class RulesDecoder:
     """The `Decoder` of one set of rules; several threads may share it.
 
     It keeps the frames of the videos that were asked for last: a step often has several questions about one.
     """
 
-    def __init__(self, rules: ImageRules) -> None:
+    def __init__(self, rules: VisionRules) -> None:
         self._rules, self._lock = rules, threading.Lock()
-        self._videos: dict[bytes, dict[int, np.ndarray]] = {}  # the file -> its frames, uint8 [size, size, 3]
-        self.patch_shape = rules.patches_per_crop, rules.patch_dim
+        self._videos: dict[bytes, dict[int, np.ndarray]] = {}  # the file -> its fitted frames, uint8 [h, w, 3]
+        self.patch_shape = rules.patch_shape
 
-    def image(self, data: bytes) -> tuple[np.ndarray, np.ndarray]:
+    def image(self, data: bytes) -> Pixels:
         """All crops of an image, float32 [c, patches, patch_dim], and its pooling int64 [m, window]; ImageError."""
-        pixels = load_pixels(data, self._rules)
-        height, width, _ = pixels.shape
-        return image_patches(pixels, self._rules), image_layout(width, height, self._rules).pooling
+        return self._rules.pixels_of_image(load_pixels(data, self._rules))
 
-    def video(self, data: bytes, frames: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Some of the taken frames, rising, float32 [frames, patches, patch_dim], and their pooling; ImageError."""
-        size = self._rules.image_size
+    def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
+        """Some units of the taken frames, rising, float32 [crops, patches, patch_dim], and their pooling; ImageError.
+
+        Units behind the last are left out; of one that is not full, the last frame is shown again.
+        """
+        rules, step = self._rules, self._rules.frames_of_unit
         with self._lock:  # the one asked for last stands last
             known = self._videos[data] = self._videos.pop(data, {})
-        if missing := [i for i in frames if i not in known]:
-            for i, pixels in zip(missing, video_pixels(data, self._rules, missing), strict=False):
-                known[i] = resized(pixels, size, size)
+        if missing := [i for unit in frames for i in range(unit * step, (unit + 1) * step) if i not in known]:
+            known.update(zip(missing, video_pixels(data, rules, missing, rules.fitted), strict=False))
         with self._lock:
-            while sum(len(v) + 3 * size**2 * len(k) for v, k in [*self._videos.items()][:-1]) > KEPT_BYTES:
+            while sum(map(_size, [*self._videos.items()][:-1])) > KEPT_BYTES:
                 del self._videos[next(iter(self._videos))]
-        crops = [np.zeros((0, size, size, 3), np.uint8), *(known[i][None] for i in frames if i in known)]
-        patches = patches_of(np.concatenate(crops), self._rules)
-        window = frame_layout(self._rules).pooling
-        begin = np.arange(len(patches))[:, None, None] * self._rules.patches_per_crop
-        # [frames, pooled, window] -> [frames * pooled, window]
-        return patches, np.where(window >= 0, window + begin, -1).reshape(-1, window.shape[1])
+        firsts = [unit * step for unit in frames if unit * step in known]
+        shown = [[known.get(i, known[first]) for i in range(first, first + step)] for first in firsts]
+        if not shown:
+            return np.zeros((0, *self.patch_shape), np.float32), np.zeros((0, 1), np.int64)
+        return rules.pixels_of_frames(np.array(shown))

@@ -10,13 +10,15 @@ all crops of the image, [crops * patches_per_crop]; -1 = outside.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
+
+from megacp.core.data.vision_rules import FIRST_FAMILY, ImageLayout, Pixels, VisionRules
 
 TOKEN_TEXTS = {
     "image_patch": "<im_patch>",
@@ -29,17 +31,18 @@ TOKEN_TEXTS = {
     "image_low_res": "<im_low>",
 }
 """The special tokens by the names used here, and their texts in Molmo2's tokenizer."""
-_LARGEST_ID = (1 << 31) - 2
-"""Tokens are stored in at most 4 bytes, and there is one id more than the largest."""
 
 
 @dataclass(frozen=True)
-class ImageRules:
+class ImageRules(VisionRules):
     """How images and videos become crops and tokens; builtin types only, stored in the manifest.
 
     Images and patches are measured in pixels, margins and pooling in patches (rows, columns).
     """
 
+    family: ClassVar[str] = FIRST_FAMILY
+    token_texts: ClassVar[Mapping[str, str]] = TOKEN_TEXTS
+    frames_of_unit: ClassVar[int] = 1
     image_size: int = 378
     patch_size: int = 14
     max_crops: int = 8
@@ -70,26 +73,15 @@ class ImageRules:
         """ValueError lists all that cannot be, each with its flag."""
         least = {"image_size": 1, "patch_size": 1, "max_crops": 1, "max_frames": 1, "max_pixels": 1}
         least |= {"image_pooling": 1, "video_pooling": 1, "overlap_margins": 0}
-        found = [
-            f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {low}"
-            for name, low in least.items()
-            if np.min(getattr(self, name)) < low
-        ]
-        if not found and self.image_size % self.patch_size:
-            found.append(f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}")
-        elif not found and sum(self.overlap_margins) >= self.patches_per_side:
-            found.append(f"--overlap-margins {self.overlap_margins} leave nothing of {self.patches_per_side} patches")
-        if not 0 < self.video_fps < float("inf"):
-            found.append(f"--video-fps is {self.video_fps}, it must be a number above 0")
+        found = self.common_problems(least)
+        if min(self.image_size, self.patch_size) > 0:
+            if self.image_size % self.patch_size:
+                found.append(f"--image-size {self.image_size} is not a multiple of --patch-size {self.patch_size}")
+            elif sum(self.overlap_margins) >= self.patches_per_side:
+                margins = f"--overlap-margins {self.overlap_margins}"
+                found.append(f"{margins} leave nothing of {self.patches_per_side} patches")
         if self.time_mode not in ("per-frame", "off"):
             found.append(f"--time-mode is {self.time_mode!r}, allowed are per-frame, off")
-        if not np.isfinite([*self.image_mean, *self.image_std]).all() or min(self.image_std) <= 0:
-            found.append(f"--image-mean, --image-std are {self.image_mean}, {self.image_std}, they must be finite")
-        if unknown := sorted(set(self.token_ids) - set(TOKEN_TEXTS)):
-            found.append(f"--image-token-ids names {', '.join(unknown)}, known are {', '.join(TOKEN_TEXTS)}")
-        ids = list(self.token_ids.values())
-        if len(set(ids)) < len(ids) or min(ids, default=0) < 0 or max(ids, default=0) > _LARGEST_ID:
-            found.append(f"--image-token-ids are {self.token_ids}, they must differ and be 0 to {_LARGEST_ID}")
         if found:
             raise ValueError("image rules: " + "; ".join(found))
 
@@ -108,57 +100,45 @@ class ImageRules:
         """Numbers of a patch: 3 * patch_size ** 2."""
         return 3 * self.patch_size**2
 
-    def with_token_ids(self, tokenizer: Any) -> ImageRules:
-        """These rules with an id for every special token: as given, else the tokenizer's for its text, else a free one.
+    @property
+    def patch_shape(self) -> tuple[int, int]:
+        """As of `VisionRules`, as is all that follows."""
+        return self.patches_per_crop, self.patch_dim
 
-        Free ids begin above the vocabulary. `tokenizer` has `vocab_size` and maybe `token_id(text)`.
-        """
-        find = getattr(tokenizer, "token_id", lambda text: None)
-        ids: dict[str, int] = {}
-        following = max([tokenizer.vocab_size, *(i + 1 for i in self.token_ids.values())])
-        for name, text in TOKEN_TEXTS.items():
-            given = self.token_ids.get(name, find(text))
-            ids[name] = following if given is None else given
-            following += given is None
-        return dataclasses.replace(self, token_ids=ids)
+    def layout_of_image(self, width: int, height: int) -> ImageLayout:
+        """One low-resolution crop, and those of its tiling."""
+        return image_layout(width, height, self)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: tuples as lists."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+    def layouts_of_video(
+        self, frames: Sequence[int], fps: float, sizes: Collection[tuple[int, int]]
+    ) -> list[tuple[str, ImageLayout]]:
+        """Each frame is one crop, whatever its size."""
+        return [(time_text(i, number / fps, self), frame_layout(self)) for i, number in enumerate(frames)]
 
-    @staticmethod
-    def from_dict(values: Mapping[str, Any]) -> ImageRules:
-        """The inverse; absent keys have their defaults. ValueError: unknown keys, wrong types, or wrong numbers."""
-        defaults = dataclasses.asdict(ImageRules())
-        if unknown := sorted({str(key) for key in values} - set(defaults)):
-            raise ValueError(f"image rules: unknown keys {', '.join(unknown)}; known are {', '.join(defaults)}")
-        given: dict[str, Any] = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
-        }
-        if wrong := [f"`{key}` is {value!r}" for key, value in given.items() if not _alike(value, defaults[key])]:
-            raise ValueError(f"image rules of the wrong type: {'; '.join(wrong)}")
-        return ImageRules(**given)
+    def sampled(self, num_frames: int, fps: float) -> list[int]:
+        """At most `video_fps` a second, and `max_frames` in all."""
+        return sample_frames(num_frames, fps, self)
 
+    def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
+        """In the size of a crop."""
+        return resized(pixels, self.image_size, self.image_size)
 
-def _alike(value: Any, default: Any) -> bool:
-    """Whether a value from a file has the type of the field with this default."""
-    if isinstance(default, tuple):
-        return isinstance(value, tuple) and len(value) == len(default) and all(_alike(v, default[0]) for v in value)
-    if isinstance(default, dict):
-        return isinstance(value, dict) and all(isinstance(k, str) and type(v) is int for k, v in value.items())
-    others = {float: (int,), type(None): (bool,)}
-    return type(value) in (type(default), *others.get(type(default), ()))
+    def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
+        """All crops."""
+        height, width, _ = pixels.shape
+        return image_patches(pixels, self), image_layout(width, height, self).pooling
 
+    def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
+        """A crop each."""
+        patches, window = patches_of(frames[:, 0], self), frame_layout(self).pooling
+        begin = np.arange(len(patches))[:, None, None] * self.patches_per_crop
+        # [frames, pooled, window] -> [frames * pooled, window]
+        return patches, np.where(window >= 0, window + begin, -1).reshape(-1, window.shape[1])
 
-@dataclass(frozen=True, eq=False)
-class ImageLayout:
-    """What an image or a frame becomes; cached, and shared by all of one size."""
-
-    num_crops: int
-    tokens: np.ndarray
-    """int64 [n]: ids, `image_patch` where a pooled feature goes."""
-    pooling: np.ndarray
-    """int64 [pooled, window]: indices into [num_crops * patches_per_crop], -1 = outside; as the tokens stand."""
+    def crop_boxes(self, width: int, height: int) -> tuple[tuple[int, int], list[tuple[int, int, int]]]:
+        """The high-resolution crops."""
+        canvas, origins = crop_origins(width, height, self)
+        return canvas, [(left, top, self.image_size) for top, left in origins]
 
 
 def _tiling(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
@@ -239,6 +219,25 @@ def frame_layout(rules: ImageRules) -> ImageLayout:
     """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
     pool, in_columns = rules.video_pooling, rules.video_column_tokens
     return ImageLayout(1, *_layout(None, pool, rules, "frame", "frame_start", in_columns))
+
+
+def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
+    """Numbers of the frames that are taken, rising, at least one; evenly spread over the video.
+
+    As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
+    """
+    target = rules.max_frames
+    if fps > rules.video_fps:
+        target = min(target, int(num_frames / fps * rules.video_fps))
+    step = num_frames / max(min(target, num_frames), 1)
+    numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
+    kept: list[int] = numbers[numbers < num_frames].tolist()
+    return kept
+
+
+def time_text(index: int, seconds: float, rules: ImageRules) -> str:
+    """The text before the `index`-th taken frame."""
+    return "" if rules.time_mode == "off" else f"{' ' if index else ''}{seconds:.1f} "
 
 
 def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -19,12 +19,9 @@ from typing import Protocol
 import numpy as np
 
 from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.decoding import ImageError
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries, units_of
 from megacp.core.data.reader import Pack, PackImages
-
-Pixels = tuple[np.ndarray, np.ndarray]
-"""float32 [c, patches of a crop, patch_dim]; int64 [pooled tokens, window] into its patches, -1 = outside."""
+from megacp.core.data.vision_rules import ImageError, Pixels
 
 
 class Decoder(Protocol):
@@ -70,6 +67,8 @@ class RowUnits:
     cum_crops: np.ndarray
     """int64 [u], as are pooled tokens."""
     cum_pooled: np.ndarray
+    grids: np.ndarray | None
+    """int64 [u, 2], as of a pack; None where no pack has some."""
 
 
 def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray) -> RowUnits:
@@ -77,25 +76,37 @@ def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: 
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
     table = np.concatenate([one.units for one in images])
     table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]
-    cumulative = []
+    cumulative = dict[str, np.ndarray]()
     for name in ("image_stop", "pooled_stop"):
         totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
-        cumulative.append(table[name].astype(np.int64) + (np.cumsum(totals) - totals)[pack])
-    return RowUnits(table, pack, begin, begin[table["segment"]] + table["start"], *cumulative)
+        cumulative[name] = table[name].astype(np.int64) + (np.cumsum(totals) - totals)[pack]
+    grids = [one.grids for one in images if one.grids is not None]
+    return RowUnits(
+        table=table,
+        pack=pack,
+        begin=begin,
+        first=begin[table["segment"]] + table["start"],
+        cum_crops=cumulative["image_stop"],
+        cum_pooled=cumulative["pooled_stop"],
+        grids=np.concatenate(grids) if grids else None,
+    )
 
 
-def vision_inputs(units: RowUnits, tokens: np.ndarray, image_patch: int, packs: Sequence[Pack] = ()) -> VisionInputs:
+def vision_inputs(
+    units: RowUnits, tokens: np.ndarray, feature_ids: tuple[int, ...], packs: Sequence[Pack] = ()
+) -> VisionInputs:
     """What all ranks know of the images of a row of `tokens [T]`: no pixels, and no boundary table yet.
 
     ValueError names the document that has other image-patch tokens than features, with `packs` its record too.
     """
-    in_row = np.flatnonzero(tokens == image_patch)
+    in_row = np.flatnonzero(np.isin(tokens, feature_ids))
     held = np.bincount(np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin))
     pooled = np.diff(units.cum_pooled, prepend=0)
     features = np.bincount(units.table["segment"], pooled, len(units.begin)).astype(np.int64)
     for segment in np.flatnonzero(held != features).tolist():
         where = f"{_record(packs, segment)}, " if packs else ""
-        told = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {image_patch})"
+        ids = ", ".join(map(str, feature_ids))
+        told = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
         raise ValueError(f"{where}document {segment} of its row: {told}")
     patches, pooling = np.zeros((0, 0, 0), np.float32), np.zeros((0, 1), np.int64)
     return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
@@ -129,10 +140,32 @@ def with_images(
     if not images:
         return batch
     units = row_units(images, [len(pack.segments) for pack in packs], begin)
-    vision = vision_inputs(units, batch.tokens, images[0].image_patch, packs)
+    vision = vision_inputs(units, batch.tokens, images[0].feature_ids, packs)
+    if units.grids is not None:
+        batch = dataclasses.replace(batch, position_axes=position_axes(batch, units.grids, vision))
     if loading is not None:
         vision = _with_pixels(vision, batch.document, packs, units, loading)
     return dataclasses.replace(batch, span=spans(units, len(batch), image_attention), vision=vision)
+
+
+def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -> np.ndarray:
+    """int64 [T, 3], as `PackedBatch` says, for units of `grids [u, 2]`: along the paths of trees too.
+
+    An image's tokens begin where the text before it ends; rows and columns count on from there, time does not.
+    """
+    rows, stops = vision.feature_rows, vision.cum_token_pooling_bounds
+    step = (batch.leave > 0).astype(np.int64)  # [T]: how far a token moves what stands behind it
+    step[rows] = 0
+    step[rows[stops - 1]] = grids.max(1)  # the last token of an image, for all of it
+    ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(np.int64)  # in parts that end before
+    place = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
+    axes = np.repeat(place[:, None], 3, axis=1)
+    pooled = np.diff(stops, prepend=0)
+    columns = np.repeat(grids[:, 1], pooled)  # of the image of each of its tokens
+    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)
+    axes[rows, 1] += within // columns
+    axes[rows, 2] += within % columns
+    return axes
 
 
 def _record(packs: Sequence[Pack], segment: int) -> str:
@@ -184,6 +217,7 @@ def _with_pixels(
         vision,
         boundaries=boundaries,
         strategy=strategy,
+        grids=None if units.grids is None else units.grids[mine],
         patches=patches,
         pooling=pooling,
         bad_documents=tuple(sorted(bad.items())),

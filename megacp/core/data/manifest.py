@@ -22,6 +22,8 @@ from megacp.core.storage.url import Url
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
+FEATURE_TOKENS = ("image_patch", "video_patch")
+"""Special image tokens, by their names in rules, that stand for a pooled feature each."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,10 @@ class DatasetManifest:
         return max([self.tokenizer.vocab_size, *(i + 1 for i in special)])
 
     @property
-    def image_patch(self) -> int | None:
-        """Token id that stands where an image feature is added; None for text."""
-        patch: int | None = (self.image_rules or {}).get("token_ids", {}).get("image_patch")
-        return patch
+    def feature_ids(self) -> tuple[int, ...]:
+        """Token ids that stand where an image feature goes; none for text."""
+        ids = (self.image_rules or {}).get("token_ids", {})
+        return tuple(ids[name] for name in FEATURE_TOKENS if name in ids)
 
     @property
     def ends_with(self) -> int | None:

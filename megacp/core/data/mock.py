@@ -185,7 +185,7 @@ def _with_images(
     # every other pack has stored tables, so that rows with and without them stand side by side
     degrees = (1, 2, 3, 4, 8) if pack % 2 == 0 and len(units) else ()
     tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
-    return PackImages(units, tables, items.__getitem__, images.image_patch)
+    return PackImages(units, tables, items.__getitem__, (images.image_patch,))
 
 
 class MockDecoder:

@@ -37,6 +37,7 @@ _TABLES = {
     "segments": tables.SEGMENT_DTYPE,
     "branches": tables.BRANCH_DTYPE,
     "units": tables.UNIT_DTYPE,
+    "grids": tables.GRID_DTYPE,
     "checksums": tables.CHECKSUM_DTYPE,
     "image_checksums": tables.ITEM_CHECKSUM_DTYPE,
 }
@@ -54,8 +55,10 @@ class PackImages:
     """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
     read: Callable[[int], bytes]
     """Encoded bytes of an item (an image or a video) by its number in the units; called from any thread."""
-    image_patch: int
-    """Token id that stands where a pooled feature is added."""
+    feature_ids: tuple[int, ...]
+    """Token ids that stand where a pooled feature goes."""
+    grids: np.ndarray | None = None
+    """int64 [u, 2], rows and columns of the pooled tokens of each unit, where the dataset states them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +109,7 @@ class Shard:
             )
         except KeyError as error:
             raise ValueError(f"{directory}: the manifest does not list {error}") from error
-        self.packs, self.segments, self.branches, self.units, self.checksums, self.image_checksums = (
+        self.packs, self.segments, self.branches, self.units, self.grids, self.checksums, self.image_checksums = (
             tables.table_of(opened[f"{name}.npy"], dtype) if f"{name}.npy" in opened else np.zeros(0, dtype)
             for name, dtype in _TABLES.items()
         )
@@ -140,14 +143,16 @@ class Shard:
         except ValueError as error:
             raise ImageError(str(error)) from error
 
-    def images_of(self, number: int, image_patch: int) -> PackImages:
+    def images_of(self, number: int, feature_ids: tuple[int, ...]) -> PackImages:
         """The images of a pack."""
-        row = self.packs[number]
-        first = int(row["first_unit"])
-        units = self.units[first : first + int(row["num_units"])].copy()
+        row, grids = self.packs[number], None
+        own = slice(int(row["first_unit"]), int(row["first_unit"]) + int(row["num_units"]))
+        units = self.units[own].copy()
+        if len(self.grids):
+            grids = np.stack([self.grids[own][name] for name in ("rows", "columns")], 1).astype(np.int64)
         units["segment"] -= int(row["first_segment"])
         boundaries = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
-        return PackImages(units, boundaries, self.item, image_patch)
+        return PackImages(units, boundaries, self.item, feature_ids, grids)
 
 
 def _sound(reader: IndexedReader, start: int, stop: int, built: int, name: str) -> bytes:
@@ -220,8 +225,8 @@ class PackedDataset:
         if count.any():
             first = int(segments["first_branch"][count > 0][0])
             branches = shard.branches[first : first + int(count.sum())]
-        image_patch = self.manifest.image_patch
-        images = None if image_patch is None else shard.images_of(within, image_patch)
+        feature_ids = self.manifest.feature_ids
+        images = shard.images_of(within, feature_ids) if feature_ids else None
         tokens, weights = shard.token_ids(within), shard.loss_weights(within)
         return Pack(i, tokens, weights, segments, branches, images, self.manifest.sources)
 

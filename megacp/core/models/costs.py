@@ -238,8 +238,10 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
     v, length = config.vision, config.data.seq_length
     if not v.vision_num_layers:
         return 0, 0
-    side = v.patches_per_side if v.vision_family == "molmo2" else 2
-    pooled = (-(-side // 2)) ** 2  # tokens of a crop with windows of 2 x 2 patches
+    if v.vision_family == "qwen3_5":
+        patches = v.vision_planned_crops or WINDOW * length
+        return patches, min(length, -(-patches // WINDOW))
+    pooled = (-(-v.patches_per_side // 2)) ** 2  # tokens of a crop with windows of 2 x 2 patches
     crops = v.vision_planned_crops or -(-length // pooled)
     return crops, min(length, crops * pooled)
 

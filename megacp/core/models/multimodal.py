@@ -58,7 +58,7 @@ class Connector(nn.Module):
 
 
 class Merger(nn.Module):
-    """Qwen3.5's connector: `features[c * 4, h]`, `pooling[m, 4]` -> `[m, text h]`: an MLP of four patches together."""
+    """Qwen3.5's connector: `features[c, h]`, `pooling[m, 4]` -> `[m, text h]`: an MLP of four patches together."""
 
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class VisionEncoder(nn.Module):
     ) -> torch.Tensor:
         """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0, 1)` or -1.
 
-        `grids[n, 3]`: frames, rows and columns of patches of each image, of a family that needs them.
+        `grids[n, 2]`: rows and columns of the features of each image, of a family that needs them.
 
         Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. ValueError for crops
         of another size.

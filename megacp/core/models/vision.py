@@ -1,6 +1,6 @@
-"""The vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop, or each frame of an image, by itself.
+"""The vision towers: ViTs (Dosovitskiy et al., 2021) that encode each crop, or each image, by itself.
 
-Patches of a crop or a frame see each other and nothing else, so a rank encodes any set of images. Only tp communicates:
+Patches of a crop or an image see each other and nothing else, so a rank encodes any of them. Only tp communicates:
 heads and FFN are cut over it, activations between the linears are replicated. Sequence parallelism over patches would
 tie the number of crops of a rank to tp.
 
@@ -98,18 +98,17 @@ class VisionTower(nn.Module):
 
 
 def patch_places(grids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Frame (over all images), row and column `[N]` of each patch of images with `grids[n, 3]` (frames, rows, columns).
+    """Image, row and column `[N]` of each patch of images with `grids[n, 2]` rows and columns of 2 x 2 blocks.
 
-    They stand in blocks of 2 x 2, row by row, and row by row in a block.
+    Blocks stand row by row, and so do the patches of a block.
     """
-    frames, rows, columns, first = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-    for t, h, w in grids.tolist():
-        place = np.arange(h * w).reshape(h // 2, 2, w // 2, 2).swapaxes(1, 2).reshape(-1)
-        frames.append(np.repeat(np.arange(first, first + t), h * w))
-        rows.append(np.tile(place // w, t))
-        columns.append(np.tile(place % w, t))
-        first += t
-    return np.concatenate(frames), np.concatenate(rows), np.concatenate(columns)
+    image, rows, columns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for number, (h, w) in enumerate(grids.tolist()):
+        place = np.arange(4 * h * w).reshape(h, 2, w, 2).swapaxes(1, 2).reshape(-1)
+        image.append(np.full(len(place), number))
+        rows.append(place // (2 * w))
+        columns.append(place % (2 * w))
+    return np.concatenate(image), np.concatenate(rows), np.concatenate(columns)
 
 
 def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,17 +120,16 @@ def _taps(place: np.ndarray, length: np.ndarray, side: int) -> tuple[np.ndarray,
 
 def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows `[N, 4]` of a table of `side x side` positions and their weights for each patch: bilinear."""
-    _, row, column = patch_places(grids)
-    count = grids.prod(1)
+    image, row, column = patch_places(grids)
     (rows, by_row), (columns, by_column) = (
-        _taps(place, np.repeat(grids[:, axis], count), side) for place, axis in ((row, 1), (column, 2))
+        _taps(place, 2 * grids[image, axis], side) for place, axis in ((row, 0), (column, 1))
     )
     taps = rows[:, :, None] * side + columns[:, None]
     return taps.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
 
 
 class GridTower(nn.Module):
-    """Qwen3.5's: `patches[c, 4, 2 * 3 p p]` of images with `grids[n, 3]` -> `[c * 4, h]`."""
+    """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with `grids[n, 2]` -> `[c, h]`."""
 
     def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
@@ -149,7 +147,7 @@ class GridTower(nn.Module):
 
     def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
         """Encode every image; `patches` of any float dtype are turned into the model's."""
-        assert grids is not None and grids.prod(1).sum() == 4 * len(patches), "patches of images without their grids"
+        assert grids is not None and 4 * grids.prod(1).sum() == len(patches), "patches of images without their grids"
         dtype, device = self.backend.dtype, patches.device
         taps, weights = (to_device(x, device) for x in resampled(grids, self.side))
         x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
@@ -160,12 +158,12 @@ class GridTower(nn.Module):
         return x
 
     def attention(self, grids: np.ndarray, device: torch.device) -> Attend:
-        """All patches of a frame see each other, turned by their rows and columns."""
-        frame, row, column = patch_places(grids)
+        """All patches of an image see each other, turned by their rows and columns."""
+        image, row, column = patch_places(grids)
         places, half = torch.from_numpy(np.stack([row, column], 1)), len(self.frequencies)
         angles = places.repeat_interleave(half, 1), self.frequencies.repeat(2)  # [N, d / 2]: by row, and by column
         cos, sin = (part.to(device) for part in cos_sin(*angles, self.backend.dtype))
-        plan = AttentionPlan(np.arange(len(frame))[None], Metadata.of_documents(frame, span=1), 0)
+        plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product

@@ -18,13 +18,14 @@ from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.config.training import DataConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend, contradictions
-from megacp.core.data.decoding import RulesDecoder
+from megacp.core.data.decoding import RulesDecoder, rules_from_dict
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
+from megacp.core.data.vision_rules import VisionRules
 from megacp.core.training.images import mock_images
 
 
@@ -103,7 +104,7 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
         reasons.append("the dataset holds images, which need the package pillow: pip install 'megacp[data]'")
     if reasons:
         raise ValueError("\n".join(reasons))
-    decoder = RulesDecoder(ImageRules.from_dict(values)) if values is not None else None
+    decoder = RulesDecoder(rules_from_dict(values)) if values is not None else None
     return config, Sources(train, valid, train.fingerprint, first.tokenizer.sha256, decoder, values)
 
 
@@ -182,7 +183,7 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
             f"{config.model.embedding_rows} rows: give --additional-vocab-size of at least {missing}"
         )
     if manifest.image_rules is not None:
-        reasons += image_misfits(f"{flag} {path}", ImageRules.from_dict(manifest.image_rules), config.vision)
+        reasons += image_misfits(f"{flag} {path}", rules_from_dict(manifest.image_rules), config.vision)
     if manifest.seq_length != config.data.seq_length:
         reasons.append(
             f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
@@ -198,10 +199,12 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
     return reasons
 
 
-def image_misfits(where: str, rules: ImageRules, vision: VisionConfig) -> list[str]:
+def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[str]:
     """Why images made by `rules`, found at `where`, do not fit a model; empty when they do."""
     if vision.vision_num_layers == 0:
         return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
+    if not isinstance(rules, ImageRules):
+        return [f"{where} was built with --vision-family {rules.family}, the model's tower is {ImageRules.family}'s"]
     sizes = (rules.image_size, rules.patch_size)
     expected = (vision.vision_image_size, vision.vision_patch_size)
     if sizes == expected:

@@ -143,12 +143,12 @@ def prompt_row(
     packs = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens = np.concatenate((prompt.tokens, np.array(answer, np.int64)))
-        packs.append(_pack(number, prompt, tokens, token_ids["image_patch"] if with_images else None))
+        packs.append(_pack(number, prompt, tokens, (token_ids["image_patch"],) if with_images else ()))
     ends = np.cumsum([len(pack.tokens) for pack in packs]) - 1
     return collate(packs, image_attention=image_attention), ends
 
 
-def _pack(number: int, prompt: Prompt, tokens: np.ndarray, image_patch: int | None) -> Pack:
+def _pack(number: int, prompt: Prompt, tokens: np.ndarray, feature_ids: tuple[int, ...]) -> Pack:
     """A prompt with its answer so far as a pack of one document."""
     start = len(tokens) if prompt.branch_start is None else prompt.branch_start
     branches = np.array([(start, len(tokens) - start, len(tokens))] if start < len(tokens) else [], BRANCH_DTYPE)
@@ -156,12 +156,12 @@ def _pack(number: int, prompt: Prompt, tokens: np.ndarray, image_patch: int | No
     segment["true_length"] = segment["padded_length"] = len(tokens)
     segment["prefix_length"], segment["num_branches"] = start, len(branches)
     images = None
-    if image_patch is not None:
+    if feature_ids:
         units = np.zeros(len(prompt.units), UNIT_DTYPE)
         units["item"] = np.arange(len(units))
         for name in ("start", "num_tokens", "frame"):
             units[name] = [getattr(unit, name) for unit in prompt.units]
         units["image_stop"] = np.cumsum([unit.num_crops for unit in prompt.units])
         units["pooled_stop"] = np.cumsum([unit.num_pooled for unit in prompt.units])
-        images = PackImages(units, {}, lambda item: prompt.encoded[item][0], image_patch)
+        images = PackImages(units, {}, lambda item: prompt.encoded[item][0], feature_ids)
     return Pack(number, tokens, None, segment, branches if len(branches) else None, images)

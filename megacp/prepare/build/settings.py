@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
-from megacp.core.data.geometry import ImageRules
+from megacp.core.data.vision_rules import VisionRules
 from megacp.core.storage.url import is_url
 from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
 from megacp.prepare.records.read import input_problem
@@ -46,7 +46,7 @@ class BuildSettings:
     cp_degrees: tuple[int, ...] = (1, 2, 4, 8, 16)
     tokenizer_engine: str = "auto"
     eod_token: str | None = None
-    image_rules: ImageRules | None = None
+    image_rules: VisionRules | None = None
     image_root: str | None = None
     image_urls: tuple[str, ...] = ()
     valid_share: float = 0.0

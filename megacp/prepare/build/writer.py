@@ -31,6 +31,7 @@ _PACK_ROW = struct.Struct("<qqiiii")
 _SEGMENT_ROW = struct.Struct("<qqqiiiiiI")
 _BRANCH_ROW = struct.Struct("<iii")
 _UNIT_ROW = struct.Struct("<qqiiiiii")
+_GRID_ROW = struct.Struct("<ii")
 
 
 class HashedFile:
@@ -162,6 +163,7 @@ class ShardWriter:
         self._weights: IndexedWriter | None = None
         self._images: IndexedWriter | None = None
         self._packs, self._segments, self._branches, self._units = bytearray(), bytearray(), bytearray(), bytearray()
+        self._grids = bytearray()
         self._boundaries: dict[int, list[np.ndarray]] = {degree: [] for degree in cp_degrees}
         self._item_checksums = array("I")
         self._num_tokens = self._num_padded = 0
@@ -272,6 +274,7 @@ class ShardWriter:
                     unit.frame,
                     bisect.bisect_right(segment.branch_starts, unit.start),
                 )
+                self._grids += b"" if unit.grid is None else _GRID_ROW.pack(*unit.grid)
                 row += 1
         self._images.end_document()
         return first_unit, len(units), int(crops[-1]) if len(units) else 0
@@ -304,6 +307,8 @@ class ShardWriter:
             rows["branches"] = (self._branches, tables.BRANCH_DTYPE)
         if self._images is not None:
             rows["units"] = (self._units, tables.UNIT_DTYPE)
+        if self._grids:
+            rows["grids"] = (self._grids, tables.GRID_DTYPE)
         found = {name: np.frombuffer(data, dtype) for name, (data, dtype) in rows.items()}
         found["checksums"] = np.zeros(self.num_packs, tables.CHECKSUM_DTYPE)
         found["checksums"]["tokens"] = self._tokens.checksums

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from urllib.parse import unquote
 
-from megacp.core.data.decoding import ImageError, load_pixels, sample_frames, time_text, video_info, video_pixels
-from megacp.core.data.geometry import ImageRules, frame_layout, image_layout
+from megacp.core.data.decoding import load_pixels, video_info, video_pixels
+from megacp.core.data.vision_rules import ImageError, VisionRules
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed
@@ -27,7 +27,7 @@ LARGEST_ITEM = (1 << 31) - 1
 class MediaReader:
     """Reads what records name, by one set of rules and below one directory."""
 
-    def __init__(self, rules: ImageRules, root: str | None, urls: Sequence[str] = ()) -> None:
+    def __init__(self, rules: VisionRules, root: str | None, urls: Sequence[str] = ()) -> None:
         """`root`: a directory or a URL. `urls`: below which records may name images by URLs of their own."""
         self._rules, self._urls = rules, tuple(url.rstrip("/") + "/" for url in urls)
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
@@ -69,14 +69,13 @@ class MediaReader:
         items.append(data)
         if media.kind == "image":
             height, width, _ = load_pixels(data, self._rules).shape
-            return [Placed(image_layout(width, height, self._rules), len(items) - 1, -1)]
+            return [Placed(self._rules.layout_of_image(width, height), len(items) - 1, -1)]
         num_frames, fps = video_info(data, self._rules)
-        for _ in video_pixels(data, self._rules):  # every taken frame can be decoded
-            pass
-        layout = frame_layout(self._rules)
+        sizes = {frame.shape[1::-1] for frame in video_pixels(data, self._rules)}  # every taken frame can be decoded
+        taken = self._rules.sampled(num_frames, fps)
         parts: list[Part] = []
-        for i, number in enumerate(sample_frames(num_frames, fps, self._rules)):
-            if text := time_text(i, number / fps, self._rules):
+        for i, (text, layout) in enumerate(self._rules.layouts_of_video(taken, fps, sizes)):
+            if text:
                 parts.append(SamplePart(text, 0.0))
             parts.append(Placed(layout, len(items) - 1, i))
         return parts

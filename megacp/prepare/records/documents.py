@@ -49,6 +49,8 @@ class SegmentUnit:
     num_pooled: int
     frame: int = -1
     """Number among the taken frames of its item; -1 for an image."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of its pooled tokens, where its family states them."""
 
 
 def learned_tokens(
@@ -164,7 +166,7 @@ class DocumentMaker:
         for ids, _, placed in stretches:
             if placed is not None:
                 sizes = len(ids), placed.layout.num_crops, len(placed.layout.pooling)
-                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame))
+                units.append(SegmentUnit(placed.item, start, *sizes, placed.frame, placed.layout.grid))
             elif self._special and (bad := np.isin(ids, self._special_ids)).any():
                 problem = f"a text of this record spells the special token {self._special[int(ids[bad][0])]}"
             start += len(ids)

@@ -41,8 +41,8 @@ def row() -> PackedBatch:
     return PackedBatch(tokens, labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave, (0,))
 
 
-def row_with_images(model: Any) -> tuple[PackedBatch, torch.Tensor]:
-    """Images between text, and their patches in the library's order `[56, 96]`."""
+def row_with_images(model: Any) -> tuple[PackedBatch, dict[str, Any]]:
+    """Images between text, and what the library is given of them."""
     rng, c = np.random.default_rng(3), model.config
     tokens, kinds = [], []
     for frames, rows, columns in GRIDS.tolist():
@@ -55,24 +55,22 @@ def row_with_images(model: Any) -> tuple[PackedBatch, torch.Tensor]:
     single = torch.tensor([[1, h, w] for t, h, w in GRIDS.tolist() for _ in range(t)])
     positions = model.model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=single)[0][:, 0].t().numpy()
     patches, leave = rng.standard_normal((56, 96)), np.full(TOKENS, TOKENS, np.int32)
-    cum = np.cumsum(single.prod(1).numpy() // 4)
+    cum = np.cumsum(single.prod(1).numpy())
     vision = VisionInputs(
-        *(cum, cum, np.flatnonzero(kinds[0].numpy()), None, patches.reshape(-1, 4, 96)),
+        *(cum, cum // 4, np.flatnonzero(kinds[0].numpy()), None, patches[:, None]),
         *(np.arange(56).reshape(-1, 4), REPLICATE),
-        grids=single.numpy(),
+        grids=single.numpy()[:, 1:] // 2,
     )
-    labels = rng.integers(0, 97, TOKENS)
-    batch = PackedBatch(ids[0].numpy(), labels, np.ones(TOKENS, np.float32), positions, leave, 0 * leave, (0,), vision)
-    return batch, torch.from_numpy(patches)
+    labels, more = rng.integers(0, 97, TOKENS), {"image_grid_thw": single, "mm_token_type_ids": kinds}
+    fields = ids[0].numpy(), labels, np.ones(TOKENS, np.float32), np.arange(TOKENS), leave, 0 * leave
+    return PackedBatch(*fields, (0,), vision, positions), {"pixel_values": torch.from_numpy(patches), **more}
 
 
 def batch_of(name: str, model: Any = None) -> tuple[PackedBatch, dict[str, Any]]:
     """The row of a model, and what the library is given beside its tokens."""
     if "images" not in name:
         return row(), {}
-    batch, patches = row_with_images(model)
-    grids, kinds = torch.from_numpy(batch.vision.grids), torch.from_numpy(batch.tokens == model.config.image_token_id)
-    return batch, {"pixel_values": patches, "image_grid_thw": grids, "mm_token_type_ids": kinds[None].int()}
+    return row_with_images(model)
 
 
 def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], float, Any, Any, np.ndarray, PackedBatch]:

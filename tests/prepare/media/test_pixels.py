@@ -7,6 +7,7 @@ import io
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +18,10 @@ from megacp.core.data.decoding import (
     ImageError,
     RulesDecoder,
     load_pixels,
-    sample_frames,
-    time_text,
     video_info,
     video_pixels,
 )
-from megacp.core.data.geometry import ImageRules
+from megacp.core.data.geometry import ImageRules, sample_frames, time_text
 from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
@@ -196,9 +195,9 @@ def test_a_video_that_is_asked_for_again_is_not_decoded_again(monkeypatch: pytes
     one, two = video(43), video(20)
     whole, asked = decoded(one), []
 
-    def noted(data: bytes, rules: ImageRules, frames: Sequence[int]) -> Iterator[np.ndarray]:
+    def noted(data: bytes, rules: ImageRules, frames: Sequence[int], fit: Any) -> Iterator[np.ndarray]:
         asked.append((data is one, list(frames)))
-        return video_pixels(data, rules, frames)
+        return video_pixels(data, rules, frames, fit)
 
     monkeypatch.setattr(decoding, "video_pixels", noted)
     decoder = RulesDecoder(TINY)
