@@ -232,16 +232,19 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
     if not config.vision.vision_num_layers:
         return batch
     edges = np.arange(1, crops + 1)
+    if config.vision.vision_family == "qwen3_5":
+        edges = edges[WINDOW - 1 :: WINDOW]  # images of one token
     bounds = edges, edges * pooled // max(crops, 1)
     rank, ranks = encoder or (0, 1)
     mine = compute_image_shard_boundaries(*bounds, ranks)[rank]
     here = [
         int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None) for kind in ("image", "pool")
     ]
-    shape = config.vision.patches_per_crop, config.vision.patch_dim
+    shape = config.vision.crop_patches, config.vision.patch_dim
     windows = np.zeros((here[1], WINDOW), np.int64)
     pixels, strategy = np.zeros((here[0], *shape), np.float32), config.parallel.vision_shards
-    images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy)
+    grids = np.ones((here[1], 2), np.int64) if config.vision.vision_family == "qwen3_5" else None
+    images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy, grids=grids)
     return dataclasses.replace(batch, vision=images)
 
 

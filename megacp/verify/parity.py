@@ -88,6 +88,12 @@ _GEMMA3: dict[str, Value] = {
     **{"apply_layernorm_1p": True, "mlp_activation": "geglu", "softmax_scale": 0.25, "embedding_multiplier": 8.0},
     **{"window_size": 20, "window_attn_skip_freq": "3", "window_rotary_base": 1e3},
 }
+_QWEN3_5: dict[str, Value] = {
+    **{"vision_family": "qwen3_5", "image_attention": "causal", "apply_layernorm_1p": True, "init_method_std": 0.08},
+    **{"linear_attention_freq": "4", "linear_num_key_heads": 8, "linear_num_value_heads": 8},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 6, "attention_output_gate": True},
+    **{"rotary_percent": 0.5, "kv_channels": 16, "mrope_section": (2, 1, 1)},
+}
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**_SIZES},
     "tiny_llama": {**_UNTIED, **_LLAMA3},
@@ -96,6 +102,7 @@ MODELS: dict[str, dict[str, Value]] = {
     "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
     "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
     "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
+    "tiny_qwen3_5": {**_UNTIED, **_TOWER, **_QWEN3_5, "additional_vocab_size": 8, "qk_layernorm": "head"},
 }
 """The plain decoder (tied, grouped queries), those of Llama, OLMo2, Gemma 3 and SmolLM3, every bias, a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}

@@ -312,7 +312,7 @@ def recomputed_in_eight_bits(rank: int, world: int) -> list[tuple[bool, bool, st
         block.mlp = torch.nn.Identity()
         block.mlp.forward = lambda x, save: x
         x = torch.ones(2, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
-        inputs: Any = SimpleNamespace(plan=None, rotary=(), token_names=None, key=1)
+        inputs: Any = SimpleNamespace(plan=None, rotary=((), ()), token_names=None, key=1)
         with backend.precision():
             out = block(x, inputs)
         in_a_thread(torch.autograd.backward)([out.sum()])

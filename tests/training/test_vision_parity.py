@@ -87,9 +87,21 @@ CASES: list[Any] = [
 ]
 
 
+QWEN3_5 = {"tiny_qwen3_5": True}
+CASES += [
+    (2, {CP: 2, **QWEN3_5}, "stored"),
+    pytest.param(4, {CP: 4, "cp_layout": "balanced", **BETWEEN, **QWEN3_5}, "computed", marks=SLOW),
+    pytest.param(8, {CP: 2, TP: 2, PP: 2, "recompute_granularity": "full", **QWEN3_5}, "stored", marks=SLOW),
+    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "a2a", SHARDED: PARAMS, **QWEN3_5}, "computed", marks=SLOW),
+    pytest.param(3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored", marks=SLOW),
+]
+
+
 def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:
+    model = next(iter(QWEN3_5.keys() & values.keys()), "tiny_vlm")
+    values = {name: value for name, value in values.items() if name != model}
     config = with_values(RunConfig(), {"cp_comm_type": "p2p", **values})
-    return prepare(config, frozenset(values), model="tiny_vlm", mask="mixed", world_size=world)
+    return prepare(config, frozenset(values), model=model, mask="mixed", world_size=world)
 
 
 def one_process(setup: ParitySetup) -> list[StepTrace]:

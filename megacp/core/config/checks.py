@@ -200,7 +200,11 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
     parts = {"vision", "connector", "text"}
     if not set(v.frozen) <= parts or set(v.frozen) == parts:
         yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
-    if v.vision_family != "molmo2":
+    if v.vision_family == "qwen3_5":
+        if v.vision_head_dim % 4:
+            yield f"a head of the tower is {v.vision_head_dim} wide, its angles by row and column need a multiple of 4"
+        if (seen := config.data.image_attention) != "causal":
+            yield f"--image-attention {seen}: image tokens of --vision-family qwen3_5 are causal, give causal"
         return
     first, second = v.vision_feature_layers
     if min(first, second) < -layers or max(first, second) >= layers or max(v.feature_layers) < layers - 1:

@@ -39,6 +39,11 @@ class MockImages:
     attention: str = "example"
     """--image-attention."""
 
+    @property
+    def has_grids(self) -> bool:
+        """Whether crops are single patches, four of a token, of images of any shape."""
+        return self.patches_per_crop == 1
+
 
 @dataclass(frozen=True)
 class MockRules:
@@ -161,6 +166,7 @@ def _with_images(
     """
     rng = np.random.default_rng([seed, pack, 1])
     rows: list[tuple[int, ...]] = []
+    grids: list[tuple[int, int]] = []  # of each unit
     items: list[bytes] = []
     crops_so_far = pooled_so_far = 0
     for segment, branch, start, stop in runs:
@@ -170,6 +176,11 @@ def _with_images(
             crops, pooled = int(rng.integers(1, 6 if video else 4)), int(rng.integers(1, 5))
             place += int(rng.integers(0, 4))
             parts = [(1, frame) for frame in range(crops)] if video else [(crops, -1)]
+            if images.has_grids:
+                grid = (2, pooled // 2) if pooled > 1 else (1, 1)
+                pooled = grid[0] * grid[1]
+                crops = 4 * pooled
+                parts = [(crops, frame) for _, frame in parts]
             if place + len(parts) * (pooled + 2) >= stop:
                 break
             for number, frame in parts:
@@ -178,6 +189,7 @@ def _with_images(
                 tokens[first + 1 : first + 1 + pooled] = images.image_patch
                 crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
                 rows.append((segment, len(items), place, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
+                grids += [grid] if images.has_grids else []
                 place += pooled + 2
             items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
     units = np.array(rows, UNIT_DTYPE)
@@ -185,7 +197,8 @@ def _with_images(
     # every other pack has stored tables, so that rows with and without them stand side by side
     degrees = (1, 2, 3, 4, 8) if pack % 2 == 0 and len(units) else ()
     tables = {degree: compute_image_shard_boundaries(*bounds, degree) for degree in degrees}
-    return PackImages(units, tables, items.__getitem__, (images.image_patch,))
+    shapes = np.array(grids, np.int64).reshape(-1, 2) if images.has_grids else None
+    return PackImages(units, tables, items.__getitem__, (images.image_patch,), shapes)
 
 
 class MockDecoder:
@@ -201,12 +214,15 @@ class MockDecoder:
 
     def video(self, data: bytes, frames: Sequence[int]) -> Pixels:
         """Some frames; each is the same whatever others are asked for."""
-        seed, pack, item, _, pooled = _ITEM.unpack(data)
-        return joined([self._drawn([seed, pack, item, frame], 1, pooled) for frame in frames], self.patch_shape)
+        seed, pack, item, crops, pooled = _ITEM.unpack(data)
+        crops = crops if self.patch_shape[0] == 1 else 1
+        return joined([self._drawn([seed, pack, item, frame], crops, pooled) for frame in frames], self.patch_shape)
 
     def _drawn(self, seed: Sequence[int], crops: int, pooled: int) -> Pixels:
         rng = np.random.default_rng(seed)
         patches = rng.standard_normal((crops, *self.patch_shape), np.float32)
+        if self.patch_shape[0] == 1:
+            return patches, np.arange(crops).reshape(pooled, 4)
         windows = rng.integers(0, crops * self.patch_shape[0], (pooled, 4))  # each pools four patches, some outside
         outside = rng.random(windows.shape) < 0.2
         outside[:, 0] = False  # a window has at least one patch

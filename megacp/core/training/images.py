@@ -27,7 +27,7 @@ def mock_images(config: RunConfig) -> MockImages | None:
     if not vision.vision_num_layers:
         return None
     first = config.model.vocab_size  # rows that only the embedding has
-    return MockImages(vision.patches_per_crop, vision.patch_dim, first, attention=config.data.image_attention)
+    return MockImages(vision.crop_patches, vision.patch_dim, first, attention=config.data.image_attention)
 
 
 def image_loading(

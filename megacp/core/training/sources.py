@@ -24,6 +24,7 @@ from megacp.core.data.images import Decoder
 from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDecoder, MockRules
+from megacp.core.data.qwen_geometry import QwenRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.data.vision_rules import VisionRules
 from megacp.core.training.images import mock_images
@@ -203,10 +204,16 @@ def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[
     """Why images made by `rules`, found at `where`, do not fit a model; empty when they do."""
     if vision.vision_num_layers == 0:
         return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
-    if not isinstance(rules, ImageRules):
-        return [f"{where} was built with --vision-family {rules.family}, the model's tower is {ImageRules.family}'s"]
-    sizes = (rules.image_size, rules.patch_size)
-    expected = (vision.vision_image_size, vision.vision_patch_size)
+    if rules.family != vision.vision_family:
+        return [f"{where} was built with --vision-family {rules.family}, the model's tower is {vision.vision_family}'s"]
+    patch, side = vision.vision_patch_size, vision.vision_image_size
+    if isinstance(rules, QwenRules):
+        if (rules.patch_size, rules.merge_size) == (patch, 2):
+            return []
+        have = f"{where} has patches of {rules.patch_size} pixels in windows of {rules.merge_size}"
+        return [f"{have}, the model's are {patch} in 2: set --vision-patch-size or build the dataset again"]
+    assert isinstance(rules, ImageRules)
+    sizes, expected = (rules.image_size, rules.patch_size), (side, patch)
     if sizes == expected:
         return []
     return [
