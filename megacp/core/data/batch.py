@@ -29,7 +29,7 @@ _DTYPES: dict[str, np.dtype] = {
 class VisionInputs:
     """The images of a row: what all ranks know of them, and the pixels of those that this rank encodes.
 
-    A unit is a frame of a video or an image with all its crops; "image" in these names means crop.
+    A unit is an image with all its crops, or a frame of a video, or two; "image" in these names means crop.
     """
 
     cum_crop_bounds: np.ndarray

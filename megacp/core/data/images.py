@@ -27,8 +27,8 @@ from megacp.core.data.vision_rules import ImageError, Pixels
 class Decoder(Protocol):
     """Encoded bytes to pixels; called from several threads at once. ImageError says what is wrong with the bytes.
 
-    `patch_shape`: patches of a crop, numbers of a patch. `image`: all crops of an image. `video`: some of the sampled
-    frames (their numbers rise), one crop each.
+    `patch_shape`: patches of a crop, numbers of a patch. `image`: all crops of an image. `video`: those of some units
+    of a video, whose numbers rise.
     """
 
     @property

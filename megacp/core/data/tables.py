@@ -64,7 +64,9 @@ UNIT_DTYPE = np.dtype(
         ("branch", "<i4"),  # branch its tokens lie in; 0 = the shared prefix
     ]
 )
-GRID_DTYPE = np.dtype([("rows", "<i4"), ("columns", "<i4")])  # of the pooled tokens of each unit; absent for Molmo2
+GRID_DTYPE = np.dtype(
+    [("rows", "<i4"), ("columns", "<i4")]
+)  # of the pooled tokens of each unit; absent: a family without
 CHECKSUM_DTYPE = np.dtype([("tokens", "<u4"), ("weights", "<u4")])  # of each pack; 0 in a shard without weights
 ITEM_CHECKSUM_DTYPE = np.dtype([("data", "<u4")])  # of each sequence of images.bin
 FLAG_SPLIT = 1  # of a segment: a piece of a document cut by `--oversize split`

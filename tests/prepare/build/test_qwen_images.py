@@ -39,7 +39,8 @@ CHAT = """{%- for m in messages %}<|im_start|>{{ m.role }}
 {%- else %}{{ part.text }}{% endif %}
 {%- endfor %}<|im_end|>
 {%- endfor %}"""
-FRAMES = {"odd.mp4": 19, "even.mp4": 40}
+FRAMES = {"odd.mp4": 26, "even.mp4": 40}
+"""Frames of videos, of which 5 and 8 are taken."""
 
 
 def parts(*content: dict[str, Any] | str) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def library_pixels(corpus: Path, name: str) -> tuple[np.ndarray, list[list[int]]
         return patches, [grid], reference.image_text(grid, SMALL)
     num_frames, fps = video_info(data, SMALL)
     taken = reference.sampled_frames(num_frames, fps, SMALL)
+    assert len(taken) == {"odd.mp4": 5, "even.mp4": 8}[name]
     patches, grid = reference.process_video(np.stack([*video_pixels(data, SMALL)]), SMALL)
     return patches, [[1, *grid[1:]]] * grid[0], reference.video_text(grid, taken, fps, SMALL)
 
