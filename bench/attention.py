@@ -26,7 +26,7 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import GridShape, build_grid
-from megacp.core.ops.mask import allowed
+from megacp.core.ops.mask import Reach, allowed
 from megacp.plan.report import table
 from megacp.verify.spawn import RankPool
 
@@ -34,7 +34,7 @@ HEADS, GROUPS, WIDTH = 8, 4, 64
 DEGREES = (2, 4, 8, 16)
 LENGTHS, QUICK_LENGTHS = (8_192, 36_864, 131_072), (4_096,)
 AREA_GOALS = {2: 1.03, 4: 1.03, 8: 1.03, 16: 1.07}
-DENSE_GOAL = 5.0
+DENSE_GOAL, WINDOW_GOAL = 5.0, 1.3
 
 
 def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
@@ -91,10 +91,12 @@ def _tensors(tokens: int) -> list[Tensor]:
     return [torch.randn(tokens, heads, WIDTH, generator=g) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
 
 
-def attention_work(rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str) -> Seconds:
+def attention_work(
+    rank: int, world_size: int, batch: PackedBatch, transport: str, layout: str, window: int = 0
+) -> Seconds:
     """One attention forward and backward of one rank on its shard of the row."""
     axis = _grid(GridShape(cp=world_size), rank).cp
-    plan = shard_batch(batch, axis, LAYOUTS[layout]).plan
+    plan = shard_batch(batch, axis, LAYOUTS[layout]).plan.within(Reach(window))
     way = select_transport(transport, "auto", axis, torch.device("cpu"))
     *inputs, dout = _tensors(len(plan.local))
 
@@ -118,19 +120,24 @@ def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
 
 
 def time_part(quick: bool) -> Part:
-    """Total work of attention against a dense mask on one process."""
+    """Total work of attention against a dense mask on one process, and of a window against full causal attention."""
     rounds, length = (1, 1_024) if quick else (3, 8_192)
     rows = [mixed_row(length, seed) for seed in range(1 if quick else 3)]
+    causal, window = [mock_batch([0], MockRules(64, length, "causal"))], length // 16
 
-    def way(pool: RankPool, attention: Callable[..., Seconds], *way: str) -> Callable[[], float]:
+    def way(
+        pool: RankPool, rows: Sequence[PackedBatch], attention: Callable[..., Seconds], *way: object
+    ) -> Callable[[], float]:
         """Processor seconds of all ranks over the rows."""
         return lambda: sum(one.cpu for row in rows for one in pool.run(attention, row, *way))
 
     with RankPool(1) as one, RankPool(2) as two:
         ways = {
-            "dense mask": way(one, dense_work),
-            "tiles, cp 1": way(one, attention_work, "p2p", "contiguous"),
-            "tiles, cp 2": way(two, attention_work, "kv_exchange", "balanced"),
+            "dense mask": way(one, rows, dense_work),
+            "tiles, cp 1": way(one, rows, attention_work, "p2p", "contiguous"),
+            "tiles, cp 2": way(two, rows, attention_work, "kv_exchange", "balanced"),
+            "causal": way(one, causal, attention_work, "p2p", "contiguous"),
+            "window": way(one, causal, attention_work, "p2p", "contiguous", window),
         }
         taken = take_turns(ways, rounds)
     median = {name: statistics.median(seconds) for name, seconds in taken.items()}
@@ -139,4 +146,7 @@ def time_part(quick: bool) -> Part:
         Goal(f"{what}, cp {cp}: work", median["dense mask"] / median[f"tiles, cp {cp}"], DENSE_GOAL, ">=")
         for cp in (1, 2)
     ]
+    part, whole = (mask_metadata(causal[0]).within(Reach(n)).own_table.area for n in (window, 0))
+    what = f"{length:,} causal tokens, window of {window} / none: work (area {part / whole:.4f})"
+    goals.append(Goal(what, median["window"] / median["causal"], WINDOW_GOAL * part / whole))
     return Part({"time": taken}, goals)

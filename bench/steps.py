@@ -10,15 +10,18 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from bench.report import Part, Seconds, take_turns, timed
+from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockDecoder, MockRules
+from megacp.core.data.reader import Pack
+from megacp.core.data.tables import BRANCH_DTYPE
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.models.build import grid_shape
@@ -125,7 +128,21 @@ class Case:
     ranks: int
     values: dict[str, Value]
     threads: int = 1
+    rules: type[MockRules] = MockRules
 
+
+class Rollouts(MockRules):
+    """Packs that are one tree: a prompt, and `ROLLOUTS` answers a third as long."""
+
+    def pack(self, i: int) -> Pack:
+        pack, n = super().pack(i), self.seq_length // (ROLLOUTS + 3)
+        segments, starts = pack.segments.copy(), n * np.arange(3, ROLLOUTS + 3)
+        segments["prefix_length"], segments["num_branches"] = starts[0], ROLLOUTS
+        branches = np.array([(start, n, start + n) for start in starts.tolist()], BRANCH_DTYPE)
+        return replace(pack, segments=segments, branches=branches)
+
+
+ROLLOUTS, ROLLOUTS_GOAL, TREE = 8, 2.5, "one tree"
 
 GROUPS: dict[str, dict[str, Case]] = {
     "short": {
@@ -154,8 +171,12 @@ GROUPS: dict[str, dict[str, Case]] = {
             for strategy in ("optim", "optim_grads", "optim_grads_params")
         },
     },
+    "rollouts": {
+        BASE: Case(1, {"seq_length": 1024, "global_batch_size": ROLLOUTS}),
+        TREE: Case(1, {"seq_length": 256 * (ROLLOUTS + 3), "global_batch_size": 1}, rules=Rollouts),
+    },
 }
-"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks, what is sharded over dp."""
+"""2 ranks on 1,024 tokens, cp 2 on 4,096, 4 ranks, what is sharded over dp, and answers to one prompt."""
 
 
 def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
@@ -166,13 +187,17 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
         def way(case: Case) -> Callable[[], list[StepMeasure]]:
             pool = stack.enter_context(RankPool(case.ranks, case.threads))
             config = with_values(RunConfig(), {**sizes, **case.values})
-            rules = MockRules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
+            rules = case.rules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
             return lambda: pool.run(measure_rank, config, rules)
 
         steps = take_turns({layout: way(case) for layout, case in group.items()}, rounds + 1)
     measured = {layout: found[1:] for layout, found in steps.items()}
     speed = {
         layout: statistics.median(step[0].tokens / max(rank.wall for rank in step) for step in found)
+        for layout, found in measured.items()
+    }
+    work = {
+        layout: statistics.median(max(rank.cpu for rank in step) for step in found)
         for layout, found in measured.items()
     }
     rows = [
@@ -184,14 +209,16 @@ def step_part(name: str, sizes: Mapping[str, Value], rounds: int) -> Part:
             "over_one_thread": speed[layout] / speed[BASE],
             "over_two_threads": speed[layout] / speed[BASE_TWO_THREADS] if BASE_TWO_THREADS in speed else None,
             "seconds": [max(rank.wall for rank in step) for step in found],
-            "cpu_seconds": statistics.median(max(rank.cpu for rank in step) for step in found),
+            "cpu_seconds": work[layout],
             "peak_memory": [rank.memory for rank in found[-1]],
             "loss": found[-1][0].loss,
             "bytes_sent": [rank.sent for rank in found[-1]],
         }
         for layout, found in measured.items()
     ]
-    return Part({name: rows}, table=step_table(f"{steps[BASE][0][0].tokens:,} tokens a step", rows))
+    what = f"{ROLLOUTS} rollouts that share 3/4 of their tokens, a row each / one tree: work"
+    goals = [Goal(what, work[BASE] / work[TREE], ROLLOUTS_GOAL, ">=")] if TREE in group else []
+    return Part({name: rows}, goals, step_table(f"{steps[BASE][0][0].tokens:,} tokens a step", rows))
 
 
 def step_table(title: str, rows: Sequence[dict[str, Any]]) -> str:

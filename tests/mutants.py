@@ -56,6 +56,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("k.depth + k.length + shift]", "k.depth + shift]", "queries are not cut where keys of their window end"),
         ("first = back - q.depth[i] % reach.chunk", "first = back - reach.chunk", "chunks are windows"),
         ("(reach.chunk, 0), (", "(", "queries are not cut where a chunk ends"),
+        ("(reach.chunk if part else 0, shift)", "(0, shift)", "queries are not cut where a chunk's window begins"),
+        ("square &= (edge >= first)", "square &= (edge >= 0)", "a window's triangle reaches into the chunk before"),
+        ("real) - real - left)", "real) - real)", "a branch is as deep as the branches before it are long"),
     ],
     ("core/ops/tile_kernels.py", "tests/ops/test_kernels.py tests/ops/test_blocks.py"): [
         ("np.tri(*pairs.shape) > 0", "np.tri(*pairs.shape, 1) > 0", "a masked call sees one key ahead"),
@@ -77,6 +80,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("max(2, count.max())", "columns", "block lists are as wide as there are blocks"),
         ("(lse / math.log(2))", "(lse * 1.0)", "the operator's lse is in units of log 2"),
         ("        lend_scratch(q.device)\n", "", "a recomputation has no memory for TMA descriptors"),
+        ("cap * torch.tanh(score / cap)}", "score}", "FlexAttention knows no cap"),
+        ("        if self._score:", "        if False:", "the gradient of a part on a GPU is that without a cap"),
+    ],
+    ("core/ops/kernel.py", ATTENTION): [
+        ("out.mul_(torch.exp(lse - total).unsqueeze(-1))", "out.mul_(1.0)", "a sink takes no weight"),
+        ("    lse.copy_(total)\n\n\ndef sinks", "\n\ndef sinks", "backward knows of no sink"),
+        ("return -(weights * inner)", "return (weights * inner)", "sinks are pulled the other way"),
     ],
     ("core/ops/pointwise.py", POINTWISE): [
         ("addcmul_(wide_x, inward, value=-1)", "addcmul_(wide_x, inward, value=1)", "sign in the norm's backward"),
@@ -103,12 +113,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("out, lse, douts", "out, torch.zeros_like(lse), douts", "backward of a block without the merged log-sum-exp"),
     ],
+    ("core/context_parallel/transport.py", "tests/ops/test_flex.py"): [
+        ("if sinks is not None:  # they", "if False:  # they", "a row whose keys are all here has no sinks"),
+    ],
     ("core/context_parallel/ring.py", ATTENTION): [
         ("gradient:\n                    dkv", "False:\n                    dkv", "the visiting gradient is dropped"),
         ("home += gradient.wait()", "gradient.wait()", "gradients of other ranks never come home"),
         ("(self.axis.rank - step) % self.axis", "(self.axis.rank + step) % self.axis", "the ring turns the other way"),
         ("if step < last else None", "if step < last - 1 else None", "the last hop is not made"),
         ("else self.axis.size - last", "else 1", "a gradient goes to the next rank where the ring has stopped"),
+        ("1 + max(seen, default=0)", "plan.cp", "the ring goes round though nobody looks so far"),
+        ("1 + max(seen, default=0)", "max(seen, default=1)", "the ring stops a step early"),
     ],
     ("core/context_parallel/all_gather.py", ATTENTION): [
         ("row[plan.cp_rank * len(mine)", "row[0 * len(mine)", "own gradients stand at rank 0"),
@@ -116,6 +131,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/a2a.py", ATTENTION): [
         ("out.index_select(0, plan.departure(n, q.device))", "out", "the output goes back in the grouped order"),
+        ("sinks.chunk(n)[self.axis.rank]", "sinks.chunk(n)[0]", "all ranks have the sinks of the first heads"),
         ("x.unflatten(1, (n, -1))", "x.unflatten(1, (-1, n)).transpose(1, 2)", "heads are dealt in turns"),
         ("expand(t, groups, copies, d).", "detach().expand(t, groups, copies, d).", "copied K/V get no gradient"),
         ("x.unsqueeze(2).expand(t, groups, copies, d)", "torch.stack([x] * copies, 2)", "copies are summed in bf16"),

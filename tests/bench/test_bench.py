@@ -19,7 +19,9 @@ from bench.pictures.demo import read_answers, shown
 from bench.pictures.example import CP, dealt, example_metadata
 from bench.pictures.gallery import PICTURES, draw_all
 from bench.pictures.masks import tile_shapes
+from bench.steps import Rollouts
 from megacp.core.context_parallel.shard import mask_metadata
+from megacp.core.data.mock import mock_batch
 from megacp.core.ops.mask import allowed
 from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.prepare.records.record import RecordRules
@@ -58,6 +60,11 @@ def test_a_mixed_row_is_full_and_made_of_documents_that_fit_it() -> None:
     assert lengths.max() <= 36_864 // 3 and len(lengths) > 8
 
 
+def test_measured_rollouts_are_a_prompt_with_eight_answers_a_third_as_long() -> None:
+    row = mock_batch([0], Rollouts(64, 22, "causal"))
+    assert row.leave.tolist() == [*[22] * 6, *np.repeat(np.arange(8, 23, 2), 2)]
+
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
@@ -80,7 +87,7 @@ def test_a_quick_benchmark_gives_ratios_memory_and_bytes(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_benchmark_of_context_parallelism_counts_and_times(tmp_path: Path) -> None:
     found = figures("bench_cp.py", tmp_path / "a.json")
-    assert len(found["goals"]) == 10 and {entry["cp"] for entry in found["layouts"]} == {2, 4, 8, 16}
+    assert len(found["goals"]) == 11 and {entry["cp"] for entry in found["layouts"]} == {2, 4, 8, 16}
     assert all(seconds > 0 for runs in found["time"].values() for seconds in runs)
 
 

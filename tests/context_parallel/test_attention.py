@@ -24,9 +24,9 @@ from megacp.core.distributed import collectives
 from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
-from megacp.core.ops.mask import Reach, TileTable, allowed
+from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
-from megacp.core.ops.tile_kernels import Allowed, MathKernel, dense_attention
+from megacp.core.ops.tile_kernels import Allowed, MathKernel
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch
@@ -44,7 +44,7 @@ MASKS = {
     "chunks": {"documents": 3, "images": True, "depth": 3},
 }
 REACHES = {"windows": Reach(window=6), "chunks": Reach(chunk=7)}
-HIERARCHIES = {2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
+HIERARCHIES = {1: (), 2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
 HEADS = {3: (6, 2), 6: (12, 4)}
 """Of more ranks than 8 query heads divide by; K/V heads need not."""
 
@@ -64,18 +64,22 @@ class Case:
     hierarchy: tuple[int, int] = ()
     seed: int = 0
     window: int = 0
+    chunk: int = 0
+    sinks: bool = False
+    cap: float = 0.0
+    pack: tuple[tuple[str, int], ...] = ()
+    """Of `random_batch`, instead of those of a mask's name."""
 
     @property
     def reach(self) -> Reach:
-        return Reach(self.window) if self.window else REACHES.get(self.mask, Reach())
+        return Reach(self.window, self.chunk) if self.window or self.chunk else REACHES.get(self.mask, Reach())
 
 
 def batch_of(case: Case) -> PackedBatch:
     if case.mask == "video":
         return video_batch(max(1, case.tokens // 7), 2, 5)
-    return random_batch(
-        np.random.default_rng([len(case.mask), case.tokens, case.seed]), case.tokens, **MASKS[case.mask]
-    )
+    rng = np.random.default_rng([len(case.mask), case.tokens, case.seed])
+    return random_batch(rng, case.tokens, **(dict(case.pack) or MASKS[case.mask]))
 
 
 def qkv_and_gradient(case: Case, tokens: int) -> list[Tensor]:
@@ -85,43 +89,49 @@ def qkv_and_gradient(case: Case, tokens: int) -> list[Tensor]:
     return [torch.randn(*shape, generator=g, dtype=torch.float64).to(case.dtype) for shape in shapes]
 
 
-def attend(
-    batch: LocalBatch, transport: object, tensors: list[Tensor], rotary: bool = False, reach: Reach | None = None
-) -> list[Tensor]:
-    """This rank's rows of out, dq, dk, dv; q and k are rotated by the positions that came with the tokens."""
+def sinks_of(case: Case) -> list[Tensor]:
+    """float64 `[heads]`, where the case has them."""
+    return [torch.linspace(-2.0, 2.0, case.heads[0], dtype=torch.float64)] if case.sinks else []
+
+
+def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], case: Case | None = None) -> list[Tensor]:
+    """This rank's rows of out, dq, dk, dv, and its part of the sinks' gradient; q and k are rotated by the positions
+    that came with the tokens.
+    """
+    case = case or Case("", "", "")
     index = torch.from_numpy(batch.plan.local)
     q, k, v, dout = (x[index].clone() for x in tensors)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    if rotary:
+    leaves = [x.requires_grad_() for x in (q, k, v, *sinks_of(case))]
+    if case.rotary:
         angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
         q, k = rotate(q, *angles), rotate(k, *angles)
-    out = transport.attend(q, k, v, batch.plan.within(reach or Reach()), DIM**-0.5)
+    out = transport.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, *leaves[3:])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @functools.cache
-def transport_of(world_size: int, name: str, kernel: str, hierarchy: tuple[int, int]) -> object:
+def transport_of(world_size: int, name: str, kernel: str, hierarchy: tuple[int, int], cap: float) -> object:
     """Cached on each rank, since a2a+p2p makes process groups."""
-    return select_transport(name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy)
+    return select_transport(name, kernel, grid(cp=world_size).cp, torch.device("cpu"), hierarchy, cap)
 
 
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list:
     results = []
     for case in cases:
         batch = shard_batch(batch_of(case), grid(cp=world_size).cp, LAYOUTS[case.layout], mix={case.reach: 1})
-        chosen = transport_of(world_size, case.transport, case.kernel, case.hierarchy)
+        chosen = transport_of(world_size, case.transport, case.kernel, case.hierarchy, case.cap)
         tensors = qkv_and_gradient(case, batch.num_tokens * world_size)
-        results.append((batch.plan.local, attend(batch, chosen, tensors, case.rotary, case.reach)))
+        results.append((batch.plan.local, attend(batch, chosen, tensors, case)))
     return results
 
 
 @functools.cache
 def dense(case: Case, padded: int) -> list[Tensor]:
-    """out, dq, dk, dv by autograd through an explicit mask; independent of plans, layouts and kernels."""
+    """What `attend` returns, by autograd through an explicit mask; independent of plans, layouts and kernels."""
     batch = batch_of(case).with_padding_to(padded)
     *inputs, dout = (x.double() for x in qkv_and_gradient(case, padded))
-    leaves = [x.requires_grad_() for x in inputs]
-    q, k, v = leaves
+    leaves = [x.requires_grad_() for x in (*inputs, *sinks_of(case))]
+    q, k, v, *sinks = leaves
     if case.rotary:
         angle = torch.from_numpy(batch.position_ids)[:, None] * 100.0 ** (-torch.arange(0, DIM, 2).double() / DIM)
         turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -131,8 +141,8 @@ def dense(case: Case, padded: int) -> list[Tensor]:
             .flatten(-2)
             for x in (q, k)
         )
-    meta = metadata(batch).within(case.reach)
-    out = reference.attention(q, k, v, reference.visible(meta, meta), DIM**-0.5)
+    meta = Metadata(batch.leave, batch.span, np.arange(padded), batch.position_ids, case.reach)
+    out = reference.attention(q, k, v, reference.visible(meta, meta), DIM**-0.5, *sinks or [None], case.cap)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -162,9 +172,10 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
         # the reference depends on the mask, the tokens and the tensors only
         plain = replace(case, transport="", layout="", kernel="", hierarchy=())
         expected = dense(plain, len(indices))
-        for position, name in enumerate(("out", "dq", "dk", "dv")):
-            found = torch.cat([result[number][1][position] for result in results]).double()
-            error = (found - expected[position][indices]).abs().max().item()
+        for position, name in enumerate(("out", "dq", "dk", "dv", "dsinks")[: len(expected)]):
+            parts = [result[number][1][position].double() for result in results]
+            error = torch.cat(parts) - expected[position][indices] if position < 4 else sum(parts) - expected[position]
+            error = error.abs().max().item()
             if tolerance is None:
                 limit = float32_bounds(plain, len(indices))[position]
             else:
@@ -216,31 +227,46 @@ def test_a_transport_equals_dense_attention_for_every_mask_and_layout(world_size
 def test_four_ranks_of_one_layout_each_equal_dense_attention() -> None:
     pairs = [("p2p", "zigzag"), ("kv_exchange", "zigzag"), ("all_gather", "balanced"), ("a2a", "zigzag")]
     cases = [Case(*pair, mask) for pair in pairs for mask in ("packed", "holes")]
+    cases += [Case(*pair, "windows", sinks=True, cap=1.5) for pair in pairs]
     cases += [Case("p2p", "contiguous", "causal", window=window) for window in (5, 16)]  # the ring stops early
     compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
 
 
-@pytest.mark.slow
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
-@given(
-    st.integers(1, 70),
-    st.sampled_from(sorted(MASKS)),
-    st.integers(0, 2**31),
-    st.sampled_from([(4, 4), (4, 2)]),
-    st.integers(0, 72),
+LIMITS = st.sampled_from([0, 1, 2, 4, 7, 12, 20, 35, 60, 99])
+DRAWN = st.builds(
+    Case,
+    *map(st.just, ("", "", "")),
+    st.integers(2, 70),
+    seed=st.integers(0, 2**31),
+    window=LIMITS,
+    chunk=LIMITS,
+    sinks=st.booleans(),
+    cap=st.sampled_from([0.0, 1.5]),
+    pack=st.tuples(
+        *(st.tuples(st.just(name), st.integers(1, most)) for name, most in (("documents", 6), ("depth", 5))),
+        *(st.tuples(st.just(name), st.booleans()) for name in ("images", "padding")),
+    ),
 )
-def test_random_packs_of_any_length_are_exact(
-    tokens: int, mask: str, seed: int, heads: tuple[int, int], window: int
+"""Packs of trees with images and padding, down to two tokens: most ranks then hold padding only. Windows and chunks are
+of one token to more than the row.
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(drawn=DRAWN, groups=st.sampled_from([1, 2, 0]))
+def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
+    world_size: int, drawn: Case, groups: int
 ) -> None:
-    """Rows down to one token: most ranks then hold padding only; windows from one token to more than the row."""
-    tokens = max(tokens, 2)
+    heads = 4 if world_size % 3 else 6
+    drawn = replace(drawn, heads=(heads, groups or heads))
     cases = [
-        Case(transport, layout, mask, tokens, heads=heads, seed=seed, hierarchy=pair, window=window)
-        for transport in TRANSPORTS
+        replace(drawn, transport=name, layout=layout, hierarchy=HIERARCHIES[world_size] if "+" in name else ())
+        for name in TRANSPORTS
         for layout in LAYOUTS
-        for pair in [(2, 2) if "+" in transport else ()]
     ]
-    compare(run_ranks(on_ranks, 4, cases), cases, 1e-12)
+    compare(run_ranks(on_ranks, world_size, cases), cases, 1e-12)
 
 
 @pytest.mark.slow
@@ -280,7 +306,7 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
     batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
     transport = TRANSPORTS[case.transport](cp, kernel, case.hierarchy)
     cp.traffic.clear()
-    attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size), reach=case.reach)
+    attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size), case)
     plan = batch.plan.within(case.reach)
     exchange = exchange_of(plan)
     rows = (sum(exchange.out_splits), sum(exchange.in_splits)) if exchange else (0, 0)
@@ -478,47 +504,3 @@ def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
 def test_a_rings_messages_are_under_way_while_a_step_is_computed() -> None:
     """The next keys beside all steps but the last; gradients, begun by the second step, beside the third and fourth."""
     assert run_ranks(watched, 4) == [([1, 1, 1, 0], [1, 1, 2, 1])] * 4
-
-
-def with_sinks(
-    rank: int, world_size: int, cases: list[Case], cap: float
-) -> list[tuple[np.ndarray, list[Tensor], Tensor]]:
-    """This rank's tokens, rows of out, dq, dk, dv, and its part of the sinks' gradient."""
-    results = []
-    for case in cases:
-        cp = grid(cp=world_size).cp
-        batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout], mix={case.reach: 1})
-        hierarchy = HIERARCHIES.get(world_size, ()) if case.transport == "a2a+p2p" else ()
-        chosen = select_transport(case.transport, "auto", cp, torch.device("cpu"), hierarchy, cap)
-        index = torch.from_numpy(batch.plan.local)
-        *inputs, dout = (x[index].clone() for x in qkv_and_gradient(case, batch.num_tokens * world_size))
-        leaves = [x.requires_grad_() for x in (*inputs, sinks_of(case))]
-        q, k, v, sinks = leaves
-        out = chosen.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, sinks)
-        *grads, of_sinks = torch.autograd.grad(out, leaves, dout)
-        results.append((batch.plan.local, [out.detach(), *grads], of_sinks))
-    return results
-
-
-def sinks_of(case: Case) -> Tensor:
-    return torch.linspace(-2.0, 2.0, case.heads[0], dtype=case.dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cap", [0.0, 1.5])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_sinks_and_a_cap_of_scores_are_exact_under_every_transport(world_size: int, cap: float) -> None:
-    cases = [Case(name, "balanced", mask) for name in TRANSPORTS for mask in ("holes", "windows")]
-    found = run_ranks(with_sinks, world_size, cases, cap)
-    for number, case in enumerate(cases):
-        indices = np.concatenate([result[number][0] for result in found])
-        *inputs, dout = qkv_and_gradient(case, len(indices))
-        leaves = [x.requires_grad_() for x in (*inputs, sinks_of(case))]
-        meta = metadata(batch_of(case).with_padding_to(len(indices))).within(case.reach)
-        seen = torch.from_numpy(reference.visible(meta, meta))
-        out = dense_attention(*leaves[:3], seen, DIM**-0.5, leaves[3], cap)
-        *grads, of_sinks = torch.autograd.grad(out, leaves, dout)
-        for place, expected in enumerate((out.detach(), *grads)):
-            mine = torch.cat([result[number][1][place] for result in found])
-            torch.testing.assert_close(mine, expected[indices], rtol=1e-12, atol=1e-13)
-        torch.testing.assert_close(sum(result[number][2] for result in found), of_sinks, rtol=1e-12, atol=1e-13)

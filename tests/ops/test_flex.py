@@ -36,7 +36,7 @@ from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed, tile_table
 from megacp.train import REFUSED, main
-from tests.ops.test_kernels import HEADS, by_autograd, by_tiles, draw, pack
+from tests.ops.test_kernels import CAPS_AND_SINKS, HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
 
 CPU = torch.device("cpu")
@@ -92,6 +92,7 @@ def dense(
     enable_gqa: bool,
     kernel_options: FlexKernelOptions,
     return_aux: AuxRequest | None,
+    score_mod: Callable[..., torch.Tensor] = lambda score: score,
 ) -> Any:
     """`flex_attention` in plain torch, differentiated by autograd, that knows of the mask what the GPU kernel reads."""
     visible = torch.from_numpy(read(block_mask))
@@ -99,7 +100,7 @@ def dense(
     repeat = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
     nothing = ~visible.any(1)
-    scores = (q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+    scores = score_mod(q @ keys.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
     scores = scores.masked_fill(nothing[:, None], 0.0)
     out = torch.softmax(scores, -1).masked_fill(nothing[:, None], 0.0) @ values
     if return_aux is None:
@@ -289,15 +290,18 @@ class Calls:
 
 @pytest.mark.parametrize("tokens", [40, 37, 3], ids="{} tokens".format)
 @pytest.mark.parametrize("transport", [LocalAttention, WholeAttention])
-def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAttention], tokens: int) -> None:
+@pytest.mark.parametrize(("cap", "sinks"), CAPS_AND_SINKS)
+def test_a_layer_is_differentiated_through_the_kernel(
+    transport: type[LocalAttention], tokens: int, cap: float, sinks: int
+) -> None:
     meta = pack(4, tokens)
     tensors = draw(tokens, tokens, 4, 2)
     plan = AttentionPlan(np.arange(tokens)[None], meta, 0, np.arange(tokens))
-    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    chosen = transport(flex.FlexKernel(DENSE, 8))
-    out = chosen.attend(q, k, v, plan, 0.3)
-    found = (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
-    for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3), strict=True):
+    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *[torch.linspace(-2, 2, 4).double()] * sinks)]
+    chosen = transport(flex.FlexKernel(DENSE, 8, cap=cap))
+    out = chosen.attend(*leaves[:3], plan, 0.3, *leaves[3:])
+    found = (out.detach(), *torch.autograd.grad(out, leaves, tensors[3]))
+    for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3, cap, *leaves[3:]), strict=True):
         torch.testing.assert_close(got, exact, **EXACT)
 
 

@@ -28,6 +28,7 @@ class InBlocksOfFive(MathKernel):
 
 KERNELS = {"flash": FlashKernel(), "math": MathKernel(), "math in blocks of 5": InBlocksOfFive()}
 HEADS = [(4, 4), (4, 2), (6, 1)]
+CAPS_AND_SINKS = [(0.0, 0), (0.7, 0), (0.7, 1)]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -46,11 +47,13 @@ def draw(n: int, m: int, heads: int, groups: int, seed: int = 0) -> list[torch.T
     return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in shapes]
 
 
-def by_autograd(tensors: list[torch.Tensor], visible: np.ndarray, scale: float, cap: float = 0.0) -> Tensors:
-    """out, dq, dk, dv of the dense reference."""
-    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = dense_attention(q, k, v, torch.from_numpy(visible), scale, cap=cap)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
+def by_autograd(
+    tensors: list[torch.Tensor], visible: np.ndarray, scale: float, cap: float = 0.0, *sinks: torch.Tensor
+) -> Tensors:
+    """out, dq, dk, dv, and the sinks' gradient, of the dense reference."""
+    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *sinks)]
+    out = dense_attention(*leaves[:3], torch.from_numpy(visible), scale, *leaves[3:] or [None], cap)
+    return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
 
 def by_tiles(kernel: Kernel, tensors: list[torch.Tensor], sources: list[tuple], scale: float) -> Tensors:
@@ -74,15 +77,16 @@ def pack(seed: int, tokens: int = 40) -> Metadata:
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
-def test_the_dense_reference_equals_one_row_at_a_time(heads: int, groups: int) -> None:
+@pytest.mark.parametrize(("cap", "sinks"), CAPS_AND_SINKS)
+def test_the_dense_reference_equals_one_row_at_a_time(heads: int, groups: int, cap: float, sinks: int) -> None:
     meta = pack(1, 20)
     mask = allowed(meta, meta)
     assert not mask.any(1).all(), "a row that sees nothing belongs to the test"
     tensors = draw(20, 20, heads, groups)
-    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = reference.attention(q, k, v, mask, 0.3)
-    naive = (out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3]))
-    for found, expected in zip(by_autograd(tensors, mask, 0.3), naive, strict=True):
+    leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *[torch.linspace(-2, 2, heads).double()] * sinks)]
+    out = reference.attention(*leaves[:3], mask, 0.3, *leaves[3:] or [None], cap)
+    naive = (out.detach(), *torch.autograd.grad(out, leaves, tensors[3]))
+    for found, expected in zip(by_autograd(tensors, mask, 0.3, cap, *leaves[3:]), naive, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)  # float64, sums of 20 terms
 
 

@@ -105,6 +105,12 @@ def test_the_mask_equals_the_published_molmo2_rule(meta: Metadata) -> None:
     assert np.array_equal(dense_mask(tile_table(ours, ours)), allowed(ours, ours))
 
 
+def test_a_token_is_as_deep_as_its_path_is_long() -> None:
+    for seed in range(20):
+        batch = random_batch(np.random.default_rng(seed), 60, documents=3, padding=True, depth=5)
+        assert np.array_equal(metadata(batch).depth[batch.leave > 0], batch.position_ids[batch.leave > 0])
+
+
 def test_a_branch_sees_its_prefix_and_itself_only() -> None:
     branch = np.array([0, 0, 1, 1, 2, 2])
     mask = allowed(*[Metadata.of_documents(np.zeros(6, int), branch)] * 2)

@@ -38,8 +38,18 @@ def molmo2_visible(subsegment: np.ndarray, is_image: np.ndarray) -> np.ndarray:
     return same & (causal | both_image)
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: np.ndarray, scale: float) -> torch.Tensor:
-    """`q[n, heads, d]`, `k, v[m, groups, d]`: one row and one head at a time; a row that sees nothing is zero."""
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: np.ndarray,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
+) -> torch.Tensor:
+    """`q[n, heads, d]`, `k, v[m, groups, d]`, `sinks[heads]`: one row and one head at a time; a row that sees nothing
+    is zero.
+    """
     rows = []
     for i in range(q.shape[0]):
         seen = torch.from_numpy(np.flatnonzero(mask[i]))
@@ -47,8 +57,9 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: np.ndarra
         for h in range(q.shape[1]):
             group = h // (q.shape[1] // k.shape[1])
             scores = k[seen, group] @ q[i, h] * scale
-            weights = torch.softmax(scores, 0) if len(seen) else scores
-            heads.append(weights @ v[seen, group])
+            scores = cap * torch.tanh(scores / cap) if cap else scores
+            scores = scores if sinks is None else torch.cat([scores, sinks[h : h + 1]])
+            heads.append(torch.softmax(scores, 0)[: len(seen)] @ v[seen, group])
         rows.append(torch.stack(heads))
     return torch.stack(rows)
 

@@ -38,6 +38,7 @@ DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-
         ["--nproc", "4", PP, "2", "--mask", "image", *DYNAMIC],
         [TP, "2", CP, "2", PP, "2", "--mask", "branches", "--model", "tiny_llama"],
         [CP, "2", "--cp-comm-type", "auto", "--cp-layout", "auto"],
+        [CP, "2", "--mask", "tree", "--model", "tiny_gemma3", "--window-size", "7", "--window-attn-skip-freq", "2"],
     ],
     ids=" ".join,
 )

@@ -153,7 +153,7 @@ def table_of(file: StoredFile, dtype: np.dtype, columns: int | None = None) -> n
         with _PARSING:
             table: np.ndarray = np.load(io.BytesIO(data), allow_pickle=False)
         if table.dtype != dtype or table.shape[1:] != (() if columns is None else (columns,)):
-            raise ValueError(f"it holds {table.shape} of {table.dtype}")
+            raise ValueError(f"it holds {table.shape} of {table.dtype}: build the dataset again")
     except (ValueError, EOFError, OSError) as error:
         raise ValueError(f"{file.path}: is no table of {dtype.names}: {error}") from error
     table.setflags(write=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import numpy.lib.recfunctions as rfn
 import pytest
 
 from megacp.core.data import tables
@@ -192,6 +193,15 @@ def test_a_table_of_other_columns_or_a_pickle_is_refused(tmp_path: Path) -> None
             tables.table_of(StoredFile(path), tables.PACK_DTYPE)
     write_table(path, np.zeros(3, tables.PACK_DTYPE))
     assert len(tables.table_of(StoredFile(path), tables.PACK_DTYPE)) == 3
+
+
+def test_a_dataset_whose_branches_know_no_leave_says_to_build_it_again(tmp_path: Path) -> None:
+    write_dataset(tmp_path, [[[Segment(np.arange(9), branch_starts=(3, 6))]]])
+    table = np.load(tmp_path / "shard_00000/branches.npy")[["start", "length"]]  # as written before there were trees
+    np.save(tmp_path / "shard_00000/branches.npy", rfn.repack_fields(table))
+    sign(tmp_path)
+    with pytest.raises(ValueError, match=r"branches\.npy: is no table of .*'leave'.*: build the dataset again$"):
+        PackedDataset(tmp_path)
 
 
 def test_verify_tells_each_damaged_file_in_one_line(dataset_path: Path) -> None:
