@@ -3,51 +3,80 @@
 # 8 CPU ranks (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question -> Hugging Face format ->
 # the same answers from the transformers library.
 # OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS and RECORDS set the length of the
-# run, GOAL the share of single held-out scans that must be read correctly.
+# run, GOAL the share of single held-out scans that must be read correctly. MODEL is molmo2 or qwen3_5.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
 STEPS=${STEPS:-450}
 RECORDS=${RECORDS:-16000}
 GOAL=${GOAL:-0.9}
+MODEL=${MODEL:-molmo2}
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo" >&2
     exit 2
 fi
 mkdir -p "$OUT"
+symbols=('<|user|>' '<|assistant|>')
+images=(--image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1)
+if [ "$MODEL" = qwen3_5 ]; then
+    symbols+=('<|image_pad|>' '<|video_pad|>' '<|vision_start|>' '<|vision_end|>')
+    images=(--vision-family qwen3_5 --patch-size 4 --merge-size 2 --resize-pixels 256,256)
+fi
 # Show a command, then run it.
 show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 
 show python examples/digits_to_jsonl.py --output "$OUT/digits" --records "$RECORDS" --single 0.6
 show python tools/train_tokenizer.py --input "$OUT/digits/train.jsonl" --output "$OUT/tokenizer.json" \
-    --vocab-size 330 --symbols '<|user|>' '<|assistant|>'
+    --vocab-size 330 --symbols "${symbols[@]}"
 for split in train held_out; do
     show python tools/preprocess_data.py build --input "$OUT/digits/$split.jsonl" --output "$OUT/$split" \
         --tokenizer "$OUT/tokenizer.json" --seq-length 1024 --image-root "$OUT/digits/images" \
-        --image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1 --cp-degrees 1,2 --seed 0 --workers 2
+        "${images[@]}" --cp-degrees 1,2 --seed 0 --workers 2
 done
 
-cat > "$OUT/model.yaml" <<YAML
+case $MODEL in
+molmo2) cat > "$OUT/model.yaml" <<YAML ;;
 # A small Molmo2: a ViT of 2 layers on crops of 16 pixels, and a decoder of 2 layers.
 num_layers: 2
+num_query_groups: 2
+additional_vocab_size: 8
+vision_feature_layers: [-1, -2]
+connector_ffn_hidden_size: 128
+# Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
+vision_planned_crops: 36
+YAML
+qwen3_5) cat > "$OUT/model.yaml" <<YAML ;;
+# A small Qwen3.5: a ViT of 2 layers on images of 4 x 4 patches, and a decoder of a gated delta rule and of attention.
+num_layers: 2
+num_query_groups: 2
+linear_attention_freq: "2"
+linear_num_key_heads: 4
+linear_num_value_heads: 4
+linear_key_head_dim: 16
+linear_value_head_dim: 16
+attention_output_gate: true
+apply_layernorm_1p: true
+rotary_percent: 0.5
+mrope_section: [2, 1, 1]
+image_attention: causal
+vision_family: qwen3_5
+vision_planned_crops: 576
+YAML
+*) echo "error: MODEL is $MODEL, expected molmo2 or qwen3_5" >&2 && exit 2 ;;
+esac
+cat >> "$OUT/model.yaml" <<YAML
 hidden_size: 64
 ffn_hidden_size: 192
 num_attention_heads: 4
-num_query_groups: 2
 qk_layernorm: head
 untie_embeddings_and_output_weights: true
-additional_vocab_size: 8
 vision_num_layers: 2
 vision_hidden_size: 64
 vision_ffn_hidden_size: 192
 vision_num_attention_heads: 4
 vision_patch_size: 4
 vision_image_size: 16
-vision_feature_layers: [-1, -2]
-connector_ffn_hidden_size: 128
-# Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
-vision_planned_crops: 36
 seq_length: 1024
 global_batch_size: 2
 # 1 / sqrt(hidden_size), so that linears keep the scale of their inputs. With the default of 0.02 so narrow a model does

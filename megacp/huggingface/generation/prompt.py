@@ -16,10 +16,11 @@ import numpy as np
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
 from megacp.core.data.decoding import RulesDecoder
-from megacp.core.data.geometry import ImageRules
-from megacp.core.data.images import Pixels, joined
+from megacp.core.data.images import joined
+from megacp.core.data.manifest import FEATURE_TOKENS
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
+from megacp.core.data.vision_rules import Pixels, VisionRules
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, Part, SegmentUnit
@@ -54,7 +55,7 @@ class PromptMaker:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        rules: ImageRules | None = None,
+        rules: VisionRules | None = None,
         image_root: str | None = None,
         template: ChatTemplate | None = None,
     ) -> None:
@@ -120,7 +121,7 @@ def _without_answer(pieces: Sequence[SamplePart]) -> tuple[list[SamplePart], str
     return rest, "".join(answer) if answer else None
 
 
-def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
+def prompt_pixels(prompts: Sequence[Prompt], rules: VisionRules) -> Pixels:
     """All pixels of a row of these prompts, in the order in which its batch counts them."""
     decoder, found = RulesDecoder(rules), []
     units = [unit for prompt in prompts for unit in prompt.encoded]
@@ -132,6 +133,12 @@ def prompt_pixels(prompts: Sequence[Prompt], rules: ImageRules) -> Pixels:
     return joined(found, decoder.patch_shape)
 
 
+def prompt_grids(prompts: Sequence[Prompt]) -> np.ndarray | None:
+    """int64 `[units, 2]`, rows and columns of the pooled tokens of each; None where their family states none."""
+    grids = [unit.grid for prompt in prompts for unit in prompt.units]
+    return np.array(grids, np.int64) if grids and grids[0] is not None else None
+
+
 def prompt_row(
     prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], image_attention: str, token_ids: Mapping[str, int]
 ) -> tuple[PackedBatch, np.ndarray]:
@@ -140,10 +147,11 @@ def prompt_row(
     Also int64 [prompts]: the places of the tokens after which each answer goes on.
     """
     with_images = any(prompt.units for prompt in prompts)
+    feature_ids = tuple(token_ids[name] for name in FEATURE_TOKENS if name in token_ids)
     packs = []
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         tokens = np.concatenate((prompt.tokens, np.array(answer, np.int64)))
-        packs.append(_pack(number, prompt, tokens, (token_ids["image_patch"],) if with_images else ()))
+        packs.append(_pack(number, prompt, tokens, feature_ids if with_images else ()))
     ends = np.cumsum([len(pack.tokens) for pack in packs]) - 1
     return collate(packs, image_attention=image_attention), ends
 
@@ -163,5 +171,6 @@ def _pack(number: int, prompt: Prompt, tokens: np.ndarray, feature_ids: tuple[in
             units[name] = [getattr(unit, name) for unit in prompt.units]
         units["image_stop"] = np.cumsum([unit.num_crops for unit in prompt.units])
         units["pooled_stop"] = np.cumsum([unit.num_pooled for unit in prompt.units])
-        images = PackImages(units, {}, lambda item: prompt.encoded[item][0], feature_ids)
+        grids = prompt_grids([prompt])
+        images = PackImages(units, {}, lambda item: prompt.encoded[item][0], feature_ids, grids)
     return Pack(number, tokens, None, segment, branches if len(branches) else None, images)

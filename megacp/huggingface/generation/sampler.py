@@ -19,14 +19,15 @@ from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
-from megacp.core.data.geometry import ImageRules
+from megacp.core.data.decoding import rules_from_dict
+from megacp.core.data.vision_rules import VisionRules
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
-from megacp.huggingface.generation.prompt import Prompt, prompt_pixels, prompt_row
+from megacp.huggingface.generation.prompt import Prompt, prompt_grids, prompt_pixels, prompt_row
 
 _ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,
@@ -65,10 +66,10 @@ class Generator:
         self.path, self.step, self.progress = loaded.path, loaded.step, stored_state(loaded)
         self.config: RunConfig = with_values(stored_config(loaded), _ONE_PROCESS)
         self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
-        self.rules: ImageRules | None = None
+        self.rules: VisionRules | None = None
         """How images become tokens, as far as it is known."""
         if self.progress.image_rules and self.config.vision.vision_num_layers:
-            self.rules = ImageRules.from_dict(self.progress.image_rules)
+            self.rules = rules_from_dict(self.progress.image_rules)
         places = {
             piece.name: piece.of(parameter.detach())
             for parameter in self.model.parameters()
@@ -107,7 +108,8 @@ class Generator:
     def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[np.ndarray]:
         config, features = self.config, None
         if self.model.vision is not None and self.rules is not None and any(prompt.encoded for prompt in prompts):
-            features = self.model.vision(*map(torch.from_numpy, prompt_pixels(prompts, self.rules)))  # [n, h]
+            pixels = map(torch.from_numpy, prompt_pixels(prompts, self.rules))
+            features = self.model.vision(*pixels, prompt_grids(prompts))  # [n, h]
         answers: list[list[int]] = [[] for _ in prompts]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         going = set(range(len(prompts)))
