@@ -42,6 +42,7 @@ class ImageRules(VisionRules):
 
     family: ClassVar[str] = FIRST_FAMILY
     token_texts: ClassVar[Mapping[str, str]] = TOKEN_TEXTS
+    placeholder: ClassVar[tuple[str, ...]] = ("image_start", "image_end")
     frames_of_unit: ClassVar[int] = 1
     image_size: int = 378
     patch_size: int = 14

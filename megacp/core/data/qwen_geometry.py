@@ -38,6 +38,7 @@ class QwenRules(VisionRules):
 
     family: ClassVar[str] = "qwen3_5"
     token_texts: ClassVar[Mapping[str, str]] = QWEN_TOKEN_TEXTS
+    placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
     patch_size: int = 16
     merge_size: int = 2

@@ -47,6 +47,8 @@ class VisionRules(ABC):
     family: ClassVar[str]
     token_texts: ClassVar[Mapping[str, str]]
     """The special tokens by the names used here, and their texts in the tokenizers of the family."""
+    placeholder: ClassVar[tuple[str, ...]]
+    """Those that stand for an image in a chat template, from which a processor makes all its tokens."""
     frames_of_unit: ClassVar[int]
     max_pixels: int
     video_fps: float

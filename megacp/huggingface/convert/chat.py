@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.training.state import stored_state
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import Loaded
@@ -98,12 +97,11 @@ def _ids(messages: list[dict[str, Any]], tokenizer: Tokenizer, media: list[int])
     return ids
 
 
-def probe(tokenizer: Tokenizer, image_ids: Mapping[str, int]) -> list[Conversation]:
-    """Conversations with the ids of a build, with images where there are ids for them.
+def probe(tokenizer: Tokenizer, media: list[int]) -> list[Conversation]:
+    """Conversations with the ids of a build, with images where there are ids `media` that stand for one.
 
     They have one to many turns, and each content ends one message and begins another.
     """
-    media = [image_ids["image_start"], image_ids["image_end"]] if image_ids else []
     answered = {"role": "assistant", "content": "x"}
     end = len(tokenizer.encode_reference("x")) + (tokenizer.eos_id is not None)
     talks: list[list[dict[str, Any]]] = []
@@ -151,10 +149,11 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
         return "the tokenizer's own; --chat-template messages writes that of records with `messages`"
     if choice == "auto" and not (loaded.rules is not None and trained):
         return "none; for a model that was trained on records with `messages`: --chat-template messages"
-    images = loaded.rules.token_ids if loaded.rules is not None else {}
-    media = TOKEN_TEXTS["image_start"] + TOKEN_TEXTS["image_end"]
+    names = loaded.rules.placeholder if loaded.rules is not None else ()
+    ids = loaded.rules.token_ids if loaded.rules is not None else {}
+    media = "".join(loaded.rules.token_texts[name] for name in names) if loaded.rules is not None else ""
     try:
-        write_template(folder, tokenizer, probe(tokenizer, images), media)
+        write_template(folder, tokenizer, probe(tokenizer, [ids[name] for name in names]), media)
     except ValueError as error:
         why = f"no template gives this tokenizer the ids of training: {error}"
         if choice == "auto":

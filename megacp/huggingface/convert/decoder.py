@@ -324,6 +324,7 @@ class Gemma3Words(Olmo3Words):
 
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v) | {"hidden_activation": "gelu_pytorch_tanh"}
+        del content["hidden_act"]
         content["rope_local_base_freq"] = v["window_rotary_base"] or v["rotary_base"]
         return content | {"query_pre_attn_scalar": round(resolved(v)["softmax_scale"] ** -2)}
 
@@ -457,6 +458,8 @@ class Family:
     """Fields without a meaning beside those that are read."""
     sections: tuple[str, ...] = ()
     """Objects of the config whose fields are read."""
+    token_fields: Mapping[str, str] = field(default_factory=dict)
+    """Ids of image tokens that stand in the config, by the names of the image rules."""
 
     def values(self, content: Mapping[str, Any]) -> Values:
         """Our flags from a config.json. ValueError lists fields at fault and those not known."""

@@ -28,7 +28,6 @@ from megacp.core.checkpoint.names import MODEL
 from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
 from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
-from megacp.core.data.geometry import TOKEN_TEXTS
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.storage.files import sha256_of, write_new
@@ -39,7 +38,6 @@ from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.families import token_ids
 from megacp.huggingface.convert.hf_files import files_of, mine, on_each, on_first
 from megacp.huggingface.convert.lora import write_adapter
-from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.source import (
     GENERATION,
     SPECIAL,
@@ -94,9 +92,9 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
     links = family.links(loaded.values, layout)
     source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[6:]  # the second name: before version 5
-    if family.sections:
+    if family.token_fields:
         ids = token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None)
-        fields = {field: ids[name] for field, name in TOKEN_FIELDS.items()}
+        fields = {field: ids[name] for field, name in family.token_fields.items() if name in ids}
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
     special = on_first(world, lambda: _files_beside(loaded, folder, request))
     hf_files.write_tensors(source, folder, int(request.max_shard_mib * hf_files.MIB), world)
@@ -195,7 +193,8 @@ def _given(loaded: Loaded, tokenizer: Tokenizer) -> Given:
     """A tokenizer with the image tokens of a model, and what the run says of its messages."""
     images = loaded.rules.token_ids if loaded.rules is not None else {}
     templated = loaded.checkpoint is not None and stored_state(loaded.checkpoint).chat_template is not None
-    return Given(tokenizer, {TOKEN_TEXTS[name]: i for name, i in images.items()}, templated)
+    texts = type(loaded.rules).token_texts if loaded.rules is not None else {}
+    return Given(tokenizer, {texts[name]: i for name, i in images.items()}, templated)
 
 
 def write_checkpoint(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dict[str, Info]:

@@ -49,5 +49,6 @@ def of_values(values: Values) -> Family:
 
 
 def token_ids(values: Values, known: Mapping[str, int] | None) -> dict[str, int]:
-    """Ids of the image tokens by name: those that are known, or the first ones behind the vocabulary."""
-    return dict(known) if known else {n: values["vocab_size"] + i for i, n in enumerate(TOKEN_ORDER)}
+    """Ids of the image tokens by name: those that are known, or of a Molmo2 the first ones behind the vocabulary."""
+    order = TOKEN_ORDER if values["vision_family"] == "molmo2" else ()
+    return dict(known) if known else {n: values["vocab_size"] + i for i, n in enumerate(order)}

@@ -275,4 +275,5 @@ MOLMO2 = Molmo2(
     *("molmo2", "Molmo2ForConditionalGeneration", TEXT, from_hf, to_hf, NATIVE_TABLE),
     frozenset({"float32_attention", "use_frame_special_tokens"}),
     ("text_config", "vision_config", "adapter_config"),
+    TOKEN_FIELDS,
 )

@@ -1,4 +1,4 @@
-"""How images become crops and tokens: the processor files of a Molmo2 and the image rules of a dataset.
+"""How images become patches and tokens: the processor files of a folder and the image rules of a dataset.
 
 Tables hold each setting of the library, our rule and its default, walked in both directions. All settings are written:
 the library reads a missing one as its default.
@@ -45,8 +45,44 @@ _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_conve
 FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": True}
 
 
+_WINDOWS: Table = {**_BOTH, "merge_size": ("merge_size", 2)}
+_FRAMES: Table = {"fps": ("video_fps", 2), "min_frames": ("min_frames", 4), "max_frames": ("max_frames", 768)}
+_FIXED_WINDOWS = {**_FIXED, "resample": 3, "temporal_patch_size": 2}
+_PIXELS = {"resize_pixels": [3136, 1003520], "video_resize_pixels": [131072, 786432]}
+
+
+def _write_windows(rules: Rules, folder: Path) -> None:
+    """Qwen3.5's."""
+    for name, more, kind, table in (
+        (IMAGES, "resize_pixels", {"image_processor_type": "Qwen2VLImageProcessor"}, {}),
+        (VIDEOS, "video_resize_pixels", {"video_processor_type": "Qwen3VLVideoProcessor"}, _FRAMES),
+    ):
+        least, most = rules[more]
+        size = {"shortest_edge": least, "longest_edge": most}
+        part = {**_said(rules, _WINDOWS | table), "size": size, **_FIXED_WINDOWS, **kind}
+        write_json(folder / name, {**part, "processor_class": "Qwen3VLProcessor"})
+
+
+def _read_windows(image: dict[str, Any], video: dict[str, Any]) -> Rules:
+    reasons = [
+        f"{name}: {key} is {part[key]!r}, megacp can only express {value!r}"
+        for name, part in ((IMAGES, image), (VIDEOS, video))
+        for key, value in _FIXED_WINDOWS.items()
+        if part.get(key, value) not in (value, None)
+    ]
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    rules: Rules = {"family": "qwen3_5", **_read(image, _WINDOWS), **_read(video, _FRAMES)}
+    for (name, default), part in zip(_PIXELS.items(), (image, video), strict=True):
+        size = part.get("size") or {}
+        rules[name] = [size.get("shortest_edge", default[0]), size.get("longest_edge", default[1])]
+    return {**rules, "video_fps": float(rules["video_fps"])}
+
+
 def write_processor(rules: Rules, folder: Path) -> None:
     """Write the files: one with all parts, and each part for older versions. ValueError for a rule it cannot follow."""
+    if rules.get("family") == "qwen3_5":
+        return _write_windows(rules, folder)
     if rules["time_mode"] != "per-frame":
         raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
     size = {"height": rules["image_size"], "width": rules["image_size"]}
@@ -77,12 +113,14 @@ def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[s
     return read_object(folder / name) if (folder / name).is_file() else None
 
 
-def read_rules(folder: Path, token_ids: Mapping[str, int]) -> Rules | None:
+def read_rules(folder: Path, token_ids: Mapping[str, int], family: str = "molmo2") -> Rules | None:
     """The rules of a folder, None where there are none. ValueError names a setting that megacp cannot express."""
     whole = read_object(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
     image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
     if image is None:
         return None
+    if family == "qwen3_5":
+        return {**_read_windows(image, video or {}), "token_ids": dict(token_ids)}
     size = image.get("size", {"height": 378, "width": 378})
     reasons = [
         f"{IMAGES}: {key} is {part[key]!r}, megacp can only express {value!r}"

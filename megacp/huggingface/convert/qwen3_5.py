@@ -49,7 +49,12 @@ _TOWER = {
     "patch_size": ("vision_patch_size", 16),
 }
 """Their size -> our flag and the library's default."""
-_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TOKEN_FIELDS = {
+    "image_token_id": "image_patch",
+    "video_token_id": "video_patch",
+    "vision_start_token_id": "vision_start",
+    "vision_end_token_id": "vision_end",
+}
 
 
 def tower_shapes(values: Values) -> dict[str, Shape]:
@@ -128,4 +133,5 @@ QWEN3_5_VL = Qwen35(
     *("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_SIZES, from_hf, to_hf, TABLE),
     frozenset({"language_model_only"}),
     ("vision_config",),
+    _TOKEN_FIELDS,
 )

@@ -19,7 +19,9 @@ from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
 from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules
+from megacp.core.data.decoding import FAMILIES as VISION_FAMILIES
+from megacp.core.data.decoding import rules_from_dict
+from megacp.core.data.vision_rules import VisionRules
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
 from megacp.core.storage.files import read_regular, write_atomically
@@ -30,7 +32,6 @@ from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems, whole
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
@@ -87,7 +88,7 @@ class Loaded:
     family: Family
     source: Source
     config: RunConfig
-    rules: ImageRules | None
+    rules: VisionRules | None
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
     """The config.json it was read from."""
@@ -114,7 +115,7 @@ def _described(loaded: LoadedCheckpoint) -> Loaded:
     family.config(values)  # refuses what it cannot say
     require_all(source.infos, family.links(values), False, folder)
     given = stored_state(loaded).image_rules
-    rules = ImageRules.from_dict(given) if given is not None else None
+    rules = rules_from_dict(given) if given is not None else None
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
@@ -144,31 +145,32 @@ def _of_folder(path: Path) -> Loaded:
     links = family.links(values, family.layout_of(infos), infos)
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
-    rules = rules_of(path, content, values) if config.vision.vision_num_layers else None
+    rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
     return Loaded(path, family, source, config, rules, None, content)
 
 
-def rules_of(folder: Path, content: dict[str, Any], values: dict[str, Any]) -> ImageRules | None:
-    """The image rules of a Molmo2's folder: its processor files, and ids from its tokenizer or its config."""
-    ids: dict[str, int] = {}
+def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:
+    """The image rules of a folder: its processor files, and ids from its tokenizer or its config."""
+    ids, vision = dict[str, int](), config.vision
+    texts = VISION_FAMILIES[vision.vision_family].token_texts
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
-        found = {name: tokenizer.token_id(text) for name, text in TOKEN_TEXTS.items()}
+        found = {name: tokenizer.token_id(text) for name, text in texts.items()}
         ids = {name: i for name, i in found.items() if i is not None}
-    said = {name: content[field] for field, name in TOKEN_FIELDS.items() if field in content}
+    said = {name: content[field] for field, name in family.token_fields.items() if field in content}
     if wrong := [name for name in said if ids.get(name, said[name]) != said[name]]:
         words = ", ".join(f"{name} {said[name]} and {ids[name]}" for name in wrong)
         raise ValueError(f"{folder}: config.json and tokenizer.json have different ids for {words}")
     ids = {**said, **ids}
-    if set(ids) != set(TOKEN_TEXTS):
+    if set(ids) != set(texts):
         return None  # without a tokenizer the ids of column tokens are not known
-    rules = processor.read_rules(folder, ids)
+    rules = processor.read_rules(folder, ids, vision.vision_family)
     if rules is None:
         return None
-    sizes = (rules["image_size"], rules["patch_size"])
-    if sizes != (values["vision_image_size"], values["vision_patch_size"]):
+    sizes = rules.get("image_size", vision.vision_image_size), rules["patch_size"]
+    if sizes != (vision.vision_image_size, vision.vision_patch_size):
         raise ValueError(f"{folder}: crops and patches of {sizes} pixels in the processor files are not the tower's")
-    return ImageRules.from_dict(rules)
+    return rules_from_dict(rules)
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:

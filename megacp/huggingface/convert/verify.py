@@ -7,6 +7,7 @@ several images, images beside a video (on one image alone no plan sorts, and a w
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches, image_layout, image_patches
-from megacp.core.data.images import joined
+from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches
+from megacp.core.data.images import joined, position_axes
+from megacp.core.data.vision_rules import VisionRules
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
@@ -42,16 +44,17 @@ _MEDIA = {
 }
 
 
-def rows_for(config: RunConfig, rules: ImageRules | None) -> dict[str, PackedBatch]:
+def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBatch]:
     """Random rows that use all of a model: text, and those of _MEDIA for one with a tower whose `rules` are known."""
     count = min(64, config.model.max_position_embeddings or config.data.seq_length)
     rows = {"random text": _row(config, rules, count, ())}
     if config.vision.vision_num_layers and rules is not None:
-        rows |= {name: _row(config, rules, 5, media) for name, media in _MEDIA.items()}
+        names = _MEDIA if isinstance(rules, ImageRules) else ("random images",)
+        rows |= {name: _row(config, rules, 5, _MEDIA[name]) for name in names}
     return rows
 
 
-def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequence[tuple[int, int]]) -> PackedBatch:
+def _row(config: RunConfig, rules: VisionRules | None, count: int, media: Sequence[tuple[int, int]]) -> PackedBatch:
     """One document of noise: `media` with `count` random tokens before, between and behind them."""
     rng = np.random.default_rng(0)
     images = list(rules.token_ids.values()) if rules is not None else []
@@ -59,25 +62,36 @@ def _row(config: RunConfig, rules: ImageRules | None, count: int, media: Sequenc
     tokens, span, layouts, pixels = [rng.choice(words, count)], [np.zeros(count, np.int32)], [], []
     for size in media:
         assert rules is not None, "a model with a tower is compared by image rules"
-        width, height = (rules.image_size * max(1, crops) for crops in size)
+        side = rules.image_size if isinstance(rules, ImageRules) else 4 * config.vision.vision_patch_size
+        width, height = (side * max(1, crops) for crops in size)
         noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        layout = frame_layout(rules) if size == _FRAME else image_layout(width, height, rules)
+        if size == _FRAME and isinstance(rules, ImageRules):
+            layout = frame_layout(rules)
+            pixels.append((frame_patches(noise, rules), layout.pooling))
+        else:
+            layout = rules.layout_of_image(width, height)
+            pixels.append(rules.pixels_of_image(noise))
         layouts.append(layout)
-        pixels.append(((frame_patches if size == _FRAME else image_patches)(noise, rules), layout.pooling))
         tokens += [layout.tokens, rng.choice(words, count)]
-        span += [np.ones(len(layout.tokens), np.int32), np.zeros(count, np.int32)]
+        seen = config.data.image_attention != "causal"
+        span += [np.full(len(layout.tokens), seen, np.int32), np.zeros(count, np.int32)]
     row, vision = np.concatenate(tokens), None  # int64 [T]
+    grids = np.array([layout.grid for layout in layouts if layout.grid is not None], np.int64)
     if rules is not None and media:
         vision = VisionInputs(
             np.cumsum([layout.num_crops for layout in layouts]),
             np.cumsum([len(layout.pooling) for layout in layouts]),
             np.flatnonzero(row == rules.token_ids["image_patch"]),
             None,
-            *joined(pixels, (rules.patches_per_crop, rules.patch_dim)),
+            *joined(pixels, rules.patch_shape),
+            grids=grids if len(grids) else None,
         )
     leave, weights = np.full(len(row), len(row), np.int32), np.ones(len(row), np.float32)
     spans = np.concatenate(span)
-    return PackedBatch(row, np.zeros_like(row), weights, np.arange(len(row)), leave, spans, (0,), vision)
+    batch = PackedBatch(row, np.zeros_like(row), weights, np.arange(len(row)), leave, spans, (0,), vision)
+    if vision is None or vision.grids is None:
+        return batch
+    return dataclasses.replace(batch, position_axes=position_axes(batch, vision.grids, vision))
 
 
 def tensor_differences(before: Source, after: Source) -> list[str]:
@@ -131,7 +145,15 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
         images: dict[str, Any] = {}
-        if batch.vision is not None:
+        if batch.vision is not None and batch.vision.grids is not None:
+            kinds = np.zeros(len(batch), np.int64)
+            kinds[batch.vision.feature_rows] = 1
+            images = {
+                "pixel_values": torch.from_numpy(batch.vision.patches[:, 0]),
+                "image_grid_thw": torch.tensor([[1, 2 * rows, 2 * columns] for rows, columns in batch.vision.grids]),
+                "mm_token_type_ids": torch.from_numpy(kinds)[None],
+            }
+        elif batch.vision is not None:
             pooling = torch.from_numpy(batch.vision.pooling)
             images = {
                 "pixel_values": torch.from_numpy(batch.vision.patches),

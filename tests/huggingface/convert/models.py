@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from megacp.core.data.geometry import TOKEN_TEXTS
+from megacp.core.data.qwen_geometry import QwenRules
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.processor import write_processor
+from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
 from megacp.huggingface.convert.tensors import Info
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -51,6 +53,7 @@ def qwen3(**changes: Any) -> Any:
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0}
 BY_KIND = dict.fromkeys(("sliding_attention", "full_attention"), rope(500.0))
+BY_TURNS = [("full" if i % 2 else "sliding") + "_attention" for i in range(7)]
 BY_THETA = {"sliding_attention": rope(100.0), "full_attention": rope(500.0, rope_type="linear", factor=4.0)}
 # the scale of the embedding, sqrt(64), is a float32 in the library
 GEMMA3 = {"hidden_size": 64, "num_hidden_layers": 7, "head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24}
@@ -140,7 +143,7 @@ MODELS = {
     "gemma3_text untied, every second layer": lambda: made(
         *("Gemma3",),
         rope_parameters=BY_KIND,
-        **GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True, "sliding_window_pattern": 2},
+        **GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True, "layer_types": BY_TURNS},
     ),
     "olmo3 yarn": lambda: made("Olmo3", sliding_window=8, rope_parameters=BY_KIND | {"full_attention": YARN}),
     "qwen3_5_text": lambda: made("Qwen3_5", head_dim=16, num_hidden_layers=4, **QWEN3_5),
@@ -164,6 +167,11 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
+    if "images" in name:
+        c, folder = model.config, Path(folder)
+        folder.mkdir()
+        ids = {name: getattr(c, field) for field, name in QWEN3_5_VL.token_fields.items()}
+        write_processor(QwenRules(patch_size=4, resize_pixels=(64, 4096), token_ids=ids).to_dict(), folder)
     if "molmo2" in name:
         folder.mkdir()
         write_processor(TINY.to_dict(), folder)

@@ -73,7 +73,7 @@ TURNS: list[dict[str, Any]] = [
 def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
     ids = {text: TINY.token_ids[name] for name, text in TOKEN_TEXTS.items()} if images else {}
     write_tokenizer(Given(tokenizer, ids), folder, 512, ())
-    probe = chat.probe(tokenizer, TINY.token_ids if images else {})
+    probe = chat.probe(tokenizer, [TINY.token_ids[name] for name in TINY.placeholder] if images else [])
     chat.write_template(folder, tokenizer, probe, "<im_start><im_end>" if images else "")
 
 

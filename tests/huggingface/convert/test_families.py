@@ -193,6 +193,15 @@ def test_a_field_that_says_what_is_so_without_it_is_harmless(name: str) -> None:
     assert architecture.values(content) == architecture.values({"model_type": content["model_type"]})
 
 
+def test_full_layers_of_a_gemma_are_every_so_many_th_or_named() -> None:
+    kinds = [f"{'full' if i % 3 == 2 else 'sliding'}_attention" for i in range(26)]
+    named, counted = (
+        FAMILIES["gemma3_text"].values({"model_type": "gemma3_text", **one})
+        for one in ({"layer_types": kinds}, {"sliding_window_pattern": 3})
+    )
+    assert named == counted
+
+
 UNSAID: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"qk_layernorm": "head"}, "--qk-layernorm"),
     ("llama", {"norm_position": "after"}, "--norm-position"),
