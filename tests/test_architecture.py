@@ -327,20 +327,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 29_875,
-    "megacp/core": 17_363,
-    "megacp/prepare": 5_215,
-    "megacp/huggingface": 4_956,
-    "megacp/verify": 1_319,
-    "megacp/plan": 726,
-    "bench tools": 2_720,
-    "tests": 32_005,
+    "megacp": 31_778,
+    "megacp/core": 18_695,
+    "megacp/prepare": 5_236,
+    "megacp/huggingface": 5_448,
+    "megacp/verify": 1_329,
+    "megacp/plan": 774,
+    "bench tools": 2_757,
+    "tests": 33_118,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (130, 18_278)}
+REACHED = {"megacp.train": (135, 19_658)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_000
-FLAGS = 114
+FLAGS = 124
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

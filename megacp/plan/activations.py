@@ -248,12 +248,12 @@ def product_work(config: RunConfig) -> int:
 
 
 def state_work(config: RunConfig) -> int:
-    """Bytes that a gated delta rule needs while its backward runs, for all chunks of C tokens at once: eight of C x C
-    (decays, scores, what is solved and seen, and gradients), rows of keys and values, maps, states, and gradients.
+    """Bytes that a gated delta rule needs while its backward runs, for all chunks of C tokens at once: what is solved or
+    seen (C x C), rows of keys and values, maps, states, and gradients; the factors are fitted to measured peaks.
     """
     model, heads = config.model, config.model.linear_num_value_heads // config.parallel.tensor_model_parallel_size
     keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, STATE_CHUNK
-    each = 8 * chunk * chunk + chunk * (12 * keys + 8 * values) + 3 * keys * keys + 5 * keys * values
+    each = chunk * (3 * chunk + 15 * keys + 8 * values) + 10 * keys * keys // 3 + 3 * keys * values
     return -(-tokens_per_rank(config) // chunk) * heads * each * config.training.accumulation_bytes
 
 

@@ -213,6 +213,7 @@ PARAMETERS = {
     "qwen3_8b": 8_190_735_360,
     "molmo2_4b": 4_851_000_000,
     "molmo2_8b": 8_660_000_000,
+    "qwen3_5_9b": 9_410_000_000,
 }
 """Published, or within 1 % of the sum of the published parts."""
 GRIDS = {"1gpu": 1, "8gpus": 8, "64gpus": 64}

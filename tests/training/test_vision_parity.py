@@ -94,6 +94,7 @@ CASES += [
     pytest.param(8, {CP: 2, TP: 2, PP: 2, "recompute_granularity": "full", **QWEN3_5}, "stored", marks=SLOW),
     pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "a2a", SHARDED: PARAMS, **QWEN3_5}, "computed", marks=SLOW),
     pytest.param(3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored", marks=SLOW),
+    pytest.param(4, {CP: 2, TP: 2, "lora_rank": 3, "lora_targets": "all", **QWEN3_5}, "stored", marks=SLOW),
 ]
 
 

@@ -223,7 +223,7 @@ class NativeBackend:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
         self.transport.prepare(plan, self._heads)
         if self.taps:
-            prepare_states(plan, self.taps, self.options.device)
+            prepare_states(plan, self.taps)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""

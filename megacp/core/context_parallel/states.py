@@ -158,13 +158,20 @@ class Chunks:
         return found
 
 
+def _on_host(plan: AttentionPlan) -> tuple[list[Segment], Chunks]:
+    def build() -> tuple[list[Segment], Chunks]:
+        segments = segments_of(plan)
+        return segments, Chunks(plan, segments)
+
+    return plan.part("segments and chunks", build)
+
+
 class StatePlan:
     """What one rank must know to move states over a row: its chunks, and what crosses ranks."""
 
     def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
-        segments = segments_of(plan)
+        segments, chunks = _on_host(plan)
         exits, entries, _ = crossings(segments, plan.cp)
-        chunks = Chunks(plan, segments)
         self.rank, self.chunks = plan.cp_rank, chunks.count
         self.real = None if len(chunks.real) == len(plan.local) else to_device(chunks.real, device)
         self.place = to_device(chunks.place, device)
@@ -290,14 +297,14 @@ def _state_plan(plan: AttentionPlan, device: torch.device) -> StatePlan:
     return plan.part(f"states on {device}", lambda: StatePlan(plan, device))
 
 
-def _taps_plan(plan: AttentionPlan, taps: int, device: torch.device) -> TapsPlan:
-    return plan.part(f"{taps} taps on {device}", lambda: TapsPlan(plan, taps, device))
+def _taps_plan(plan: AttentionPlan, taps: int) -> TapsPlan:
+    return plan.part(f"{taps} taps", lambda: TapsPlan(plan, taps))
 
 
-def prepare_states(plan: AttentionPlan, taps: int, device: torch.device) -> None:
+def prepare_states(plan: AttentionPlan, taps: int) -> None:
     """Make on the host what the layers of a plan need; called from the loader's threads."""
-    _state_plan(plan, device)
-    _taps_plan(plan, taps, device)
+    _on_host(plan)
+    _taps_plan(plan, taps)
 
 
 def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
@@ -328,9 +335,13 @@ def recur_by_heads(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.T
 
 
 class TapsPlan:
-    """Where the `taps - 1` tokens before each of this rank's tokens are, for those whose are not the rows before."""
+    """Where the `taps - 1` tokens before each of this rank's tokens are, for those whose are not the rows before.
 
-    def __init__(self, plan: AttentionPlan, taps: int, device: torch.device) -> None:
+    Made on the host: rows to `send`; `near`, those of this rank that are gathered; `rows`, to be computed apart; and
+    `places`, what they gather of `near`, of what came and a row of zeros.
+    """
+
+    def __init__(self, plan: AttentionPlan, taps: int) -> None:
         before, steps = np.append(predecessors(plan.metadata), -1), [np.arange(len(plan.metadata))]
         for _ in range(taps - 1):
             steps.append(before[steps[-1]])
@@ -353,11 +364,8 @@ class TapsPlan:
         near = near[near >= 0]
         places = np.full(len(before), len(near) + sum(self.in_splits))  # the last row, of zeros
         places[np.concatenate([near, *came])] = np.arange(len(near) + sum(self.in_splits))
-        self.sent, self.near, self.rows, self.places = (
-            to_device(x, device) for x in (np.concatenate(sent), row[near], others, places[own[others]].reshape(-1))
-        )
-        """Rows to send; of this rank's that are gathered; to be computed apart; what they gather of those gathered, of
-        those that came and a row of zeros."""
+        self.send, self.near, self.rows = np.concatenate(sent), row[near], others
+        self.places = places[own[others]].reshape(-1)
 
 
 def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, axis: Axis) -> torch.Tensor:
@@ -366,13 +374,17 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan
     Differentiable in both. Ranks exchange the few rows before each of their segments.
     """
     taps = weight.shape[1]
-    apart = _taps_plan(plan, taps, x.device)
+    apart = _taps_plan(plan, taps)
+    send, near, alone, places = (
+        plan.on_device(f"{name} of {taps} taps", x.device, functools.partial(getattr, apart, name))
+        for name in ("send", "near", "rows", "places")
+    )
     out, came = causal_taps(x, weight), x[:0]
     if apart.travels:  # a rank that gets no rows has part in the message all the same, also in backward
-        came = exchange(x.index_select(0, apart.sent), axis, apart.out_splits, apart.in_splits)
-    elif not len(apart.rows):
+        came = exchange(x.index_select(0, send), axis, apart.out_splits, apart.in_splits)
+    elif not len(alone):
         return out
-    rows = torch.cat([x.index_select(0, apart.near), came, x.new_zeros(1, x.shape[1])])
-    past = rows.index_select(0, apart.places).unflatten(0, (-1, taps - 1)).flip(1)  # [m, taps - 1, c], oldest first
-    window = torch.cat([past, x.index_select(0, apart.rows).unsqueeze(1)], 1)
-    return out.index_copy_(0, apart.rows, torch.einsum("mtc,ct->mc", window, weight))
+    rows = torch.cat([x.index_select(0, near), came, x.new_zeros(1, x.shape[1])])
+    past = rows.index_select(0, places).unflatten(0, (-1, taps - 1)).flip(1)  # [m, taps - 1, c], oldest first
+    window = torch.cat([past, x.index_select(0, alone).unsqueeze(1)], 1)
+    return out.index_copy_(0, alone, torch.einsum("mtc,ct->mc", window, weight))

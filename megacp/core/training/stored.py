@@ -76,7 +76,8 @@ def with_model_of(
     # what an exported model is called stays, unless a flag says otherwise
     own = set(given) | ((NOT_THE_FUNCTION | _new_to(stored)) - {"hf_model_type"} if weights_only else set())
     before, now = flatten(stored), flatten(config)
-    taken = {name: before[name] for name in now if _is_of_the_model(name) and name not in own}
+    asked = (name for name in now if _is_of_the_model(name) or name == "image_attention")
+    taken = {name: before[name] for name in asked if name not in own}
     taken = {name: value for name, value in taken.items() if value != now[name]}
     config = with_values(config, taken)
     if wrong := other_function(stored, config, weights_only):
