@@ -22,11 +22,13 @@ from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata, shard_batch
+from megacp.core.context_parallel.states import recur
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import GridShape, build_grid
-from megacp.core.ops.mask import Reach, allowed
+from megacp.core.ops.mask import Metadata, Reach, allowed
+from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.plan.report import table
 from megacp.verify.spawn import RankPool
 
@@ -35,6 +37,7 @@ DEGREES = (2, 4, 8, 16)
 LENGTHS, QUICK_LENGTHS = (8_192, 36_864, 131_072), (4_096,)
 AREA_GOALS = {2: 1.03, 4: 1.03, 8: 1.03, 16: 1.07}
 DENSE_GOAL, WINDOW_GOAL = 5.0, 1.3
+STATE_GOALS = {"cp 1": 0.6, "cp 2": 0.9}
 
 
 def plans_of(row: PackedBatch, layout: str, cp: int) -> list[AttentionPlan]:
@@ -117,6 +120,45 @@ def dense_work(rank: int, world_size: int, batch: PackedBatch) -> Seconds:
     q, k, v, dout = (x.transpose(0, 1).unsqueeze(0) for x in _tensors(len(batch)))  # [T, heads, d] -> [1, heads, T, d]
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     return timed(lambda: scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).backward(dout))[1]
+
+
+def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
+    """One gated delta rule forward and backward over a document, by us or by the transformers library's fallback."""
+    axis, g = _grid(GridShape(cp=world_size), rank).cp, torch.Generator().manual_seed(0)
+    row = Metadata.of_documents(np.zeros(tokens, int))
+    plan = AttentionPlan(LAYOUTS["contiguous"].deal(row, world_size), row, rank)
+    shapes = (tokens, 2, 128), (tokens, 2, 128), (tokens, 4, 128), (tokens, 4), (tokens, 4)
+    q, k, v, decay, beta = (torch.rand(shape, generator=g)[plan.local] for shape in shapes)
+
+    def step() -> None:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, -decay, beta)]
+        if ours:
+            recur(gated_delta_rule, plan, axis, *leaves).sum().backward()
+            return
+        from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule as fallback
+
+        fallback(*(x[None] for x in leaves), use_qk_l2norm_in_kernel=True)[0].sum().backward()
+
+    step()
+    barrier(axis)
+    return timed(step)[1]
+
+
+def states_part(quick: bool) -> Part:
+    """Total work of a gated delta rule on one and two ranks against the library's fallback on one process."""
+    rounds, tokens = (1, 256) if quick else (5, 4_096)
+
+    def way(pool: RankPool, ours: bool) -> Callable[[], float]:
+        return lambda: sum(one.cpu for one in pool.run(state_work, tokens, ours))
+
+    with RankPool(1) as one, RankPool(2) as two:
+        taken = take_turns({"library": way(one, False), "cp 1": way(one, True), "cp 2": way(two, True)}, rounds)
+    median = {name: statistics.median(seconds) for name, seconds in taken.items()}
+    goals = [
+        Goal(f"{tokens:,} tokens, 4 heads of 128: {name} / library: work", median[name] / median["library"], goal)
+        for name, goal in STATE_GOALS.items()
+    ]
+    return Part({"states": taken}, goals)
 
 
 def time_part(quick: bool) -> Part:

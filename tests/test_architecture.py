@@ -327,19 +327,19 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 31_778,
-    "megacp/core": 18_695,
+    "megacp": 31_791,
+    "megacp/core": 18_708,
     "megacp/prepare": 5_236,
     "megacp/huggingface": 5_448,
     "megacp/verify": 1_329,
     "megacp/plan": 774,
-    "bench tools": 2_757,
-    "tests": 33_118,
+    "bench tools": 2_799,
+    "tests": 33_120,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (135, 19_658)}
+REACHED = {"megacp.train": (135, 19_671)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 10_000
+WORDS_OF_DOCS = 10_330
 FLAGS = 124
 """Of a training run."""
 CIRCLES = 0

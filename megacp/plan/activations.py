@@ -248,8 +248,8 @@ def product_work(config: RunConfig) -> int:
 
 
 def state_work(config: RunConfig) -> int:
-    """Bytes that a gated delta rule needs while its backward runs, for all chunks of C tokens at once: what is solved or
-    seen (C x C), rows of keys and values, maps, states, and gradients; the factors are fitted to measured peaks.
+    """Bytes that a gated delta rule needs while its backward runs, for all chunks of C tokens at once: C x C of what is
+    solved or seen, rows of keys and values, maps, states, and gradients; the factors are fitted to measured peaks.
     """
     model, heads = config.model, config.model.linear_num_value_heads // config.parallel.tensor_model_parallel_size
     keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, STATE_CHUNK

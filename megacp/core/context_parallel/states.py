@@ -42,7 +42,7 @@ def predecessors(row: Metadata) -> np.ndarray:
     return before
 
 
-class Segment(NamedTuple):
+class PathSegment(NamedTuple):
     """Tokens of the row that follow one another on a path and on a rank."""
 
     tokens: np.ndarray
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
     """Number of the segment whose end it goes on from, an earlier one; -1: it begins a tree."""
 
 
-def segments_of(plan: AttentionPlan) -> list[Segment]:
+def segments_of(plan: AttentionPlan) -> list[PathSegment]:
     """The segments of all ranks, by their first tokens."""
     before = predecessors(plan.metadata)
     node_starts = np.flatnonzero(np.diff(plan.metadata.leave, prepend=-1))
@@ -64,7 +64,7 @@ def segments_of(plan: AttentionPlan) -> list[Segment]:
         found += [(part, rank) for part in np.split(tokens, np.flatnonzero(cuts) + 1) if len(part)]
     found.sort(key=lambda one: one[0][0])
     of_last = {int(tokens[-1]): number for number, (tokens, _) in enumerate(found)}
-    return [Segment(tokens, rank, of_last.get(int(before[tokens[0]]), -1)) for tokens, rank in found]
+    return [PathSegment(tokens, rank, of_last.get(int(before[tokens[0]]), -1)) for tokens, rank in found]
 
 
 class Crossing(NamedTuple):
@@ -78,7 +78,7 @@ class Crossing(NamedTuple):
     the exit that it goes on from. Both count over all ranks, by place in the row."""
 
 
-def crossings(segments: list[Segment], cp: int) -> tuple[dict[int, Crossing], dict[int, Crossing], list[int]]:
+def crossings(segments: list[PathSegment], cp: int) -> tuple[dict[int, Crossing], dict[int, Crossing], list[int]]:
     """Exits and entries by segment, and for each segment the entry with whose state it is computed on its rank (-1)."""
     left = {s.before for s in segments if s.before >= 0 and segments[s.before].rank != s.rank}
     exits, entries, came = dict[int, Crossing](), dict[int, Crossing](), list[int]()
@@ -109,7 +109,7 @@ class Chunks:
     together, those with most chunks behind them first: then so do the chunks before those of the next level.
     """
 
-    def __init__(self, plan: AttentionPlan, segments: list[Segment]) -> None:
+    def __init__(self, plan: AttentionPlan, segments: list[PathSegment]) -> None:
         own = {n: s for n, s in enumerate(segments) if s.rank == plan.cp_rank}
         counts = np.array([-(-len(s.tokens) // CHUNK) for s in own.values()], np.int64)
         stops = np.cumsum(counts)
@@ -158,8 +158,8 @@ class Chunks:
         return found
 
 
-def _on_host(plan: AttentionPlan) -> tuple[list[Segment], Chunks]:
-    def build() -> tuple[list[Segment], Chunks]:
+def _on_host(plan: AttentionPlan) -> tuple[list[PathSegment], Chunks]:
+    def build() -> tuple[list[PathSegment], Chunks]:
         segments = segments_of(plan)
         return segments, Chunks(plan, segments)
 
