@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -55,8 +56,8 @@ def results(functions: tuple[Any, Any], tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), convolved.detach(), *torch.autograd.grad((out, convolved), leaves, (dout, dx))]
 
 
+@mock.patch.object(states, "CHUNK", SHORT_CHUNK)
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
-    states.CHUNK = SHORT_CHUNK
     axis, found = grid(cp=world_size).cp if world_size > 1 else single_axis("cp"), []
     for case in cases:
         plan = shard_batch(batch_of(case), axis, LAYOUTS[case[1]]).plan

@@ -336,6 +336,7 @@ class Qwen35Words(Words):
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
         layers, every = v["num_layers"], c.number("full_attention_interval", 4)
+        c.only(attn_output_gate=True, mlp_only_layers=[])
         kinds = c.get("layer_types") or [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
         if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {_STATE, _FULL}:
             c.faults.append(f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} layers")
@@ -511,6 +512,8 @@ def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
     harmless = _NO_WINDOW if words.window == _OFF else frozenset[str]()
     if words.rope_kinds:  # of scaled rotary embeddings alone, which are refused
         harmless = frozenset({"original_max_position_embeddings"})
+    if words is QWEN3_5_WORDS:
+        harmless = QWEN3_5_SILENT
     if words.has_pattern:
         harmless = frozenset({"_sliding_window_pattern", "rope_local_base_freq"})
     return Family(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, harmless)
@@ -535,6 +538,8 @@ _GEMMA3 = Gemma3Words(
     has_pattern=True,
     fixed={"norm_position": "both", "qk_layernorm": "head", "apply_layernorm_1p": True, "mlp_activation": "geglu"},
 )
+QWEN3_5_SILENT = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
+"""Of layers that predict further tokens, which the library leaves out as well, and of a dtype that is ours."""
 QWEN3_5_WORDS = Qwen35Words(
     QWEN3_5_SIZES,
     head_dim=True,

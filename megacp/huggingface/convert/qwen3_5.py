@@ -10,6 +10,7 @@ from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import (
     NATIVE,
     QWEN3_5,
+    QWEN3_5_SILENT,
     QWEN3_5_SIZES,
     QWEN3_5_WORDS,
     Family,
@@ -84,7 +85,7 @@ def from_hf(c: ConfigJson) -> Values:
     for name, (ours, default) in _TOWER.items():
         v[ours] = c.number(f"vision_config.{name}", default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
     c.only("vision_config.", hidden_act="gelu_pytorch_tanh", in_channels=3)
-    c.only("vision_config.", spatial_merge_size=2, temporal_patch_size=2)
+    c.only("vision_config.", spatial_merge_size=2, temporal_patch_size=2, deepstack_visual_indexes=[])
     count = c.number("vision_config.num_position_embeddings", 2304)
     v["vision_image_size"] = math.isqrt(count) * v["vision_patch_size"]
     for path, default, one in (
@@ -131,7 +132,7 @@ class Qwen35(Family):
 
 QWEN3_5_VL = Qwen35(
     *("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_SIZES, from_hf, to_hf, TABLE),
-    frozenset({"language_model_only"}),
+    QWEN3_5_SILENT | {"language_model_only"},
     ("vision_config",),
     _TOKEN_FIELDS,
 )

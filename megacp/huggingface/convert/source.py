@@ -136,7 +136,8 @@ def _of_folder(path: Path) -> Loaded:
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     weights = hf_files.SafetensorsFolder(path)
-    infos = dict(weights.infos)
+    # of layers that predict further tokens, which the library leaves out too
+    infos = {name: info for name, info in weights.infos.items() if not name.startswith("mtp.")}
     if not values["untie_embeddings_and_output_weights"]:
         head = [whole(weights, name) for name in ("model.embed_tokens.weight", HEAD) if name in infos]
         if len(head) == 2 and not torch.equal(*head):

@@ -179,7 +179,10 @@ def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(
     assert field in str(refused.value)
 
 
+PUBLISHED_QWEN3_5 = {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+PUBLISHED_QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "full_attention_interval": 4}
 HARMLESS: dict[str, dict[str, Any]] = {
+    "Qwen3.5": {"model_type": "qwen3_5_text", **PUBLISHED_QWEN3_5},
     "SmolLM2": {"model_type": "llama", "rope_interleaved": False, "layer_types": ["full_attention"] * 32},
     "nulls": {"model_type": "llama", "quantization_config": None, "sliding_window": None},
     "an older library": {"model_type": "qwen3", "is_decoder": False, "pruned_heads": {}, "top_p": 0.9, "num_beams": 1},
