@@ -327,14 +327,14 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 31_791,
+    "megacp": 31_798,
     "megacp/core": 18_708,
     "megacp/prepare": 5_236,
-    "megacp/huggingface": 5_448,
+    "megacp/huggingface": 5_455,
     "megacp/verify": 1_329,
     "megacp/plan": 774,
     "bench tools": 2_799,
-    "tests": 33_120,
+    "tests": 33_124,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (135, 19_671)}
