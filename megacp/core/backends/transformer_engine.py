@@ -358,6 +358,8 @@ class TransformerEngineBackend(NativeBackend):
         return Fused(layer.requires_grad_(self.options.trained))
 
     def norm(self, norm: NormSpec, *, over_heads: bool = False) -> nn.Module:
+        if norm.gated:
+            return super().norm(norm, over_heads=over_heads)
         from transformer_engine.pytorch import RMSNorm
 
         options = self.options

@@ -358,7 +358,7 @@ class TapsPlan:
         self.out_splits, self.in_splits = list(map(len, sent)), list(map(len, came))
         own = past[plan.local]  # [t, taps - 1]
         rows_before = np.arange(len(own))[:, None] - np.arange(1, taps)  # what the plain convolution takes
-        plain = np.where(rows_before >= 0, plan.local[rows_before], -1) == own
+        plain = np.where(rows_before >= 0, plan.local[np.maximum(rows_before, 0)], -1) == own
         others = np.flatnonzero(~plain.all(1))
         near = np.unique(own[others][owner[own[others]] == plan.cp_rank])
         near = near[near >= 0]

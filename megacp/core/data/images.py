@@ -211,7 +211,8 @@ def _with_pixels(
                 raise ValueError(f"{reason} (--on-bad-image skip leaves such documents out)") from None
             bad.setdefault(int(document[units.first[first]]), reason)
             # a stand-in: its features are finite, and no token sees them
-            found.append((np.zeros((crops, *shape), np.float32), np.zeros((pooled, 1), np.int64)))
+            window = 1 if units.grids is None else crops // pooled
+            found.append((np.zeros((crops, *shape), np.float32), np.zeros((pooled, window), np.int64)))
     patches, pooling = joined(found, shape)
     return dataclasses.replace(
         vision,

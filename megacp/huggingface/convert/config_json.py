@@ -25,7 +25,7 @@ GENERAL = frozenset(
     + ("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size")
     + ("exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens", "min_length")
     + ("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "remove_invalid_values")
-    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p")
+    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p", "cache_implementation")
 )
 """Fields of any config that say nothing about the function of its weights: of generation, of files, of training."""
 SILENT: Mapping[str, Any] = {

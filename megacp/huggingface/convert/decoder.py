@@ -300,7 +300,13 @@ class Words:
 
 @dataclass(frozen=True)
 class Olmo3Words(Words):
-    """Of a class that names the rotary embedding of each kind of layer."""
+    """Of a class that names the rotary embedding of each kind of layer; an older config's stretches full ones alone."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        if v["rope_scaling"] != "none" and not isinstance(c.get("rope_parameters"), dict):
+            v["window_rotary_base"] = v["rotary_base"]
+        return v
 
     def to_hf(self, v: Values) -> Values:
         content = super().to_hf(v)
@@ -315,7 +321,7 @@ class Gemma3Words(Olmo3Words):
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        if v["window_rotary_base"] is None and not isinstance(c.get("rope_parameters"), dict):
+        if not isinstance(c.get("rope_parameters"), dict):
             v["window_rotary_base"] = c.number("rope_local_base_freq", 1e4, float, 1.0, 1e12)
         c.only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
         c.only(final_logit_softcapping=None, attn_logit_softcapping=None)
@@ -337,6 +343,8 @@ class Qwen35Words(Words):
         v = super().from_hf(c)
         layers, every = v["num_layers"], c.number("full_attention_interval", 4)
         c.only(attn_output_gate=True, mlp_only_layers=[])
+        if (gate := c.get("output_gate_type", "silu")) not in ("silu", "swish"):
+            c.faults.append(f"output_gate_type is {shown(gate)}, megacp can only express silu")
         kinds = c.get("layer_types") or [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
         if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {_STATE, _FULL}:
             c.faults.append(f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} layers")

@@ -76,7 +76,8 @@ class Adapter:
             if f"{module}.{A}" in theirs:
                 self._add(link, theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}"))
         found = Counter(name.split(".")[3] for name in self._tensors if name.endswith(A))
-        if theirs or not found or len({*found.values()}) > 1:
+        layers = {named.name.split(".")[1] for link in links for named in link.ours if named.name.startswith("layers.")}
+        if theirs or not found or {*found.values()} != {len(layers)} or not found.keys() <= {*LINEARS}:
             left = f"{next(iter(theirs))} has no place in the model" if theirs else f"pairs of {dict(found)}"
             raise ValueError(f"{left}: each kind of linear has a pair in all layers or in none")
         targets = ",".join(name for name in LINEARS if name in found)
@@ -89,8 +90,12 @@ class Adapter:
         ours, rows = len(link.ours), [named.shape[0] for named in link.ours]
         if up.shape[0] != sum(rows) or down.shape[1:] != link.ours[0].shape[1:] or down.shape[0] != up.shape[1]:
             raise ValueError(f"{link.theirs[0].name}: A {tuple(down.shape)}, B {tuple(up.shape)} do not fit the model")
-        ups = up.split(rows)
-        if down.shape[0] == ours * self.rank:  # a pair of each, as `_joined` writes them
+        ups, some = up.split(rows), [i for i, x in enumerate(up.split(rows)) if x.any()]
+        if 1 < len(some) < ours and down.shape[0] == len(some) * self.rank:  # pairs of some, as `_joined` writes them
+            part = Link(link.theirs, tuple(link.ours[i] for i in some))
+            self._add(part, down, torch.cat([ups[i] for i in some]))
+            return
+        if down.shape[0] == ours * self.rank:  # a pair of each
             downs, ups = down.split(self.rank), [x[:, i * self.rank :][:, : self.rank] for i, x in enumerate(ups)]
             if not torch.equal(torch.block_diag(*ups), up):
                 raise ValueError(f"{link.theirs[0].name}: its pair of rank {down.shape[0]} is none of {ours} linears")

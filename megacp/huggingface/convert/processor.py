@@ -70,12 +70,21 @@ def _read_windows(image: dict[str, Any], video: dict[str, Any]) -> Rules:
         for key, value in _FIXED_WINDOWS.items()
         if part.get(key, value) not in (value, None)
     ]
+    reasons += [
+        f"{VIDEOS}: {key} is {video[key]!r}, that of images is {image.get(key)!r}"
+        for key in _WINDOWS
+        if key in video and video[key] != image.get(key)
+    ]
+    reasons += [
+        f"{VIDEOS}: {key} is {video[key]!r}" for key in ("num_frames", "cap_pixels_per_frame") if video.get(key)
+    ]
     if reasons:
         raise ValueError("; ".join(reasons))
     rules: Rules = {"family": "qwen3_5", **_read(image, _WINDOWS), **_read(video, _FRAMES)}
     for (name, default), part in zip(_PIXELS.items(), (image, video), strict=True):
-        size = part.get("size") or {}
-        rules[name] = [size.get("shortest_edge", default[0]), size.get("longest_edge", default[1])]
+        given = [(part.get("size") or {}).get(key) for key in ("shortest_edge", "longest_edge")]
+        given = [part.get(key) or value for key, value in zip(("min_pixels", "max_pixels"), given, strict=True)]
+        rules[name] = [one or other for one, other in zip(given, default, strict=True)]
     return {**rules, "video_fps": float(rules["video_fps"])}
 
 

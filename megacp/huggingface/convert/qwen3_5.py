@@ -117,7 +117,7 @@ class Qwen35(Family):
         if text is not None and not isinstance(text, Mapping):
             raise ValueError("config.json: text_config is no object")
         outside = {name: value for name, value in content.items() if name != "text_config"}
-        return {**(text or {}), **outside}
+        return {**(text or {}), "tie_word_embeddings": False, **outside}
 
     def spelled(self, content: Values, layout: str) -> Values:
         text = {name: value for name, value in content.items() if name != "vision_config"}

@@ -140,8 +140,7 @@ class ContextParallel:
 
         def of_rows(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             scaled = width**-0.5 if scale is None else float(scale)
-            with torch.autocast(kind, enabled=False):
-                return transport.attend(q, k, v, plan.within(reach), scaled, layer.sinks)
+            return transport.attend(q, k, v, plan.within(reach), scaled, layer.sinks)
 
         return self.along(of_rows, q, k, v, causal=is_causal, spans=layer.spans)[..., :narrow].transpose(1, 2)
 
@@ -162,7 +161,8 @@ class ContextParallel:
         if order is not None:
             index = plan.on_device("order", device, functools.partial(np.asarray, order))
             rows = [x.index_select(0, index) for x in rows]
-        out = function(plan, *rows)
+        with torch.autocast(device.type, enabled=False):
+            out = function(plan, *rows)
         if order is not None:
             out = out.index_select(0, plan.on_device("back", device, functools.partial(np.argsort, order)))
         return out.unflatten(0, (batch, -1))

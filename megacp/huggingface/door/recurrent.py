@@ -80,6 +80,9 @@ def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
     if not stock:
         yield
         return
+    kept = {name.removeprefix("torch_") for name in _OURS}
+    if any(kept & vars(layer).keys() for layer in model.modules()):
+        refuse("this transformers keeps its functions in each layer, where they cannot be replaced: take 5.21 or newer")
     for home, found in stock:
         home.update({n: torch.compiler.disable(functools.partial(_OURS[n], along, axis)) for n in found})
     decoder = stock_model(model).get_decoder()

@@ -180,9 +180,11 @@ def test_what_cannot_be_expressed_is_refused_by_the_name_of_its_field(
 
 
 PUBLISHED_QWEN3_5 = {"attn_output_gate": True, "mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+PUBLISHED_QWEN3_5 |= {"output_gate_type": "swish"}
 PUBLISHED_QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "full_attention_interval": 4}
 HARMLESS: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"model_type": "qwen3_5_text", **PUBLISHED_QWEN3_5},
+    "Gemma 3": {"model_type": "gemma3_text", "cache_implementation": "hybrid"},
     "SmolLM2": {"model_type": "llama", "rope_interleaved": False, "layer_types": ["full_attention"] * 32},
     "nulls": {"model_type": "llama", "quantization_config": None, "sliding_window": None},
     "an older library": {"model_type": "qwen3", "is_decoder": False, "pruned_heads": {}, "top_p": 0.9, "num_beams": 1},
@@ -194,6 +196,13 @@ def test_a_field_that_says_what_is_so_without_it_is_harmless(name: str) -> None:
     content = HARMLESS[name]
     architecture = of_config(content)
     assert architecture.values(content) == architecture.values({"model_type": content["model_type"]})
+
+
+def test_an_older_config_of_olmo3_stretches_its_full_layers_alone() -> None:
+    yarn = {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    old = {"rope_theta": 500_000, "rope_scaling": yarn, "max_position_embeddings": 65536}
+    values = FAMILIES["olmo3"].values({"model_type": "olmo3", **old})
+    assert (values["rope_scaling"], values["window_rotary_base"]) == ("yarn", 500_000.0)
 
 
 def test_full_layers_of_a_gemma_are_every_so_many_th_or_named() -> None:

@@ -16,11 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megacp.core.distributed.collectives import all_reduce
+from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.mask import Metadata
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.mask import trees_of
 from megacp.huggingface.door.transformers import register_with_transformers
+from tests.huggingface.door import test_matrix
 from tests.huggingface.door.test_context import TWO, axis_of, rollouts, transport_on
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
@@ -410,3 +412,17 @@ def example(rank: int, world_size: int) -> list[tuple[float, float]]:
 def test_the_example_has_the_losses_of_one_process() -> None:
     for ((sharded, alone),) in run_ranks(example, 2):
         assert abs(sharded - alone) <= 1e-4
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+def test_states_take_the_dtypes_of_autocast_and_backward_behind_it(weights: torch.dtype) -> None:
+    """As the Trainer calls it under bf16."""
+    row = next(row for row in test_matrix.MODELS if row.name == "qwen3_5_text")
+    model = test_matrix.build(row, register_with_transformers()).to(weights)
+    ids, positions, _, documents = (x.clone() for x in test_matrix.batch(packed=True))
+    options = {"buffers": [ids, positions], "buffer_seq_dims": [1, 1], "document_ids": documents}
+    with context_parallel(single_axis("cp"), model=model, **options):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, position_ids=positions).logits.float().square().mean()
+        loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
