@@ -5,6 +5,8 @@ is built from source (docs/gpus.md), the package of that name on the public inde
 call the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands
 in a folder of its own (Makefile).
 
+The extra `fla` is the part of flash-linear-attention that holds its Triton kernels. torch for CUDA brings Triton.
+
 The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
 must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.
 
@@ -49,9 +51,12 @@ EXTRAS = {
     "processor": ["torchvision"],
     "ray": ["ray"],
     "store": ["aiohttp", "yarl", "fsspec"],
+    "fla": ["fla-core==0.6.0"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
-EXTRAS["all"] = sorted({name for extra, names in EXTRAS.items() if extra not in ("gpu", "processor") for name in names})
+EXTRAS["all"] = sorted(
+    {name for extra, names in EXTRAS.items() if extra not in ("fla", "gpu", "processor") for name in names}
+)
 COMMANDS = {
     "train": "megacp.train:program",
     "preprocess": "megacp.prepare.command:main",

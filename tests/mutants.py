@@ -148,7 +148,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/context_parallel/states.py", STATES): [
         ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
-        ("turns[rank, own] @ behind[states.entries[entry].other] + behind", "behind", "states of far ranks are lost"),
+        (
+            "one[..., : one.shape[-2]] @ behind[self.entries[entry].other] + behind",
+            "behind",
+            "states of far ranks are lost",
+        ),
         ("joint[states.own_entries, ..., :width] = torch.eye", "joint[:0, ..., :width] = torch.eye", "maps are lost"),
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
         ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
@@ -160,6 +164,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
+    ],
+    ("core/context_parallel/fused_states.py", "tests/context_parallel/test_fused_states.py"): [
+        ("joint[1:, ..., :keys] = torch.eye", "joint[:0, ..., :keys] = torch.eye", "maps of a kernel are lost"),
+        ("= 1 + depth.get(segments[n].before, -1)", "= 0", "branches of a kernel begin with zeros"),
     ],
     ("core/ops/recurrence.py", STATES): [
         (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),

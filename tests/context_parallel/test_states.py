@@ -66,9 +66,11 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     for case in cases:
         plan = shard_batch(batch_of(case), axis, LAYOUTS[case[1]]).plan
         here = tensors_of(plan.indices.size, plan.local)
-        move = states.recur_by_heads if case[2] % 2 and GROUPS % world_size == 0 else states.recur
+        move = functools.partial(states.recur, recurrence.gated_delta_rule)
+        if case[2] % 2 and GROUPS % world_size == 0:
+            move = functools.partial(states.recur_by_heads, move)
         functions = (
-            functools.partial(move, recurrence.gated_delta_rule, plan, axis),
+            functools.partial(move, plan, axis),
             lambda x, weight, plan=plan: states.short_convolution(x, weight, plan, axis),
         )
         found.append((plan.local, results(functions, here)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import select_transport
+from megacp.core.context_parallel.fused_states import FUSED, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.states import prepare_states, recur, recur_by_heads, short_convolution
@@ -141,6 +143,12 @@ class NativeBackend:
         self._heads = Heads(heads, groups, model.head_dim)
         self._told: set[str] = set()
         self._untold: list[str] = []
+        self._recur: Callable[..., torch.Tensor] = functools.partial(recur, convolved_delta_rule)
+        if states and (row := FUSED.get((grid.device.type, self.dtype))):
+            told = "states: torch's, because flash-linear-attention is not installed (pip install 'megacp[fla]')"
+            if fused := row():
+                self._recur, told = functools.partial(fused_recur, fused), "states: flash-linear-attention's"
+            self.tell(told)
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""
@@ -216,8 +224,8 @@ class NativeBackend:
 
     def delta_rule(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
         """`convolved_delta_rule` over the ranks of a row, for inputs `[t, ...]`: `[t, heads/tp, V]`."""
-        move = recur_by_heads if self.by_heads else recur
-        return move(convolved_delta_rule, plan, self.row_axis, *inputs)
+        move = functools.partial(recur_by_heads, self._recur) if self.by_heads else self._recur
+        return move(plan, self.row_axis, *inputs)
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""

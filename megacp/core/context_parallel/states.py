@@ -13,6 +13,7 @@ The short convolution before such a layer needs the few tokens before each segme
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,6 +98,60 @@ def crossings(segments: list[PathSegment], cp: int) -> tuple[dict[int, Crossing]
     return exits, entries, came
 
 
+class CrossingPlan:
+    """What crosses ranks, as one of them sees it; on the host."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.rank, self.segments = plan.cp_rank, segments_of(plan)
+        exits, entries, _ = crossings(self.segments, plan.cp)
+        self.own_exits, self.own_entries = (
+            [number for number, one in ends.items() if one.rank == self.rank] for ends in (exits, entries)
+        )
+        """Segments of this rank."""
+        self.exits, self.entries = list(exits.values()), list(entries.values())
+        self.most_exits, self.most_entries = (
+            1 + max((one.number for one in ends), default=-1) for ends in (self.exits, self.entries)
+        )
+        """Of a rank."""
+
+    def own(self, ends: list[Crossing]) -> list[int]:
+        """This rank's of all exits or entries."""
+        return [number for number, one in enumerate(ends) if one.rank == self.rank]
+
+    @functools.cached_property
+    def arriving(self) -> list[int]:
+        """Exits on whose states those of this rank's entries depend, from the first."""
+        found = set[int]()
+        for number in self.own(self.entries):
+            while number >= 0 and (exit_ := self.entries[number].other) not in found:
+                found.add(exit_)
+                number = self.exits[exit_].other
+        return sorted(found)
+
+    @functools.cached_property
+    def owing(self) -> list[int]:
+        """Entries on whose gradients those of this rank's exits depend, from the last."""
+        ends, found = set(self.own(self.exits)), list[int]()
+        for number, entry in enumerate(self.entries):
+            if entry.other in ends:
+                found.append(number)
+                ends |= {n for n, one in enumerate(self.exits) if one.other == number}
+        return found[::-1]
+
+    def came(self, maps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The state `[heads, K, V]` at each of this rank's entries, of A and B side by side of every exit,
+        `[heads, K, K + V]`: `most_exits` from each rank.
+        """
+        behind = dict[int, torch.Tensor]()
+        for number in self.arriving:
+            rank, own, entry = self.exits[number]
+            one = maps[rank * self.most_exits + own]
+            behind[number] = one[..., one.shape[-2] :]
+            if entry >= 0:
+                behind[number] = one[..., : one.shape[-2]] @ behind[self.entries[entry].other] + behind[number]
+        return [behind[self.entries[number].other] for number in self.own(self.entries)]
+
+
 def _rows(numbers: np.ndarray, device: torch.device) -> Rows:
     """A slice where they follow one another, whose rows are then no copy."""
     if len(numbers) and (np.diff(numbers) == 1).all():
@@ -158,58 +213,29 @@ class Chunks:
         return found
 
 
-def _on_host(plan: AttentionPlan) -> tuple[list[PathSegment], Chunks]:
-    def build() -> tuple[list[PathSegment], Chunks]:
-        segments = segments_of(plan)
-        return segments, Chunks(plan, segments)
+def crossing_plan(plan: AttentionPlan) -> CrossingPlan:
+    """Made once for all layers and devices."""
+    return plan.part("crossings", lambda: CrossingPlan(plan))
 
-    return plan.part("segments and chunks", build)
+
+def _chunks(plan: AttentionPlan) -> Chunks:
+    return plan.part("chunks", lambda: Chunks(plan, crossing_plan(plan).segments))
 
 
 class StatePlan:
     """What one rank must know to move states over a row: its chunks, and what crosses ranks."""
 
     def __init__(self, plan: AttentionPlan, device: torch.device) -> None:
-        segments, chunks = _on_host(plan)
-        exits, entries, _ = crossings(segments, plan.cp)
-        self.rank, self.chunks = plan.cp_rank, chunks.count
+        self.crossing, chunks = crossing_plan(plan), _chunks(plan)
+        self.chunks = chunks.count
         self.real = None if len(chunks.real) == len(plan.local) else to_device(chunks.real, device)
         self.place = to_device(chunks.place, device)
-        own_exits = [chunks.last[n] for n in exits if n in chunks.last]
-        own_entries = [chunks.first[n] for n in entries if n in chunks.first]
+        own_exits = [chunks.last[number] for number in self.crossing.own_exits]
+        own_entries = [chunks.first[number] for number in self.crossing.own_entries]
         self.levels = chunks.levels(np.ones(chunks.count, bool), device)
         self.to_exits = chunks.levels(chunks.leading_to(own_exits), device)
         self.from_entries = chunks.levels(chunks.behind(own_entries), device)
         self.own_exits, self.own_entries = (_rows(np.array(x, np.int64), device) for x in (own_exits, own_entries))
-        self.exits, self.entries = list(exits.values()), list(entries.values())
-        self.most_exits, self.most_entries = (
-            1 + max((one.number for one in ends), default=-1) for ends in (self.exits, self.entries)
-        )
-        """Of a rank."""
-
-    def own(self, ends: list[Crossing]) -> list[int]:
-        """This rank's of all exits or entries."""
-        return [number for number, one in enumerate(ends) if one.rank == self.rank]
-
-    @functools.cached_property
-    def arriving(self) -> list[int]:
-        """Exits on whose states those of this rank's entries depend, from the first."""
-        found = set[int]()
-        for number in self.own(self.entries):
-            while number >= 0 and (exit_ := self.entries[number].other) not in found:
-                found.add(exit_)
-                number = self.exits[exit_].other
-        return sorted(found)
-
-    @functools.cached_property
-    def owing(self) -> list[int]:
-        """Entries on whose gradients those of this rank's exits depend, from the last."""
-        ends, found = set(self.own(self.exits)), list[int]()
-        for number, entry in enumerate(self.entries):
-            if entry.other in ends:
-                found.append(number)
-                ends |= {n for n, one in enumerate(self.exits) if one.other == number}
-        return found[::-1]
 
 
 def _into_chunks(x: torch.Tensor, states: StatePlan) -> torch.Tensor:
@@ -242,23 +268,19 @@ class _Recurrence(torch.autograd.Function):
         work = rule(*(_into_chunks(x, states) for x in inputs))
         turn, add = next(work)  # [chunks, heads, K, K], [.., K, V]
         state, width, turns = torch.zeros_like(add), turn.shape[-1], turn.new_empty(0)
-        if states.most_exits:
+        crossing = states.crossing
+        if crossing.most_exits:
             # the map to an exit is what becomes of a state of K more columns, the identity where states come from afar
             joint = torch.cat([torch.zeros_like(turn), state], -1)
             joint[states.own_entries, ..., :width] = torch.eye(width, dtype=joint.dtype, device=joint.device)
             wide, ends = torch.cat([torch.zeros_like(turn), add], -1), states.own_exits
             scan((turn, wide), states.to_exits, joint)
-            coming = _start_gather(turn[ends] @ joint[ends] + wide[ends], states.most_exits, axis)
+            coming = _start_gather(turn[ends] @ joint[ends] + wide[ends], crossing.most_exits, axis)
         read, out = next(work)  # while the maps are under way
-        if states.most_exits:
-            gathered, behind = coming.wait().unflatten(0, (axis.size, -1)), dict[int, torch.Tensor]()
-            turns = gathered[..., :width].contiguous()
-            for number in states.arriving:  # the state [heads, K, V] behind each exit
-                rank, own, entry = states.exits[number]
-                behind[number] = gathered[rank, own, ..., width:]
-                if entry >= 0:
-                    behind[number] = turns[rank, own] @ behind[states.entries[entry].other] + behind[number]
-            if came := [behind[states.entries[number].other] for number in states.own(states.entries)]:
+        if crossing.most_exits:
+            gathered = coming.wait()
+            turns = gathered.unflatten(0, (axis.size, -1))[..., :width].contiguous()
+            if came := crossing.came(gathered.unbind()):
                 state[states.own_entries] = torch.stack(came)
         scan((turn, add), states.levels, state)
         out = out + read @ state  # [chunks, heads, C, V]
@@ -269,23 +291,24 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, axis, (state, turns, *inputs) = ctx.states, ctx.axis, ctx.saved_tensors
+        crossing = states.crossing
         with torch.enable_grad(), torch.autocast(state.device.type, enabled=False):
             leaves = [_into_chunks(x, states).requires_grad_() for x in inputs]
             (turn, add), (read, out) = ctx.rule(*leaves)
         dout = _into_chunks(grads[0], states).transpose(1, 2)  # [chunks, heads, C, V]
         with torch.no_grad():
             reads, after = read.transpose(-1, -2) @ dout, torch.zeros_like(state)
-            if states.most_entries:
+            if crossing.most_entries:
                 alone, ends = scan_back(turn, reads, states.from_entries, torch.zeros_like(state)), states.own_entries
                 own = turn[ends].transpose(-1, -2) @ alone[ends] + reads[ends]
-                gathered = _start_gather(own, states.most_entries, axis).wait().unflatten(0, (axis.size, -1))
-                behind = {n: torch.zeros_like(gathered[0, 0]) for n in range(len(states.exits))}
-                for number in states.owing:  # the gradient of the state [heads, K, V] behind each exit
-                    rank, place, exit_ = states.entries[number]
+                gathered = _start_gather(own, crossing.most_entries, axis).wait().unflatten(0, (axis.size, -1))
+                behind = {n: torch.zeros_like(gathered[0, 0]) for n in range(len(crossing.exits))}
+                for number in crossing.owing:  # the gradient of the state [heads, K, V] behind each exit
+                    rank, place, exit_ = crossing.entries[number]
                     behind[exit_] += gathered[rank, place]
-                    for n in (n for n, one in enumerate(states.exits) if one.other == number):
-                        behind[exit_] += turns[rank, states.exits[n].number].transpose(-1, -2) @ behind[n]
-                if owed := [behind[number] for number in states.own(states.exits)]:
+                    for n in (n for n, one in enumerate(crossing.exits) if one.other == number):
+                        behind[exit_] += turns[rank, crossing.exits[n].number].transpose(-1, -2) @ behind[n]
+                if owed := [behind[number] for number in crossing.own(crossing.exits)]:
                     after[states.own_exits] = torch.stack(owed)
             scan_back(turn, reads, states.levels, after)
             wanted = (after @ state.transpose(-1, -2), after, dout @ state.transpose(-1, -2), dout)
@@ -303,7 +326,7 @@ def _taps_plan(plan: AttentionPlan, taps: int) -> TapsPlan:
 
 def prepare_states(plan: AttentionPlan, taps: int) -> None:
     """Make on the host what the layers of a plan need; called from the loader's threads."""
-    _on_host(plan)
+    _chunks(plan)
     _taps_plan(plan, taps)
 
 
@@ -315,8 +338,11 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
     return _Recurrence.apply(rule, _state_plan(plan, inputs[0].device), axis, *inputs)
 
 
-def recur_by_heads(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
-    """`recur` by an all-to-all before and after, which gives each rank its part of the heads of all tokens.
+def recur_by_heads(
+    move: Callable[..., torch.Tensor], plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor
+) -> torch.Tensor:
+    """`move(plan, axis, *inputs)`, such as `recur` of a rule, by an all-to-all before and after: each rank has its part
+    of the heads of all tokens.
 
     Heads of every input are to divide by the ranks. One message for each dtype, and one for the result.
     """
@@ -329,7 +355,7 @@ def recur_by_heads(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.T
         arrived = exchange(torch.cat(parts, 2).transpose(0, 1).flatten(0, 1), axis).index_select(0, arrival)
         for place, part in zip(places, arrived.split([x.shape[2] for x in parts], 1), strict=True):
             whole[place] = part.reshape(n * t, -1, *inputs[place].shape[2:])
-    out = recur(rule, plan.grouped(n), single_axis("one"), *(whole[place] for place in range(len(inputs))))
+    out = move(plan.grouped(n), single_axis("one"), *(whole[place] for place in range(len(inputs))))
     back = exchange(out.index_select(0, plan.departure(n, out.device)), axis)  # [n * t, heads / n, V]
     return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)
 

@@ -1,0 +1,123 @@
+"""The gated delta rule by a kernel for whole sequences: flash-linear-attention's `chunk_gated_delta_rule`.
+
+Its sequences are this rank's segments. Those that branch from others of the rank follow them, level by level. The map
+to an exit is the final state of K more columns: of no values, from the identity where states come from afar. So
+autograd goes back through kernel, message and maps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.states import crossing_plan
+from megacp.core.distributed.differentiable import gather_from
+from megacp.core.distributed.grid import Axis
+from megacp.core.ops.device import to_device
+from megacp.core.ops.kernel import accumulation_dtype
+
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
+
+
+def _flash_linear_attention() -> Kernel | None:
+    if find_spec("fla") is None or find_spec("triton") is None:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+FUSED = {("cuda", torch.bfloat16): _flash_linear_attention}
+"""Kernels by type of device and dtype. In float32 this one multiplies in TF32."""
+
+
+class SegmentLevel(NamedTuple):
+    """Segments of one call; all int64."""
+
+    rows: torch.Tensor
+    bounds: torch.Tensor
+    bounds_on_host: torch.Tensor
+    """Where the package counts chunks: nobody waits for the device."""
+    before: torch.Tensor | None
+    """Places of their first states; None: all are zeros."""
+
+
+class SegmentLevels:
+    """A rank's segments, or those on whose states its exits depend. Places of states: 0 has zeros, then come the
+    entries, then the ends of segments in the order of the levels.
+    """
+
+    def __init__(self, plan: AttentionPlan, device: torch.device, to_exits: bool) -> None:
+        self.to_exits, crossing, row = to_exits, crossing_plan(plan), np.zeros(len(plan.metadata), np.int64)
+        row[plan.local] = np.arange(len(plan.local))
+        segments, first = crossing.segments, {n: place for place, n in enumerate(crossing.own_entries, 1)}
+        chosen = set(crossing.own_exits) if to_exits else {n for n, s in enumerate(segments) if s.rank == plan.cp_rank}
+        for n in range(len(segments))[::-1]:  # what is gone on from is earlier
+            if n in chosen and n not in first and segments[n].before >= 0:
+                chosen.add(segments[n].before)
+        depth, last, self.levels = dict[int, int](), dict[int, int](), list[SegmentLevel]()
+        for n in sorted(chosen):
+            depth[n] = 1 + depth.get(segments[n].before, -1)
+        for level in range(1 + max(depth.values(), default=-1)):
+            now = [n for n in depth if depth[n] == level]
+            before = np.array([first.get(n) or last.get(segments[n].before, 0) for n in now])
+            last |= {n: place for place, n in enumerate(now, 1 + len(first) + len(last))}
+            bounds = torch.tensor([0, *(len(segments[n].tokens) for n in now)]).cumsum(0)
+            rows = to_device(row[np.concatenate([segments[n].tokens for n in now])], device)
+            places = to_device(before, device) if before.any() else None
+            self.levels.append(SegmentLevel(rows, to_device(bounds, device), bounds, places))
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self.rows = torch.cat([nothing, *(level.rows for level in self.levels)])
+        self.exits = to_device(np.array([last[n] for n in crossing.own_exits], np.int64), device)
+
+    def run(self, kernel: Kernel, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the tokens of `rows` read, and the states of all places that a later level or an exit goes on from."""
+        parts = [inputs[2][:0]]
+        for number, (rows, bounds, on_host, before) in enumerate(self.levels, 1):
+            out, final = kernel(
+                *(x.index_select(0, rows).unsqueeze(0) for x in inputs),
+                initial_state=None if before is None else states.index_select(0, before),
+                output_final_state=self.to_exits or number < len(self.levels),
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=bounds,
+                cu_seqlens_cpu=on_host,
+            )
+            parts.append(out.squeeze(0))
+            states = states if final is None else torch.cat([states, final])
+        return torch.cat(parts), states
+
+
+def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
+    """`recur(convolved_delta_rule, plan, axis, *inputs)` by a kernel.
+
+    In backward the gradients of all maps are summed over ranks, a message of the size of the forward's.
+    """
+    crossing, device = crossing_plan(plan), inputs[0].device
+    every, to_exits = (
+        plan.part(f"sequences on {device}, {part}", functools.partial(SegmentLevels, plan, device, part))
+        for part in (False, True)
+    )
+    (q, k, v), rates = (F.silu(x) for x in inputs[:3]), inputs[3:]
+    heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
+    # of no elements: by it every rank has part in the backward of its inputs and of the message, needed or not
+    tie = torch.cat([x[:0].reshape(0, heads, values).to(v.dtype) for x in inputs])
+    first = v.new_zeros(1, heads, keys, values, dtype=accumulation_dtype(v.dtype))
+    if crossing.most_exits:
+        joint = first.new_zeros(1 + len(crossing.own_entries), heads, keys, keys + values)
+        joint[1:, ..., :keys] = torch.eye(keys, dtype=joint.dtype, device=device)
+        _, states = to_exits.run(kernel, joint, q, k, F.pad(v, (keys, 0)), *rates)
+        own = states.index_select(0, to_exits.exits)
+        more = joint.new_zeros(crossing.most_exits - len(own), *own.shape[1:])
+        maps = gather_from(torch.cat([own, tie.reshape(0, *own.shape[1:]).to(own.dtype), more]), axis)
+        first = torch.cat([first, *(state.unsqueeze(0) for state in crossing.came(maps.unbind()))])
+        tie = maps[:0].reshape(tie.shape).to(tie.dtype)
+    read, _ = every.run(kernel, first, q, k, v, *rates)
+    return torch.zeros_like(v).index_copy(0, every.rows, torch.cat([read, tie]))

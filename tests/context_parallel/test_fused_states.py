@@ -1,0 +1,91 @@
+"""The gated delta rule by a kernel for whole sequences equals ours: a stand-in has the package's parameters."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megacp.core.context_parallel import fused_states
+from megacp.core.context_parallel.fused_states import FUSED, fused_recur
+from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.context_parallel.states import recur, recur_by_heads
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops.recurrence import convolved_delta_rule
+from megacp.core.training.step import ParallelModel
+from tests.context_parallel.test_states import GROUPS, ROWS, TOKENS, Case, batch_of, tensors_of
+from tests.ranks import grid, run_ranks
+from tests.reference.fused import chunk_gated_delta_rule
+from tests.reference.training import QWEN3_5, config_of, step_batches, train
+
+
+def both(rank: int, world_size: int, cases: list[Case]) -> list[list[list[torch.Tensor]]]:
+    """Out and all gradients on a rank, ours and the kernel's. Even the last seed's ranks of padding alone have part."""
+    axis, found = grid(cp=world_size).cp if world_size > 1 else single_axis("cp"), []
+    for case in cases:
+        batch = batch_of(case)
+        plan = shard_batch(batch.with_padding_to(3 * TOKENS) if case[2] == 2 else batch, axis, LAYOUTS[case[1]]).plan
+        tensors = tensors_of(plan.indices.size, plan.local)
+        for run in (recur, convolved_delta_rule), (fused_recur, chunk_gated_delta_rule):
+            move = functools.partial(*run)
+            if case[2] == 1 and GROUPS % world_size == 0:
+                move = functools.partial(recur_by_heads, move)
+            leaves = [x.clone().requires_grad_() for x in tensors[:5]]
+            out = move(plan, axis, *leaves)
+            found.append([out.detach(), *torch.autograd.grad(out, leaves, tensors[-2])])
+    return [found[::2], found[1::2]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_kernel_over_levels_and_ranks_equals_our_rule(ranks: int) -> None:
+    """Both in float64, through 47 updates."""
+    cases = [(row, layout, seed) for row in ROWS for layout in LAYOUTS for seed in range(3)]
+    everyone = run_ranks(both, ranks, cases) if ranks > 1 else [both(0, 1, cases)]
+    for number, case in enumerate(cases):
+        ours, kernel = (zip(*(found[way][number] for found in everyone), strict=True) for way in range(2))
+        for place, (exact, got) in enumerate(zip(map(torch.cat, ours), map(torch.cat, kernel), strict=True)):
+            assert (got - exact).abs().max() <= 1e-12 * exact.abs().max(), (case, place)
+
+
+def test_a_row_of_the_table_decides_which_one_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, calls = config_of(QWEN3_5, {}), []
+
+    def kernel(*inputs: torch.Tensor, **options: Any) -> Any:
+        calls.append(inputs)
+        return chunk_gated_delta_rule(*inputs, **options)
+
+    ours = train(grid(), config, [step_batches(3, 1)])
+    assert FUSED.keys() == {("cuda", torch.bfloat16)} and not calls
+    monkeypatch.setitem(FUSED, ("cpu", torch.float64), lambda: kernel)
+    assert ParallelModel(config, grid()).backend.warnings() == ["states: flash-linear-attention's"]
+    fused = train(grid(), config, [step_batches(3, 1)])
+    assert calls and fused[0][0] == pytest.approx(ours[0][0], rel=1e-11)
+    monkeypatch.setitem(FUSED, ("cpu", torch.float64), lambda: None)
+    (told,) = ParallelModel(config, grid()).backend.warnings()
+    assert "torch's, because flash-linear-attention is not installed" in told
+
+
+def test_the_package_is_taken_where_it_and_its_compiler_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fla", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace())
+    package = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
+    monkeypatch.setattr(fused_states, "find_spec", lambda name: object())
+    assert FUSED["cuda", torch.bfloat16]() is chunk_gated_delta_rule
+    monkeypatch.setattr(fused_states, "find_spec", lambda name: object() if name == "fla" else None)
+    assert FUSED["cuda", torch.bfloat16]() is None
+
+
+def test_the_stand_in_has_the_parameters_of_the_package() -> None:
+    package = pytest.importorskip("fla.ops.gated_delta_rule", reason="fla is not installed (extra: fla)")
+    theirs, ours = (
+        {name: one.default for name, one in inspect.signature(function).parameters.items()}
+        for function in (package.chunk_gated_delta_rule, chunk_gated_delta_rule)
+    )
+    assert theirs == ours

@@ -1,0 +1,86 @@
+"""flash-linear-attention's kernel itself, against float64 on the CPU: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.core.context_parallel.fused_states import FUSED, fused_recur
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.states import recur
+from megacp.core.distributed.grid import single_axis
+from megacp.core.ops.recurrence import convolved_delta_rule
+from tests.reference.fused import chunk_gated_delta_rule
+from tests.reference.packs import metadata, random_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, torch sees none"),
+    pytest.mark.filterwarnings("default"),  # compilers and guest packages warn as they like
+]
+LENGTHS, GROUPS, HEADS, WIDTH = (70, 3, 200, 27), 2, 4, 64
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Any:
+    found = FUSED["cuda", torch.bfloat16]()
+    if found is None:
+        pytest.skip("fla is not installed (extra: fla)")
+    return found
+
+
+def inputs_of(tokens: int, values: int) -> list[torch.Tensor]:
+    """q, k, v and beta in bfloat16, the log of the decay in float32."""
+    g = torch.Generator().manual_seed(tokens)
+    q, k = (torch.randn(tokens, GROUPS, WIDTH, generator=g).bfloat16() for _ in range(2))
+    v = torch.randn(tokens, HEADS, values, generator=g).bfloat16()
+    decay, beta = (torch.rand(tokens, HEADS, generator=g) for _ in range(2))
+    return [q, k, v, -0.3 * decay, beta.bfloat16()]
+
+
+def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
+    """Results and gradients of `kernel(*leaves)` on the device, beside those of `exact` on the CPU."""
+    here = [x.double().requires_grad_() for x in leaves]
+    there = [x.cuda().requires_grad_() for x in leaves]
+    want, got = exact(*here), kernel(*there)
+    wanted = [torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double() for x in want]
+    want += torch.autograd.grad(want, here, wanted)
+    got += torch.autograd.grad(got, there, [d.to(x) for d, x in zip(wanted, got, strict=True)])
+    for place, (x, y) in enumerate(zip(got, want, strict=True)):  # inputs and products rounded to 2^-9
+        assert (x.cpu().double() - y).abs().max() <= 4e-2 * y.abs().max(), place
+
+
+@pytest.mark.parametrize("values", [WIDTH, 2 * WIDTH])
+def test_sequences_with_first_and_final_states_are_near_float64(kernel: Any, values: int) -> None:
+    """As wide as values, and as values and a map together."""
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+
+    def called(function: Any) -> Any:
+        def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return function(
+                *(x.unsqueeze(0) for x in leaves[:5]),
+                initial_state=leaves[5],
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                cu_seqlens=bounds.to(leaves[0].device),
+                cu_seqlens_cpu=bounds,
+            )
+
+        return call
+
+    first = torch.randn(len(LENGTHS), HEADS, WIDTH, values, generator=torch.Generator().manual_seed(2))
+    near(called(kernel), called(chunk_gated_delta_rule), [*inputs_of(sum(LENGTHS), values), first])
+
+
+def test_trees_and_padding_are_near_float64(kernel: Any) -> None:
+    meta = metadata(random_batch(np.random.default_rng(0), 300, branches=True, padding=True))
+    plan, axis = AttentionPlan(np.arange(300)[None], meta, 0, np.arange(300)), single_axis("cp")
+    near(
+        lambda *leaves: (fused_recur(kernel, plan, axis, *leaves),),
+        lambda *leaves: (recur(convolved_delta_rule, plan, axis, *leaves),),
+        inputs_of(300, WIDTH),
+    )
