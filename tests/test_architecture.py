@@ -327,17 +327,17 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 31_983,
-    "megacp/core": 18_868,
+    "megacp": 31_993,
+    "megacp/core": 18_875,
     "megacp/prepare": 5_236,
-    "megacp/huggingface": 5_480,
+    "megacp/huggingface": 5_483,
     "megacp/verify": 1_329,
     "megacp/plan": 774,
     "bench tools": 2_799,
-    "tests": 33_393,
+    "tests": 33_411,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (136, 19_831)}
+REACHED = {"megacp.train": (136, 19_838)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_340
 FLAGS = 124

@@ -17,7 +17,7 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.context_parallel.states import recur, recur_by_heads
 from megacp.core.distributed.grid import single_axis
-from megacp.core.ops.recurrence import convolved_delta_rule
+from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.core.training.step import ParallelModel
 from tests.context_parallel.test_states import GROUPS, ROWS, TOKENS, Case, batch_of, tensors_of
 from tests.ranks import grid, run_ranks
@@ -32,7 +32,7 @@ def both(rank: int, world_size: int, cases: list[Case]) -> list[list[list[torch.
         batch = batch_of(case)
         plan = shard_batch(batch.with_padding_to(3 * TOKENS) if case[2] == 2 else batch, axis, LAYOUTS[case[1]]).plan
         tensors = tensors_of(plan.indices.size, plan.local)
-        for run in (recur, convolved_delta_rule), (fused_recur, chunk_gated_delta_rule):
+        for run in (recur, gated_delta_rule), (fused_recur, chunk_gated_delta_rule):
             move = functools.partial(*run)
             if case[2] == 1 and GROUPS % world_size == 0:
                 move = functools.partial(recur_by_heads, move)

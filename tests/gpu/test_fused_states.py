@@ -13,7 +13,7 @@ from megacp.core.context_parallel.fused_states import FUSED, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.states import recur
 from megacp.core.distributed.grid import single_axis
-from megacp.core.ops.recurrence import convolved_delta_rule
+from megacp.core.ops.recurrence import gated_delta_rule
 from tests.reference.fused import chunk_gated_delta_rule
 from tests.reference.packs import metadata, random_batch
 
@@ -81,6 +81,6 @@ def test_trees_and_padding_are_near_float64(kernel: Any) -> None:
     plan, axis = AttentionPlan(np.arange(300)[None], meta, 0, np.arange(300)), single_axis("cp")
     near(
         lambda *leaves: (fused_recur(kernel, plan, axis, *leaves),),
-        lambda *leaves: (recur(convolved_delta_rule, plan, axis, *leaves),),
+        lambda *leaves: (recur(gated_delta_rule, plan, axis, *leaves),),
         inputs_of(300, WIDTH),
     )

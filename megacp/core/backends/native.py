@@ -19,7 +19,7 @@ from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.fused_states import FUSED, fused_recur
+from megacp.core.context_parallel.fused_states import FUSED, fused_convolved
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.states import prepare_states, recur, recur_by_heads, short_convolution
@@ -147,7 +147,7 @@ class NativeBackend:
         if states and (row := FUSED.get((grid.device.type, self.dtype))):
             told = "states: torch's, because flash-linear-attention is not installed (pip install 'megacp[fla]')"
             if fused := row():
-                self._recur, told = functools.partial(fused_recur, fused), "states: flash-linear-attention's"
+                self._recur, told = functools.partial(fused_convolved, fused), "states: flash-linear-attention's"
             self.tell(told)
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:

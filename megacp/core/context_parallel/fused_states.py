@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ class SegmentLevels:
 
 
 def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
-    """`recur(convolved_delta_rule, plan, axis, *inputs)` by a kernel.
+    """`recur(gated_delta_rule, plan, axis, *inputs)` by a kernel.
 
     In backward the gradients of all maps are summed over ranks, a message of the size of the forward's.
     """
@@ -105,7 +105,7 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
         plan.part(f"sequences on {device}, {part}", functools.partial(SegmentLevels, plan, device, part))
         for part in (False, True)
     )
-    (q, k, v), rates = (F.silu(x) for x in inputs[:3]), inputs[3:]
+    q, k, v, *rates = inputs
     heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
     # of no elements: by it every rank has part in the backward of its inputs and of the message, needed or not
     tie = torch.cat([x[:0].reshape(0, heads, values).to(v.dtype) for x in inputs])
@@ -121,3 +121,10 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
         tie = maps[:0].reshape(tie.shape).to(tie.dtype)
     read, _ = every.run(kernel, first, q, k, v, *rates)
     return torch.zeros_like(v).index_copy(0, every.rows, torch.cat([read, tie]))
+
+
+def fused_convolved(
+    kernel: Kernel, plan: AttentionPlan, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rates: Any
+) -> torch.Tensor:
+    """`recur(convolved_delta_rule, ...)` by a kernel."""
+    return fused_recur(kernel, plan, axis, F.silu(q), F.silu(k), F.silu(v), *rates)

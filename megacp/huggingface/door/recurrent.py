@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megacp.core.context_parallel.fused_states import FUSED, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.states import recur, short_convolution
 from megacp.core.distributed.grid import Axis
@@ -60,6 +61,8 @@ def _delta_rule(
     """`torch_chunk_gated_delta_rule`: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, rates `[B, s, heads]`."""
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
+        if (row := FUSED.get((rows[2].device.type, rows[2].dtype))) and (kernel := row()):
+            return fused_recur(kernel, plan, axis, *rows)
         return recur(gated_delta_rule, plan, axis, *rows)
 
     if more.get("initial_state") is not None or more.get("output_final_state"):

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megacp.core.context_parallel.fused_states import FUSED
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.mask import Metadata
@@ -25,6 +26,7 @@ from megacp.huggingface.door.transformers import register_with_transformers
 from tests.huggingface.door import test_matrix
 from tests.huggingface.door.test_context import TWO, axis_of, rollouts, transport_on
 from tests.ranks import grid, run_ranks
+from tests.reference.fused import chunk_gated_delta_rule
 from tests.reference.precision import float32_is_float64
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -426,3 +428,19 @@ def test_states_take_the_dtypes_of_autocast_and_backward_behind_it(weights: torc
             loss = model(ids, position_ids=positions).logits.float().square().mean()
         loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_states_of_the_library_take_the_kernel_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed, in float64 by a stand-in."""
+    row, kernels = next(row for row in test_matrix.MODELS if row.name == "qwen3_5_text"), []
+    model = test_matrix.build(row, register_with_transformers()).double()
+
+    def loss() -> torch.Tensor:
+        ids, positions, _, documents = (x.clone() for x in test_matrix.batch(packed=True))
+        options = {"buffers": [ids, positions], "buffer_seq_dims": [1, 1], "document_ids": documents}
+        with context_parallel(single_axis("cp"), model=model, **options):
+            return model(ids, position_ids=positions).logits.square().mean()
+
+    ours = loss()
+    monkeypatch.setitem(FUSED, ("cpu", torch.float64), lambda: kernels.append(1) or chunk_gated_delta_rule)
+    assert abs(loss() - ours) <= 1e-12 * ours and kernels
