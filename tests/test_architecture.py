@@ -327,14 +327,14 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 31_993,
+    "megacp": 31_992,
     "megacp/core": 18_875,
     "megacp/prepare": 5_236,
-    "megacp/huggingface": 5_483,
+    "megacp/huggingface": 5_482,
     "megacp/verify": 1_329,
     "megacp/plan": 774,
     "bench tools": 2_799,
-    "tests": 33_411,
+    "tests": 33_461,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (136, 19_838)}

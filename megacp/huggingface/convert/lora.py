@@ -18,7 +18,7 @@ from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import A, B, is_of_a_pair
 from megacp.huggingface.convert import hf_files
-from megacp.huggingface.convert.tensors import Info, Link, Source, whole
+from megacp.huggingface.convert.tensors import Info, Link, Named, Source, whole
 from megacp.prepare.tokenize.beside import read_object
 
 _BEGIN = "base_model.model."
@@ -74,7 +74,7 @@ class Adapter:
         for link in links:
             module = link.theirs[0].name.removesuffix(".weight")
             if f"{module}.{A}" in theirs:
-                self._add(link, theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}"))
+                self._add(link.theirs[0].name, link.ours, theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}"))
         found = Counter(name.split(".")[3] for name in self._tensors if name.endswith(A))
         layers = {named.name.split(".")[1] for link in links for named in link.ours if named.name.startswith("layers.")}
         if theirs or not found or {*found.values()} != {len(layers)} or not found.keys() <= {*LINEARS}:
@@ -85,25 +85,24 @@ class Adapter:
         self.flags["lora_alpha"] = float(content["lora_alpha"])
         self.infos: Mapping[str, Info] = {name: Info(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
 
-    def _add(self, link: Link, down: torch.Tensor, up: torch.Tensor) -> None:
+    def _add(self, name: str, links: tuple[Named, ...], down: torch.Tensor, up: torch.Tensor) -> None:
         """A `[r, inputs]` and B `[rows, r]` of a module, which may be several of our linears joined."""
-        ours, rows = len(link.ours), [named.shape[0] for named in link.ours]
-        if up.shape[0] != sum(rows) or down.shape[1:] != link.ours[0].shape[1:] or down.shape[0] != up.shape[1]:
-            raise ValueError(f"{link.theirs[0].name}: A {tuple(down.shape)}, B {tuple(up.shape)} do not fit the model")
+        ours, rows = len(links), [named.shape[0] for named in links]
+        if up.shape[0] != sum(rows) or down.shape[1:] != links[0].shape[1:] or down.shape[0] != up.shape[1]:
+            raise ValueError(f"{name}: A {tuple(down.shape)}, B {tuple(up.shape)} do not fit the model")
         ups, some = up.split(rows), [i for i, x in enumerate(up.split(rows)) if x.any()]
         if 1 < len(some) < ours and down.shape[0] == len(some) * self.rank:  # pairs of some, as `_joined` writes them
-            part = Link(link.theirs, tuple(link.ours[i] for i in some))
-            self._add(part, down, torch.cat([ups[i] for i in some]))
+            self._add(name, tuple(links[i] for i in some), down, torch.cat([ups[i] for i in some]))
             return
         if down.shape[0] == ours * self.rank:  # a pair of each
             downs, ups = down.split(self.rank), [x[:, i * self.rank :][:, : self.rank] for i, x in enumerate(ups)]
             if not torch.equal(torch.block_diag(*ups), up):
-                raise ValueError(f"{link.theirs[0].name}: its pair of rank {down.shape[0]} is none of {ours} linears")
+                raise ValueError(f"{name}: its pair of rank {down.shape[0]} is none of {ours} linears")
         elif down.shape[0] == self.rank:
             downs = (down,) * ours
         else:
-            raise ValueError(f"{link.theirs[0].name}: rank {down.shape[0]}, of others {self.rank}: one is needed")
-        for named, a, b in zip(link.ours, downs, ups, strict=True):
+            raise ValueError(f"{name}: rank {down.shape[0]}, of others {self.rank}: one is needed")
+        for named, a, b in zip(links, downs, ups, strict=True):
             stem = named.name.removesuffix("weight")
             self._tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
 

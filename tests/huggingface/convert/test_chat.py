@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.core.data.decoding import rules_from_dict
 from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules, image_layout, image_patches
+from megacp.core.data.qwen_geometry import QWEN_TOKEN_TEXTS, QwenRules
 from megacp.huggingface.convert import chat, processor
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
@@ -264,3 +266,32 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
         (tmp_path / processor.PROCESSOR).write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
             processor.read_rules(tmp_path, TINY.token_ids)
+
+
+def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: Path) -> None:
+    """An older file has its pixels beside `size`, and settings of videos are those of images."""
+    rules = QwenRules(
+        token_ids={name: n for n, name in enumerate(QWEN_TOKEN_TEXTS)},
+        resize_pixels=(1024, 4096),
+        video_resize_pixels=(2048, 8192),
+    )
+    processor.write_processor(rules.to_dict(), tmp_path)
+
+    def read(name: str, **change: Any) -> Any:
+        path, text = tmp_path / name, (tmp_path / name).read_text()
+        path.write_text(json.dumps({**json.loads(text), **change}))
+        try:
+            return rules_from_dict(processor.read_rules(tmp_path, rules.token_ids, "qwen3_5") or {})
+        finally:
+            path.write_text(text)
+
+    assert read(processor.IMAGES) == rules
+    older = read(processor.IMAGES, size=None, min_pixels=1024, max_pixels=4096)
+    assert older == rules
+    for name, change, message in (
+        (processor.IMAGES, {"resample": 2}, "resample is 2, megacp can only express 3"),
+        (processor.VIDEOS, {"merge_size": 4}, "merge_size is 4, that of images is 2"),
+        (processor.VIDEOS, {"num_frames": 16}, "num_frames is 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(name, **change)

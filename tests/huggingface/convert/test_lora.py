@@ -304,7 +304,9 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     assert content["base_model_name_or_path"] is None
 
 
-@pytest.mark.parametrize(("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,k,v,gate,up")])
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,k,v,gate,up"), ("phi3", "q,k,gate,up")]
+)
 @pytest.mark.slow
 def test_a_run_starts_with_the_pairs_of_an_adapter(
     name: str, targets: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

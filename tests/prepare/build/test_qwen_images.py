@@ -20,6 +20,7 @@ from megacp.core.data.image_shards import compute_image_shard_boundaries, units_
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.qwen_geometry import QWEN_TOKEN_TEXTS
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision_rules import ImageError
 from megacp.core.training.sources import image_misfits
 from megacp.prepare.verify import verify
 from tests.prepare.build import builds
@@ -257,3 +258,19 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     ):
         refused = built(*flags)
         assert refused.returncode == 2 and told in refused.stderr
+
+
+def test_a_bad_image_leaves_windows_of_the_family_that_no_token_sees(dataset: PackedDataset) -> None:
+
+    class Broken(RulesDecoder):
+        def image(self, data: bytes) -> Any:
+            raise ImageError("half a PNG")
+
+    rules = rules_from_dict(dataset.manifest.image_rules)
+    for numbers in rows(dataset):
+        packs, whole = [dataset.pack(i) for i in numbers], loaded(dataset, numbers)
+        loading = ImageLoading(Broken(rules), on_bad_image="skip")
+        left = collate(packs, image_attention="causal", loading=loading)
+        assert left.vision.pooling.shape == whole.vision.pooling.shape
+        assert left.vision.patches.shape == whole.vision.patches.shape
+        assert left.fingerprint() == whole.fingerprint()
