@@ -334,7 +334,7 @@ LINES = {
     "megacp/verify": 1_329,
     "megacp/plan": 774,
     "bench tools": 2_799,
-    "tests": 33_461,
+    "tests": 33_470,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (136, 19_838)}

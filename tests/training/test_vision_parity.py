@@ -8,6 +8,7 @@ steps are compared, to 1e-10 relative: sums in another order leave 1e-15.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,14 @@ CASES += [
     pytest.param(3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored", marks=SLOW),
     pytest.param(4, {CP: 2, TP: 2, "lora_rank": 3, "lora_targets": "all", **QWEN3_5}, "stored", marks=SLOW),
 ]
+CASES += [
+    pytest.param(
+        8, {TP: tp, PP: pp, CP: cp, "global_batch_size": max(2, 8 // (tp * pp * cp)), **QWEN3_5}, "stored", marks=SLOW
+    )
+    for tp, pp, cp in itertools.product((1, 2, 4, 8), repeat=3)
+    if tp * pp * cp <= 8
+]
+"""Every factorization of eight ranks."""
 
 
 def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:
