@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -24,14 +25,17 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
     if world.host_group is not None:
         # for ranks that are slower than the group's timeout allows; not in the run's store, which may have gone with
         # torchrun's agent: its ranks go on, and save
+        begun = time.monotonic()
         try:
             await_all(world)
-        except RuntimeError as late:
-            why = str(late).partition("\n")[0]
-            raise error(
-                f"not all ranks have read or written their part of a checkpoint within {world.patience:g} s "
-                f"(6 x --distributed-timeout-minutes; is a disk or network slow?): {why}"
-            ) from late
+        except RuntimeError as missed:
+            why, limit = str(missed).partition("\n")[0], f"{world.patience:g} s (6 x --distributed-timeout-minutes"
+            if time.monotonic() - begun < world.patience:
+                raise error(
+                    f"a rank was lost beside a checkpoint, or waited no longer than {limit}): {why}"
+                ) from missed
+            part = "not all ranks have read or written their part of a checkpoint"
+            raise error(f"{part} within {limit}; is a disk or network slow?): {why}") from missed
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):

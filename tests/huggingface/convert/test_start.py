@@ -17,6 +17,7 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.launch import run_store
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
+from megacp.huggingface.convert.start import FolderStart
 from megacp.huggingface.convert.tensors import whole
 from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
@@ -149,6 +150,25 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
     assert f"--data-path {other} was built with the tokenizer" in told
     assert "build it again with the --tokenizer" in told
+
+
+def test_links_that_stand_in_save_are_replaced(folder: Path, tmp_path: Path) -> None:
+    start, outside = tmp_path / "start", tmp_path / "outside"
+    shutil.copytree(folder, start)
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates" / "a.jinja").write_text("{{ x }}")
+    names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    (outside / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "save").mkdir()
+    for name in (*names, "additional_chat_templates"):
+        (tmp_path / "save" / name).symlink_to(outside / name)
+    for name in names:
+        (outside / name).write_text("another's")
+    FolderStart(read_hf(start), start, read_hf(start).source).keep(tmp_path / "save")
+    assert {(outside / name).read_text() for name in names} == {"another's"}
+    assert not [*(outside / "additional_chat_templates").iterdir()]
+    for name in (*names, "additional_chat_templates/a.jinja"):
+        assert (tmp_path / "save" / name).read_bytes() == (start / name).read_bytes()
 
 
 def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
