@@ -454,6 +454,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('f"{seed} {epoch} {length}"', 'f"{seed} {length}"', "every epoch has one order"),
         ("(start, start + count, dtype=np.int64),", "(0, count, dtype=np.int64),", "a resumed run begins anew"),
     ],
+    ("core/training/sources.py", "tests/training/test_start.py"): [
+        ("sum(one.num_packs for one in manifests)", "manifests[0].num_packs", "packs of a blend are its first part's"),
+        ("round(training.train_epochs * packs)", "int(training.train_epochs * packs)", "epochs are cut to whole packs"),
+        (
+            "round(training.train_epochs * packs)",
+            "int(-(-training.train_epochs * packs // 1))",
+            "1.1 x 10 packs are 12",
+        ),
+        ("step + max(0, -(-(end - consumed)", "max(0, -(-end", "epochs are counted anew after a resumption"),
+    ],
     ("core/data/collate.py", "tests/data/test_collate.py"): [
         ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),
         ("labels[last], label_weights[last] = 0, 0", "labels[last] = 0", "the last token predicts"),
@@ -558,6 +568,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [
+        ("min(size, self.end - consumed)", "size", "the last step of an epoch takes packs of the next"),
         ("[:, data_rank.index]", "[:, data_rank.index - 1]", "ranks read the packs of others"),
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
         (

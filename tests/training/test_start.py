@@ -19,7 +19,7 @@ from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, with_values
 from megacp.core.distributed.launch import Meeting
 from megacp.core.training.agreement import MAY_DIFFER, require_agreement, statement
-from megacp.core.training.sources import open_sources
+from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
 from megacp.train import main
 from tests.checkpoint.test_commit import WORLD
@@ -298,12 +298,35 @@ def test_nproc_checks_in_one_process_and_then_hands_all_to_torchrun(
     assert started == [[*command, *flags[2:]]] and capsys.readouterr().out == ""
 
 
+BATCH = TINY.index("--train-iters")
+LONG = [*TINY[:BATCH], *TINY[BATCH + 2 :]]
+"""TINY without its length."""
+
+
+def packed(folder: Path, count: int) -> str:
+    write_dataset(folder, [random_packs(np.random.default_rng(0), count, 64, 61)], 61, 64)
+    return str(folder)
+
+
 def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_dataset(tmp_path / "d", [random_packs(np.random.default_rng(0), 10, 64, 61)], 61, 64)
-    flags = [*TINY, "--data-path", str(tmp_path / "d")]
-    assert main([*flags, "--train-epochs", "1.5", "--save", str(tmp_path / "run"), "--lr", "0.1"]) == 0
+    flags = [*LONG, "--data-path", packed(tmp_path / "d", 10)]
+    resumed = [*flags, "--auto-resume", "--save", str(tmp_path / "run"), "--lr", "0.1"]
+    assert main([*resumed, "--train-epochs", "1.5"]) == 0
     said = capsys.readouterr().out
-    assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.60" in said
+    assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.50" in said
+    assert main([*resumed, "--train-epochs", "3", "--global-batch-size", "8"]) == 0
+    assert "step 6/6  epoch 3.00" in capsys.readouterr().out, "15 packs more"
     assert main([*flags, "--train-epochs", "0.4"]) == 2  # a step whose learning rate is 0
-    assert "--train-epochs 0.4 is 1 steps of --global-batch-size 4, as" in capsys.readouterr().err
-    assert main([*TINY, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
+    assert "--train-epochs 0.4 is 1 step of --global-batch-size 4, as" in capsys.readouterr().err
+    assert main([*LONG, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
+    assert main([*flags, "--train-epochs", "2", "--train-iters", "4"]) == 2
+    assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [("1.1", 11), ("1.04", 10), ("1.06", 11), ("2", 20), ("0.9999", 10)])
+def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(tmp_path: Path, epochs: str, steps: int) -> None:
+    """1.1 x 10 is 11.000000000000002 in floating point."""
+    flags = ["--train-epochs", epochs, "--global-batch-size", "1"]
+    flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
+    config, _ = with_stored_length(parse(flags), given_names(flags))
+    assert config.training.train_iters == steps
