@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from megacp.core.distributed.collectives import await_all, gather_objects
 from megacp.core.distributed.grid import Axis
+from megacp.core.storage.place import Place
 
 _T = TypeVar("_T")
 
@@ -51,6 +55,25 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
     """Run `action` on rank 0 only; its result on every rank, or `error` on all ranks."""
     result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
     return result  # type: ignore[return-value]  # the first rank has an action
+
+
+def copies_of(folders: Iterable[Place], world: Axis) -> list[object]:
+    """Which copy of local folders each rank sees, in rank order: equal for ranks of one machine that see the same one;
+    at a URL there is one.
+    """
+    boot, own = Path("/proc/sys/kernel/random/boot_id"), list[object]()
+    for folder in folders:
+        with contextlib.suppress(OSError):  # who reads it tells of it
+            status = folder.stat() if isinstance(folder, Path) else None
+            own += [] if status is None else [socket.gethostname(), status.st_dev, status.st_ino]
+    own += [boot.read_text()] if own and boot.exists() else []
+    return gather_objects(own, world)
+
+
+def dealt(items: Sequence[_T], copies: Sequence[object], world: Axis) -> Sequence[_T]:
+    """The items that this rank reads: each copy is dealt to the ranks that see it, so all of it is read once."""
+    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
+    return items[sharing.index(world.rank) :: len(sharing)]
 
 
 def reason_of(error: BaseException) -> str:

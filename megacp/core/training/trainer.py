@@ -78,8 +78,8 @@ class Trainer:
                 told = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
                 raise ValueError(told)
         # of a checkpoint: it may be an older one than was counted with before
-        steps = run_steps(config.training, len(sources.train), self.state.step, self.state.consumed_samples)
-        self.config = self.model.config = config = with_values(config, {"train_iters": steps})
+        last = run_steps(config.training, len(sources.train), self.state.step, self.state.consumed_samples)
+        self.config = self.model.config = config = with_values(config, {"train_iters": last})
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
         if (profiled := config.log.profile) is not None:

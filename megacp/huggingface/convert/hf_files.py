@@ -129,6 +129,11 @@ class SafetensorsFolder:
     def infos(self) -> Mapping[str, Info]:
         return self._infos
 
+    @property
+    def names(self) -> list[str]:
+        """Of its files."""
+        return list(self._files)
+
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """As Source; the file is mapped, so a row is read from disk when it is used."""
         return self._files[self._places[name]].get_slice(name)[start:stop]

@@ -90,6 +90,8 @@ class Loaded:
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
     """The config.json it was read from."""
+    files: Sequence[str] = ()
+    """Names of a folder's files of weights."""
     pairs: Pairs | None = None
     """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
 
@@ -145,7 +147,7 @@ def _of_folder(path: Path) -> Loaded:
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
-    return Loaded(path, family, source, config, rules, None, content)
+    return Loaded(path, family, source, config, rules, None, content, weights.names)
 
 
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:
