@@ -447,12 +447,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("math.isfinite(loss) and math.isfinite(grad_norm)", "math.isfinite(loss)", "a gradient of NaN is an update"),
         ("            self.skipped_in_a_row = 0\n", "", "skipped steps are never forgotten"),
         ("value <= factor * usual", "value <= usual", "every step above the median is a spike"),
+        ("value <= factor * last and", "False and", "a spike is told at every step"),
+        (" and 0.5 * median < usual < 2.0 * median", "", "a spike is told once in a run"),
         ("if self.skipped_in_a_row <", "if self.skipped_in_a_row <=", "one more step is skipped"),
     ],
     ("core/data/order.py", "tests/data/test_loader.py"): [
         ("outside[values >= np.uint64(length)]", "outside[values > np.uint64(length)]", "a sample beyond the dataset"),
         ('f"{seed} {epoch} {length}"', 'f"{seed} {length}"', "every epoch has one order"),
         ("(start, start + count, dtype=np.int64),", "(0, count, dtype=np.int64),", "a resumed run begins anew"),
+    ],
+    ("core/training/state.py", "tests/training/test_saving.py"): [
+        ("fresh_pairs = stored.model.lora_rank == 0", "fresh_pairs = True", "--finetune drops the pairs of a LoRA run"),
     ],
     ("core/training/sources.py", "tests/training/test_start.py"): [
         ("sum(one.num_packs for one in manifests)", "manifests[0].num_packs", "packs of a blend are its first part's"),
@@ -499,6 +504,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),
+    ],
+    ("train.py", "tests/training/test_start.py"): [
+        ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
+        ("= min(failed), ", "= max(failed), ", "a rank that was killed is not named"),
+        ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
     ],
     ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
         ("if copy == copies[world.rank]]", "]", "a copy on another machine is hashed by no rank that sees it"),

@@ -13,7 +13,6 @@ import functools
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from multiprocessing import forkserver
@@ -46,8 +45,6 @@ them: ranks that have nothing to do are stopped.
 """
 
 _pools: dict[int, RankPool] = {}  # the one used last stands last
-_GUARD = 'read _ || kill -KILL "$@"'
-"""Ends ranks whose test process is gone: a stopped one does not see the end of its pipe, and would stay for ever."""
 
 
 @atexit.register
@@ -55,21 +52,6 @@ def _close_all() -> None:
     for pool in _pools.values():
         pool.close()
     _pools.clear()
-
-
-def _guarded(pool: RankPool) -> RankPool:
-    """The pool, with a process beside it that outlives this one."""
-    pids = [str(process.pid) for process in pool.processes]
-    guard = subprocess.Popen(["sh", "-c", _GUARD, "sh", *pids], stdin=subprocess.PIPE, start_new_session=True)
-    close = pool.close
-
-    def close_both() -> None:
-        close()
-        if guard.poll() is None:
-            guard.communicate(b"\n")  # it kills nobody: the numbers may be those of other processes by now
-
-    pool.close = close_both  # type: ignore[method-assign]
-    return pool
 
 
 def _signal(pool: RankPool, number: signal.Signals) -> None:
@@ -111,7 +93,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         pool = None
     while len(_pools) >= POOLS:
         _pools.pop(next(iter(_pools))).close()
-    pool = _pools[world_size] = pool or _guarded(RankPool(world_size))
+    pool = _pools[world_size] = pool or RankPool(world_size)
     try:
         _signal(pool, signal.SIGCONT)
         results = pool.run(_half_in_blocks, function, *args, timeout=timeout)

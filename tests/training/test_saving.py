@@ -183,6 +183,15 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
     assert "--rotary-base" in capsys.readouterr().err
 
 
+def test_finetuning_a_run_with_pairs_takes_its_pairs(tmp_path: Path) -> None:
+    step = [*TINY, "--train-iters", "1", "--lr-warmup-iters", "0", "--lr-decay-iters", "9"]
+    run(1, [*step, "--lora-rank", "3", "--save", str(tmp_path / "a")])
+    run(1, [*step, "--load", str(tmp_path / "a"), "--finetune", "--lr", "0", "--save", str(tmp_path / "b")])
+    before, after = (dict(load_checkpoint(tmp_path / name, WORLD).whole_tensors()) for name in "ab")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert all(tensor.any() for name, tensor in before.items() if "lora_B" in name), "the first run moved them"
+
+
 @pytest.mark.slow
 def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path) -> None:
     base = [text if text != "float64" else "bfloat16" for text in TINY]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megacp.verify.spawn import RankFailure, RankPool, run_ranks
+from tests.conftest import LEFT
 
 
 def total(rank: int, world_size: int, factor: int) -> tuple[int, int]:
@@ -66,6 +68,13 @@ def test_what_ranks_find_imported_asks_for_no_device_and_starts_no_thread() -> N
     """Ranks cannot use a GPU, or stand still, where their parent did before the fork."""
     done = subprocess.run([sys.executable, "-c", PRELOADS], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+def test_a_stopped_process_of_a_test_run_ends_with_it() -> None:
+    stopped = subprocess.Popen(["sleep", "60"], env={"MEGACP_TESTS": "of this test"})
+    os.kill(stopped.pid, signal.SIGSTOP)
+    subprocess.run(["sh", "-c", LEFT, "of this test"], stdin=subprocess.DEVNULL, check=True)
+    assert stopped.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
