@@ -1,7 +1,8 @@
 """Train: `python -m megacp.train --nproc 8 --data-path DIR ...`, under torchrun, or without either on one process.
 
-Parse, check everything, agree with all other ranks, train. `--nproc` checks all in one process and then calls torchrun,
-whose report would stand below a refusal. `--dry-run` prints grid, stages and memory of any world size and stops.
+Parse, check everything, agree with all other ranks, train. `--nproc` checks all in one process and then starts ranks of
+this machine; torchrun's report would stand below what they say. `--dry-run` prints grid, stages and memory of any world
+size and stops.
 
 Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early after saving (by a
 signal or --exit-duration). torchrun --max-restarts would start the run again for a 3, so it is 0 there.
@@ -11,16 +12,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import io
+import math
 import os
 import re
 import resource
+import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn
 
 from megacp.core.backends.select import backend_problems
@@ -37,7 +43,7 @@ from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.place import place_of
 from megacp.core.training.agreement import AlikeError, require_agreement, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
-from megacp.core.training.stopping import STOPPED
+from megacp.core.training.stopping import FAILED, STOPPED
 from megacp.core.training.stored import resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
 from megacp.plan.report import describe
@@ -47,11 +53,10 @@ _SECONDS_OF_A_REFUSED_RANK = 60.0
 """How long a rank that cannot run waits for the others, to refuse the run together with them."""
 _SECONDS_FOR_THE_FIRST = 5.0
 """torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
-_TORCHRUN = {
-    "OMP_NUM_THREADS": "1",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",  # seconds that ranks have to save after SIGTERM
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # a restarted life has a store of its own
-}
+_SECONDS_OF_OTHERS = 60.0
+"""How long the ranks of --nproc may still speak after one has failed; a rank in a collective of NCCL waits for ever."""
+_PR_SET_PDEATHSIG = 1
+"""Linux's name of an option of a process (prctl.h): the signal that it gets when its parent dies."""
 _HELP, _HELP_ALL = ("-h", "--help"), "--help-all"
 _FIRST_FLAGS = set(
     "data-path valid-data-path seq-length load-hf load-adapter load finetune save save-interval auto-resume num-layers "
@@ -173,8 +178,8 @@ def _show_help(arguments: Sequence[str]) -> None:
     print("\n--nproc N starts N ranks on this machine, after a check in one process; --help-all shows all flags")
 
 
-def _start_ranks(arguments: Sequence[str]) -> list[str]:
-    """The arguments without `--nproc N`; with N above 1, all is checked here, and torchrun takes this process over."""
+def _nproc(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """The ranks that `--nproc N` asks this process to start, 0 for none, and the other arguments, checked for them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc", type=int, default=0)
     try:
@@ -182,23 +187,70 @@ def _start_ranks(arguments: Sequence[str]) -> list[str]:
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from error
     if found.nproc == 0 or {*_HELP, _HELP_ALL} & {*rest}:
-        return rest
+        return 0, rest
     if launch.world_from_environment().size > 1:
         raise ValueError(f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag")
     if "--dry-run" in rest:
-        return [*rest, "--world-size", str(found.nproc)]
+        return 0, [*rest, "--world-size", str(found.nproc)]
     with contextlib.redirect_stdout(io.StringIO()):  # the ranks say it again
         plan_of(rest, launch.World(size=found.nproc, local_size=found.nproc))
-    launch.set_defaults(_TORCHRUN)
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(found.nproc)]
-    os.execv(sys.executable, [sys.executable, *command, "-m", "megacp.train", *rest])
+    return found.nproc, rest
+
+
+def _run_ranks(arguments: Sequence[str], count: int) -> int:
+    """Start the ranks and wait for them; the exit status of the run."""
+    store, environments = launch.ranks_of_one_machine(count)
+    libc, ranks = ctypes.CDLL(None), list[subprocess.Popen[bytes]]()
+
+    def begin() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until a rank trains: Ctrl-C would be a traceback of each
+        if hasattr(libc, "prctl"):
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    for environment in environments:
+        command = [sys.executable, "-m", "megacp.train", *arguments]
+        ranks.append(subprocess.Popen(command, env=environment, preexec_fn=begin))
+    status = _wait_for(ranks)
+    del store  # it served them
+    return status
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Pass signals on to the ranks until all have ended; the status of the first one that failed, else the highest.
+
+    A Ctrl-C reaches them from the terminal, or as SIGTERM.
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for one in ranks:
+            one.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, pass_on)
+    first: tuple[int, int] | None = None  # status and rank of the first failure
+    deadline, ended = math.inf, list[tuple[int, int]]()
+    while len(ended) < len(ranks):
+        time.sleep(0.05)
+        ended = [(status, rank) for rank, one in enumerate(ranks) if (status := one.poll()) is not None]
+        failed = [(status, rank) for status, rank in ended if status not in (0, STOPPED)]
+        if failed and first is None:  # one that was killed has a negative status
+            first, deadline = min(failed), time.monotonic() + _SECONDS_OF_OTHERS
+        for one in ranks if time.monotonic() > deadline else ():
+            one.kill()
+    status, rank = first or max(ended)
+    if status < 0:
+        print(f"error: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr, flush=True)
+    return status if status >= 0 else FAILED
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     world = launch.World()
     try:
-        arguments = _start_ranks(sys.argv[1:] if argv is None else argv)
+        count, arguments = _nproc(sys.argv[1:] if argv is None else argv)
+        if count:
+            return _run_ranks(arguments, count)
         world = launch.world_from_environment()
         plan = _plan_or_refuse(arguments, world)
         if plan is None:
@@ -250,8 +302,9 @@ def _train(plan: Plan, meeting: launch.Meeting, world: launch.World) -> int:
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
-        return _refused(str(error), world, alike=False)
+        told = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+        reasons = [line.partition(" failed in ")[2] for line in told.splitlines()]
+        return _refused(str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1)
     except Exception as error:
         error.add_note(launch.report_failure(error, "the start", grid.world))
         raise

@@ -454,6 +454,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('f"{seed} {epoch} {length}"', 'f"{seed} {length}"', "every epoch has one order"),
         ("(start, start + count, dtype=np.int64),", "(0, count, dtype=np.int64),", "a resumed run begins anew"),
     ],
+    ("core/training/sources.py", "tests/training/test_start.py"): [
+        ("sum(one.num_packs for one in manifests)", "manifests[0].num_packs", "packs of a blend are its first part's"),
+        ("round(training.train_epochs * packs)", "int(training.train_epochs * packs)", "epochs are cut to whole packs"),
+        (
+            "round(training.train_epochs * packs)",
+            "int(-(-training.train_epochs * packs // 1))",
+            "1.1 x 10 packs are 12",
+        ),
+        ("step + max(0, -(-(end - consumed)", "max(0, -(-end", "epochs are counted anew after a resumption"),
+    ],
     ("core/data/collate.py", "tests/data/test_collate.py"): [
         ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),
         ("labels[last], label_weights[last] = 0, 0", "labels[last] = 0", "the last token predicts"),
@@ -489,6 +499,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),
+    ],
+    ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
+        ("if copy == copies[world.rank]]", "]", "a copy on another machine is hashed by no rank that sees it"),
+        ("status.st_dev, status.st_ino", "", "folders of one machine are one copy"),
+    ],
+    ("huggingface/convert/start.py", "tests/huggingface/convert/test_start.py"): [
+        (
+            '{f"--load-hf {name}": folder / name for name in loaded.files}',
+            "dict[str, Path]()",
+            "a model is not compared",
+        ),
+        ("for name in ADAPTER_FILES}", "for name in ()}", "an adapter is not compared"),
     ],
     ("core/checkpoint/directory.py", "tests/checkpoint/test_commit.py tests/checkpoint/test_storage.py"): [
         ("older[keep_last - 1 :]", "older[keep_last:]", "one checkpoint more is kept"),
@@ -558,6 +580,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [
+        ("min(size, self.end - consumed)", "size", "the last step of an epoch takes packs of the next"),
         ("[:, data_rank.index]", "[:, data_rank.index - 1]", "ranks read the packs of others"),
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint import commit
+from megacp.core.checkpoint import agree, commit
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
 from megacp.core.checkpoint.names import TensorBox
@@ -230,3 +231,13 @@ def test_a_rank_beyond_the_limit_of_saving_is_named(tmp_path: Path) -> None:
     assert "within 0.5 s (6 x --distributed-timeout-minutes" in first and "Rank 1" in first
     assert "--distributed-timeout-minutes" in late
     assert committed(tmp_path) == []
+
+
+def test_a_rank_that_died_beside_a_save_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(world: Axis) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(agree, "await_all", broken)
+    world = dataclasses.replace(single_axis("world"), host_group=object(), patience=60.0)
+    with pytest.raises(SaveError, match="a rank was lost .*: Connection closed by peer"):
+        agree.on_all_ranks(world, lambda: None, SaveError)

@@ -157,6 +157,7 @@ def test_yaml_reads_flags_exponents_truths_and_nothing() -> None:
     assert (config.data.seq_length, config.training.lr, config.checkpoint.load) == (2048, 3e-4, "ckpt")
     assert type(config.training.weight_decay) is float and config.training.fp8 == "off"
     assert from_yaml("") == from_yaml("# only a comment") == RunConfig()
+    assert from_yaml("hidden_size: &width 64\nffn_hidden_size: *width").model.ffn_hidden_size == 64
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,10 @@ def test_yaml_reads_flags_exponents_truths_and_nothing() -> None:
         ("lr: 1\nlr: 2", "the key lr stands more than once"),
         ("seq-length: 1\nseq_length: 2", "the key seq_length stands more than once"),
         ("lr: [", "not valid YAML"),
+        (
+            "seed: &a [1, 1]\nlr: &b [*a, *a]\ndtype: [*b, *b]",
+            "in line 2: *a repeats a list",
+        ),  # 60 lines never end
     ],
 )
 def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import warnings
@@ -128,6 +129,22 @@ def test_close_ends_the_threads_and_can_be_repeated() -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("pack-loader")]
     with pytest.raises(RuntimeError, match="closed"):
         loader.next_step()
+
+
+@pytest.mark.parametrize(("dp", "threads"), [(1, 0), (2, 2), (3, 1)])
+def test_a_run_of_whole_epochs_takes_each_pack_as_often_and_its_last_step_is_short(dp: int, threads: int) -> None:
+    options = LoaderOptions(2, 12, seed=3, num_threads=threads, end=80)
+    taken, counts = list[int](), list[int]()
+    with contextlib.ExitStack() as stack:
+        loaders = [PackedLoader(Packs(40), options, DataRank(i, dp), 4) for i in range(dp)]
+        for loader in map(stack.enter_context, loaders):
+            for _ in range(7):  # 4 + 6 x 12 + 4 samples
+                batches = loader.next_step()
+                counts.append(len(batches))
+                taken += ids([batch for batch in batches if batch.weight_sum > 0])
+            assert loader.consumed_samples == 80
+    taken += samples(0, 4, 40, 3).tolist()
+    assert sorted(taken) == sorted([*range(40)] * 2) and set(counts) == {6 // dp}
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])

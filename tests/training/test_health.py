@@ -59,6 +59,8 @@ def test_a_jump_over_the_median_is_told() -> None:
     found = ("the gradient norm 11 is 11 times the median 1 of 9 updates",)
     assert health.check(StepNumbers(10, 2.0, 11.0)) == Decision(findings=found)
     assert health.check(StepNumbers(11, 5.9, 9.9)) == Decision()
+    told = [bool(health.check(StepNumbers(12 + i, loss, 1.0)).findings) for i, loss in enumerate([9000, 11e3, 100])]
+    assert told == [False, True, False], "the next one is told where it is far above the last"
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
@@ -88,7 +90,8 @@ def test_a_level_is_learned_from_eight_updates_and_forgets() -> None:
     assert health.check(StepNumbers(9, 100.0, 1.0)).findings
     health = fed(Health(), 64)
     warned = [bool(health.check(StepNumbers(65 + i, 20.0, 1.0)).findings) for i in range(64)]
-    assert warned == [True] * 32 + [False] * 32
+    assert warned == [True] + [False] * 63, "a level is told once"
+    assert health.check(StepNumbers(129, 70.0, 1.0)).findings, "the median has moved"
 
 
 def test_a_state_survives_json_and_decides_alike() -> None:

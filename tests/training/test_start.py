@@ -5,21 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import re
+import signal
 import socket
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp import train
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, with_values
 from megacp.core.distributed.launch import Meeting
 from megacp.core.training.agreement import MAY_DIFFER, require_agreement, statement
-from megacp.core.training.sources import open_sources
+from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
 from megacp.train import main
 from tests.checkpoint.test_commit import WORLD
@@ -279,31 +284,90 @@ def test_help_shows_what_most_runs_have_and_help_all_the_rest(capsys: pytest.Cap
     assert {"data_path", "load_hf", "lr", "context_parallel_size", "save"} <= shown[0]
 
 
-def test_nproc_checks_in_one_process_and_then_hands_all_to_torchrun(
+def test_nproc_checks_in_one_process_and_then_starts_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A refusal is the last thing on the screen: torchrun's report would stand below it."""
-    started: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda program, arguments: started.append(arguments[1:]))
-    monkeypatch.setattr("megacp.core.distributed.launch.set_defaults", lambda values: None)
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(train, "_run_ranks", lambda arguments, count: started.append((arguments, count)) or 3)
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.rstrip().endswith("holds no manifest.json") and not started
     assert main([*flags, "--num-attention-heads", "3"]) == 2 and main(["--nproc", "two"]) == 2 and not started
     capsys.readouterr()
     assert main([*flags, "--dry-run"]) == 0 and "Dry run: 2 ranks" in capsys.readouterr().out
-    with pytest.raises(TypeError):  # nothing follows what takes the process over
-        main(flags)
-    command = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megacp.train".split()
-    assert started == [[*command, *flags[2:]]] and capsys.readouterr().out == ""
+    assert main(flags) == 3 and started == [(flags[2:], 2)] and capsys.readouterr().out == ""
+
+
+SAVES = "trap 'exit 3' TERM; touch $READY/$$; while :; do sleep 0.02; done"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "status", "said"),
+    [
+        (["exit 0", "exit 0"], 0, ""),
+        (["exit 3", "exit 3"], 3, ""),
+        (["exit 2", "sleep 0.2; exit 1"], 2, ""),
+        (["sleep 0.3; exit 1", "kill -KILL $$"], 1, "error: rank 1 was ended by SIGKILL\n"),
+        (["exit 1", "exec sleep 60"], 1, ""),
+        ([SAVES, SAVES], 3, ""),
+    ],
+)
+def test_the_status_of_nproc_is_that_of_its_ranks(
+    ranks: list[str],
+    status: int,
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sleep, numbers = time.sleep, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+
+    def wait(seconds: float) -> None:
+        sleep(seconds)
+        if len([*tmp_path.iterdir()]) == 2:  # ranks that can be stopped
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(train, "_SECONDS_OF_OTHERS", 0.5)
+    monkeypatch.setattr("megacp.train.time.sleep", wait)
+    before = {number: signal.getsignal(number) for number in numbers}
+    environment = {**os.environ, "READY": str(tmp_path)}
+    try:
+        started = [subprocess.Popen(["sh", "-c", text], env=environment) for text in ranks]
+        assert train._wait_for(started) == status and capfd.readouterr().err == said
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+BATCH = TINY.index("--train-iters")
+LONG = [*TINY[:BATCH], *TINY[BATCH + 2 :]]
+"""TINY without its length."""
+
+
+def packed(folder: Path, count: int) -> str:
+    write_dataset(folder, [random_packs(np.random.default_rng(0), count, 64, 61)], 61, 64)
+    return str(folder)
 
 
 def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_dataset(tmp_path / "d", [random_packs(np.random.default_rng(0), 10, 64, 61)], 61, 64)
-    flags = [*TINY, "--data-path", str(tmp_path / "d")]
-    assert main([*flags, "--train-epochs", "1.5", "--save", str(tmp_path / "run"), "--lr", "0.1"]) == 0
+    flags = [*LONG, "--data-path", packed(tmp_path / "d", 10)]
+    resumed = [*flags, "--auto-resume", "--save", str(tmp_path / "run"), "--lr", "0.1"]
+    assert main([*resumed, "--train-epochs", "1.5"]) == 0
     said = capsys.readouterr().out
-    assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.60" in said
+    assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.50" in said
+    assert main([*resumed, "--train-epochs", "3", "--global-batch-size", "8"]) == 0
+    assert "step 6/6  epoch 3.00" in capsys.readouterr().out, "15 packs more"
     assert main([*flags, "--train-epochs", "0.4"]) == 2  # a step whose learning rate is 0
-    assert "--train-epochs 0.4 is 1 steps of --global-batch-size 4, as" in capsys.readouterr().err
-    assert main([*TINY, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
+    assert "--train-epochs 0.4 is 1 step of --global-batch-size 4, as" in capsys.readouterr().err
+    assert main([*LONG, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
+    assert main([*flags, "--train-epochs", "2", "--train-iters", "4"]) == 2
+    assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [("1.1", 11), ("1.04", 10), ("1.06", 11), ("2", 20), ("0.9999", 10)])
+def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(tmp_path: Path, epochs: str, steps: int) -> None:
+    """1.1 x 10 is 11.000000000000002 in floating point."""
+    flags = ["--train-epochs", epochs, "--global-batch-size", "1"]
+    flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
+    config, _ = with_stored_length(parse(flags), given_names(flags))
+    assert config.training.train_iters == steps

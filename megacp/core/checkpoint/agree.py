@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from megacp.core.distributed.collectives import await_all, gather_objects
 from megacp.core.distributed.grid import Axis
+from megacp.core.storage.place import Place
 
 _T = TypeVar("_T")
 
@@ -24,14 +29,17 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
     if world.host_group is not None:
         # for ranks that are slower than the group's timeout allows; not in the run's store, which may have gone with
         # torchrun's agent: its ranks go on, and save
+        begun = time.monotonic()
         try:
             await_all(world)
-        except RuntimeError as late:
-            why = str(late).partition("\n")[0]
-            raise error(
-                f"not all ranks have read or written their part of a checkpoint within {world.patience:g} s "
-                f"(6 x --distributed-timeout-minutes; is a disk or network slow?): {why}"
-            ) from late
+        except RuntimeError as missed:
+            why, limit = str(missed).partition("\n")[0], f"{world.patience:g} s (6 x --distributed-timeout-minutes"
+            if time.monotonic() - begun < world.patience:
+                raise error(
+                    f"a rank was lost beside a checkpoint, or waited no longer than {limit}): {why}"
+                ) from missed
+            part = "not all ranks have read or written their part of a checkpoint"
+            raise error(f"{part} within {limit}; is a disk or network slow?): {why}") from missed
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
@@ -47,6 +55,25 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
     """Run `action` on rank 0 only; its result on every rank, or `error` on all ranks."""
     result = on_all_ranks(world, lambda: action() if world.rank == 0 else None, error)[0]
     return result  # type: ignore[return-value]  # the first rank has an action
+
+
+def copies_of(folders: Iterable[Place], world: Axis) -> list[object]:
+    """Which copy of local folders each rank sees, in rank order: equal for ranks of one machine that see the same one;
+    at a URL there is one.
+    """
+    boot, own = Path("/proc/sys/kernel/random/boot_id"), list[object]()
+    for folder in folders:
+        with contextlib.suppress(OSError):  # who reads it tells of it
+            status = folder.stat() if isinstance(folder, Path) else None
+            own += [] if status is None else [socket.gethostname(), status.st_dev, status.st_ino]
+    own += [boot.read_text()] if own and boot.exists() else []
+    return gather_objects(own, world)
+
+
+def dealt(items: Sequence[_T], copies: Sequence[object], world: Axis) -> Sequence[_T]:
+    """The items that this rank reads: each copy is dealt to the ranks that see it, so all of it is read once."""
+    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
+    return items[sharing.index(world.rank) :: len(sharing)]
 
 
 def reason_of(error: BaseException) -> str:

@@ -6,17 +6,24 @@ The boxes are those that a checkpoint fills: a run starts with the bits that the
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from megacp.core.checkpoint.agree import copies_of, dealt, on_all_ranks
 from megacp.core.checkpoint.names import MODEL, TensorBox
+from megacp.core.distributed.grid import Axis
+from megacp.core.storage.files import sha256_of
 from megacp.core.storage.place import Place
+from megacp.core.storage.wording import listed
 
 BYTES_AT_ONCE = 64 << 20
 """Of rows that are read before a rank's columns are taken from them."""
+_NAMED = 4
+"""Files that a message names."""
 
 
 class TensorRows(Protocol):
@@ -35,11 +42,36 @@ class Weights(Protocol):
     """Of the tokenizer that they were trained with; empty where it is not known."""
     fingerprint: str
     """Of names, shapes and config: equal on all ranks of a run."""
+    files: Mapping[str, Path]
+    """All that is read, by names that are equal on all ranks."""
     known_rows: Mapping[str, int]
     """First rows of a tensor that are there, where not all are: the rest stays as it was initialised."""
 
     def keep(self, folder: Place) -> None:
         """Put what an export will need (tokenizer, generation settings) beside the run's checkpoints."""
+
+
+def require_one_model(files: Mapping[str, Path], world: Axis) -> None:
+    """Raise ValueError on all ranks where the copies of `Weights.files` that they see differ. Collective over `world`.
+
+    Ranks read different rows, so each copy is hashed as a whole, by the ranks that see it; a single one is not.
+    """
+    copies = copies_of(dict.fromkeys(path.parent for path in files.values()), world)
+    if all(copy == copies[0] for copy in copies):
+        return
+    mine, here = dealt(sorted(files), copies, world), f"rank {world.rank} (host {socket.gethostname()})"
+
+    def read() -> dict[str, tuple[str, str]]:
+        return {name: (sha256_of(files[name])[1], f"{files[name]} on {here}") for name in mine}
+
+    found, problems = on_all_ranks(world, read, ValueError), list[str]()
+    for name in sorted(files):
+        told = dict(of_rank[name] for of_rank in reversed(found) if name in of_rank)  # of each content its first place
+        if len(told) > 1:
+            shown = ", ".join(f"{digest[:12]} in {place}" for digest, place in told.items())
+            problems.append(f"{name} is not the same on all machines (sha256): {shown}")
+    if problems:
+        raise ValueError(listed(problems, _NAMED, "; "))
 
 
 def bare_name(box: TensorBox) -> str:

@@ -26,7 +26,7 @@ class TrainingConfig:
     """Optimizer steps of the whole run."""
 
     train_epochs: AboveZero[float | None] = None
-    """Passes over --data-path, in place of --train-iters."""
+    """Passes over --data-path, in place of --train-iters; the last step takes the packs that are left."""
 
     lr: NotNegative[float] = 1e-3
     """Highest learning rate."""

@@ -22,7 +22,14 @@ _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `3e-4` as a number and refuses a key that stands twice."""
+    """SafeLoader that reads `3e-4` as a number, and refuses a key that stands twice and a list or mapping by alias."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event, node = self.peek_event(), super().compose_node(parent, index)
+        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):  # nested, they fill any memory
+            problem = f"*{event.anchor} repeats a list or mapping: write it out"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = [str(self.construct_object(key, deep=True)).replace("-", "_") for key, _ in node.value]

@@ -50,6 +50,13 @@ class LoaderOptions:
     """Which image tokens see each other in both directions: see `images.spans`."""
     num_threads: int = 1
     """Threads that make steps ahead, at least two steps; 0 makes each step when it is asked for."""
+    end: int | None = None
+    """Samples of the whole run: its last step may be short of packs. None: every step is whole."""
+
+    def packs_after(self, consumed: int) -> int:
+        """Packs of the step that begins after `consumed` samples."""
+        size = self.global_batch_size
+        return size if self.end is None else max(0, min(size, self.end - consumed))
 
 
 @dataclass(frozen=True)
@@ -83,10 +90,12 @@ def step_batches(
 
     Without `images` no pixels are decoded.
     """
+    count = options.packs_after(consumed)
     if isinstance(source, PackBlend):
-        chosen = source.samples(consumed, options.global_batch_size, options.seed)
+        found = source.samples(consumed, count, options.seed)
     else:
-        chosen = samples(consumed, options.global_batch_size, len(source), options.seed)
+        found = samples(consumed, count, len(source), options.seed)
+    chosen = np.pad(found, (0, options.global_batch_size - count), constant_values=-1)
     return _batches(source, chosen, options, data_rank, images)
 
 
@@ -116,9 +125,10 @@ class PackedLoader:
         self._request_ahead()
 
     def _request_ahead(self) -> None:
-        while self._pool is not None and len(self._pending) < max(2, self._options.num_threads):
+        ahead = max(2, self._options.num_threads) if self._pool is not None else 0
+        while len(self._pending) < ahead and (count := self._options.packs_after(self._requested)):
             self._pending.append(self._pool.submit(self._make, self._requested))
-            self._requested += self._options.global_batch_size
+            self._requested += count
 
     def _make(self, consumed: int) -> list[Any]:
         made = []
@@ -141,7 +151,7 @@ class PackedLoader:
             made = self._pending[0].result()
             self._pending.popleft()
             self._request_ahead()
-        self.consumed_samples += self._options.global_batch_size
+        self.consumed_samples += self._options.packs_after(self.consumed_samples)
         return made
 
     def close(self) -> None:

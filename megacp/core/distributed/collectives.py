@@ -162,10 +162,11 @@ def all_reduce(x: torch.Tensor, axis: Axis, op: str = "sum") -> torch.Tensor:
             stacked = all_gather(flat, axis).view(axis.size, -1)  # [size * n] -> [size, n]
             return (stacked.amax(0) if op == "max" else stacked.amin(0)).view(x.shape)
         if flat.numel() <= _SMALL_REDUCE:
-            return _sum_blocks(all_gather(flat, axis).tensor_split(axis.size)).view(x.shape)
+            return _sum_blocks(all_gather(flat, axis).tensor_split(axis.size)).view(x.shape).detach()
         if x.dtype in _HALVES or local_channel(x, axis) is not None:
             padded = torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size))
-            return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape)
+            # `fully_shard` warns of a module that returns a view: detached, it is none
+            return all_gather(reduce_scatter(padded, axis), axis)[: flat.numel()].view(x.shape).detach()
     axis.traffic["all_reduce"] += 2 * x.nbytes * (axis.size - 1) // axis.size
     x = x.contiguous().clone()
     dist.all_reduce(x, op=_REDUCE[op], group=axis.group)

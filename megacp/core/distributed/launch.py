@@ -66,6 +66,14 @@ def world_from_environment() -> World:
     raise ValueError(f"environment variables: {shown} are no rank in a world; start with torchrun or unset them")
 
 
+def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
+    """The store of a run whose ranks this process starts, to be kept until they end, and the environment of each."""
+    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+    shared |= {"OMP_NUM_THREADS": "1", **os.environ, **shared, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return store, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
 def would_restart() -> bool:
     """Whether torchrun starts the run again when this process exits with another status than 0."""
     restarts = [os.environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RESTART_COUNT", "MAX_RESTARTS")]
@@ -254,7 +262,8 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
     """Leave this rank's reason for the others; what is known of the failure in words, at `place` (`step 12`).
 
     A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
-    others, and those that say nothing are named. Never raises.
+    others, and those that say nothing are named. A ValueError is mostly one of all ranks, who are heard too. Never
+    raises.
     """
     why = str(error).strip().partition("\n")[0][:500]
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {why}"
@@ -265,7 +274,7 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
 
     def exchange() -> None:
         with contextlib.suppress(Exception):  # the store went with the rank or machine that held it
-            heard = _heard(mine, world, wait_seconds if was_hit else 0.0)
+            heard = _heard(mine, world, wait_seconds if was_hit or isinstance(error, ValueError) else 0.0)
             silent = [rank for rank in range(world.size) if rank not in heard]
             lost = [f"no word from {named(silent)} in {place}: stopped, dead, or still computing"]
             others = [text for rank, text in sorted(heard.items()) if rank != world.rank]

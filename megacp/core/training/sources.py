@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from megacp.core.config.blend import DataPath, named_folders, weighted_folders
 from megacp.core.config.model import VisionConfig
 from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.config.training import DataConfig
+from megacp.core.config.training import DataConfig, TrainingConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend, contradictions
 from megacp.core.data.decoding import RulesDecoder, rules_from_dict
@@ -28,6 +27,7 @@ from megacp.core.data.qwen_geometry import QwenRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.data.vision_rules import VisionRules
 from megacp.core.training.images import mock_images
+from megacp.core.training.stored import progress
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,21 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     return config, Sources(train, valid, train.fingerprint, first.tokenizer.sha256, decoder, values)
 
 
+def run_samples(training: TrainingConfig, packs: int) -> int | None:
+    """Samples of a whole run of --train-epochs over so many packs; None for one of --train-iters."""
+    return None if training.train_epochs is None else round(training.train_epochs * packs)
+
+
+def run_steps(training: TrainingConfig, packs: int, step: int, consumed: int) -> int:
+    """The last step of a run that has taken `consumed` samples in `step` steps; the last one may be short of packs."""
+    end = run_samples(training, packs)
+    return training.train_iters if end is None else step + max(0, -(-(end - consumed) // training.global_batch_size))
+
+
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
-    a note; both as they were where there is no such dataset, which is told later. ValueError for a step or less.
+    a note; both as they were where there is no such dataset, which is told later. ValueError for a step or less, and
+    for a length said twice.
     """
     try:
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -120,12 +132,15 @@ def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunCo
     found, training = dict[str, Value](), config.training
     if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
         found["seq_length"] = manifests[0].seq_length
+    if training.train_epochs is not None and "train_iters" in given:
+        both = f"--train-epochs {training.train_epochs:g} and --train-iters {training.train_iters}"
+        raise ValueError(f"{both} are two lengths of the run: give one of them")
     if manifests and training.train_epochs is not None:
         packs, batch = sum(one.num_packs for one in manifests), training.global_batch_size
-        if (steps := training.train_epochs * packs / batch) <= 1:  # the last step has --min-lr, which may be 0
-            told = f"--train-epochs {training.train_epochs:g} is {steps:g} steps of --global-batch-size {batch}"
+        found["train_iters"] = steps = run_steps(training, packs, *progress(config))
+        if steps <= 1:  # the last step has --min-lr, which may be 0
+            told = f"--train-epochs {training.train_epochs:g} is {steps} step of --global-batch-size {batch}"
             raise ValueError(f"{told}, as --data-path has {packs} packs: lower --global-batch-size")
-        found["train_iters"] = math.ceil(round(steps, 6))
     note = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
     return with_values(config, found), f"{note}, as --data-path was packed" if note else ""
 

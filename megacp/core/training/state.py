@@ -15,7 +15,7 @@ from megacp.core.checkpoint.agree import on_rank_0
 from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import holds_checkpoints
 from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
-from megacp.core.checkpoint.weights import Weights, bare_name, fill
+from megacp.core.checkpoint.weights import Weights, bare_name, fill, require_one_model
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
@@ -138,7 +138,8 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
-    loaded = load_checkpoint(start.path, model.grid.world)
+    # --save is one directory for all machines: `saving.Saver` has found its lock on each
+    loaded = load_checkpoint(start.path, model.grid.world, is_shared=start.path == config.checkpoint.save)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
     reasons, was = list[str](), stored_state(loaded)
@@ -174,7 +175,8 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
-    """Fill the model as `load` does with the weights of a checkpoint alone; no collective."""
+    """Fill the model as `load` does with the weights of a checkpoint alone. Collective over all ranks."""
+    require_one_model(weights.files, model.grid.world)
     for box in _cleared(model, lambda name: name in weights.known_rows):
         fill(box, weights.source, weights.known_rows.get(bare_name(box)))
     model.parameters.loaded(masters=False)

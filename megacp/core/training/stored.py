@@ -50,6 +50,14 @@ def resumes(config: RunConfig) -> bool:
     return checkpoint.auto_resume and checkpoint.save is not None and holds_checkpoints(checkpoint.save)
 
 
+def progress(config: RunConfig) -> tuple[int, int]:
+    """Steps and samples of the checkpoint that a run goes on from, by `peek`; 0 and 0 where it starts anew."""
+    checkpoint, goes_on = config.checkpoint, resumes(config)
+    place = checkpoint.save if goes_on else None if checkpoint.finetune else checkpoint.load
+    found = peek(place) if place is not None else None
+    return (found[1].step, found[1].extra.get("consumed_samples", 0)) if found is not None else (0, 0)
+
+
 def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the model of the checkpoint it loads, as far as no flag in `given` says what it is; a note.
 

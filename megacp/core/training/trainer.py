@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.checks import profiled_steps
-from megacp.core.config.run import RunConfig
+from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
@@ -30,7 +30,7 @@ from megacp.core.training.loss import RankReport, StepAgreement, agree
 from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.saving import Saver
-from megacp.core.training.sources import Sources, first_rows, loader_options
+from megacp.core.training.sources import Sources, first_rows, loader_options, run_samples, run_steps
 from megacp.core.training.state import Resumed, fresh_state, load, load_weights, saved_boxes, starting_point
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import FAILED, REASONS, STOPPED, StopSignal
@@ -77,6 +77,9 @@ class Trainer:
             if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
                 told = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
                 raise ValueError(told)
+        # of a checkpoint: it may be an older one than was counted with before
+        last = run_steps(config.training, len(sources.train), self.state.step, self.state.consumed_samples)
+        self.config = self.model.config = config = with_values(config, {"train_iters": last})
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
         if (profiled := config.log.profile) is not None:
@@ -96,6 +99,7 @@ class Trainer:
         """Train to the end or until asked to stop; the exit status."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         options, consumed = loader_options(self.config, self.rows.packs), self.state.consumed_samples
+        options = dataclasses.replace(options, end=run_samples(training, len(self.sources.train)))
         self.pace = Pace()
         try:
             with PackedLoader(
@@ -163,8 +167,9 @@ class Trainer:
             else:  # no token counts: nothing is computed, nothing changes
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
+        before = self.state.consumed_samples
         self.state = dataclasses.replace(self.state, step=step, consumed_samples=loader.consumed_samples)
-        self._report(result, agreed)
+        self._report(result, agreed, before)
         if self.trace and self.trace.is_over(step):
             self._end_trace()
         if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
@@ -196,8 +201,8 @@ class Trainer:
             self.log.note(step, f"left out a document: {reason}")
         return batches, len(reasons)
 
-    def _report(self, result: StepResult, agreed: StepAgreement) -> None:
-        """All that is said of a step; AnomalyError when the run ends with it."""
+    def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
+        """All that is said of a step that began after `before` samples; AnomalyError when the run ends with it."""
         step, consumed = self.state.step, self.state.consumed_samples
         decision, taken = result.decision, self.timers.take()
         for line in self.model.backend.warnings():
@@ -224,7 +229,6 @@ class Trainer:
             )
         )
         if isinstance(self.sources.train, PackBlend):
-            before = consumed - self.config.training.global_batch_size
             self.log.figures("blend", step, *blend_figures(self.sources.train, before, consumed, left == 0))
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)

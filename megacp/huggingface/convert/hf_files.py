@@ -66,8 +66,14 @@ def files_of(infos: Mapping[str, Info], max_bytes: int) -> list[list[str]]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Indented, as the library writes it."""
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    """Indented, as the library writes it; a link at `path` is replaced."""
+    files.write_atomically(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy a regular file's content; a link at `target` is replaced, never written through."""
+    with files.open_regular(source) as given, files.replacement(target) as stream:
+        shutil.copyfileobj(given, stream)
 
 
 class SafetensorsFolder:
@@ -122,6 +128,11 @@ class SafetensorsFolder:
     @property
     def infos(self) -> Mapping[str, Info]:
         return self._infos
+
+    @property
+    def names(self) -> list[str]:
+        """Of its files."""
+        return list(self._files)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """As Source; the file is mapped, so a row is read from disk when it is used."""

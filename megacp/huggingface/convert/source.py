@@ -6,7 +6,6 @@ Only headers and configs are read here; tensors are read one by one, already che
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ from megacp.core.data.decoding import rules_from_dict
 from megacp.core.data.vision_rules import VisionRules
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
-from megacp.core.storage.files import read_regular, write_atomically
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.convert import hf_files, processor
@@ -92,6 +90,8 @@ class Loaded:
     checkpoint: LoadedCheckpoint | None = None
     content: Mapping[str, Any] = field(default_factory=dict)
     """The config.json it was read from."""
+    files: Sequence[str] = ()
+    """Names of a folder's files of weights."""
     pairs: Pairs | None = None
     """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
 
@@ -147,7 +147,7 @@ def _of_folder(path: Path) -> Loaded:
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
-    return Loaded(path, family, source, config, rules, None, content)
+    return Loaded(path, family, source, config, rules, None, content, weights.names)
 
 
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:
@@ -178,11 +178,13 @@ def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> 
     """Copy what lies beside a tokenizer, but for the files named in `without`."""
     for name in _COMPANIONS:
         if name not in without and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
+            hf_files.copy_file(source / name, folder / name)
     for path in sorted((source / TEMPLATE_FOLDER).iterdir()) if (source / TEMPLATE_FOLDER).is_dir() else []:
         if path.suffix == ".jinja" and path.is_file():
+            if (folder / TEMPLATE_FOLDER).is_symlink():
+                (folder / TEMPLATE_FOLDER).unlink()
             (folder / TEMPLATE_FOLDER).mkdir(exist_ok=True)
-            write_atomically(folder / TEMPLATE_FOLDER / path.name, read_regular(path))
+            hf_files.copy_file(path, folder / TEMPLATE_FOLDER / path.name)
 
 
 def model_dtype(source: Source) -> str:
@@ -198,7 +200,7 @@ def keep_generation(loaded: Loaded, folder: Path) -> None:
     given = loaded.folder / GENERATION
     if given.is_file():
         read_object(given)  # refused now rather than when it is exported
-        shutil.copyfile(given, folder / GENERATION)
+        hf_files.copy_file(given, folder / GENERATION)
         return
     text = loaded.content.get("text_config")
     said = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in loaded.content.items() if v is not None}}
@@ -215,7 +217,7 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
     for name in (*names, "tokenizer_config.json"):
         if (loaded.folder / name).is_file():
-            shutil.copyfile(loaded.folder / name, folder / name)
+            hf_files.copy_file(loaded.folder / name, folder / name)
     copy_companions(loaded.folder, folder)
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:

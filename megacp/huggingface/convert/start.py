@@ -36,6 +36,7 @@ from megacp.huggingface.convert.tensors import Link, Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 IMAGE_ROWS = 128
 """Rows of the embedding for image tokens, where no flag says how many (as Molmo2 has)."""
 
@@ -92,6 +93,7 @@ class FolderStart:
     source: TensorRows
     tokenizer_sha256: str = ""
     fingerprint: str = ""
+    files: Mapping[str, Path] = field(default_factory=dict)
     known_rows: Mapping[str, int] = field(default_factory=dict)
 
     def keep(self, folder: Place) -> None:
@@ -135,19 +137,23 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     except ValueError as error:
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
+    files = {f"--load-hf {name}": folder / name for name in loaded.files}
     if vision is not None:
         tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
         notes = [told_new]
+        files |= {f"--vision-from-hf {name}": Path(vision) / name for name in (tower.files if tower else ())}
     stored, links = with_values(stored, {"dtype": dtype}), loaded.family.links(loaded.values)
     if config.checkpoint.load_adapter is not None:
         adapter = _adapter(config, links, given)
+        files |= {f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ADAPTER_FILES}
         config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
         source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})
     else:  # pairs begin as they are drawn
         known |= dict.fromkeys(pair_names(links, config.model.lora_linears), 0)
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
-    fingerprint = hashlib.sha256(json.dumps([told, flatten(stored)], sort_keys=True).encode()).hexdigest()
-    start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, known)
+    described = [told, flatten(stored), sorted(files)]
+    fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, files, known)
     return config, start, "\n".join([note, *notes])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
@@ -17,6 +18,7 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.launch import run_store
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
+from megacp.huggingface.convert.start import FolderStart
 from megacp.huggingface.convert.tensors import whole
 from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
@@ -149,6 +151,71 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
     assert f"--data-path {other} was built with the tokenizer" in told
     assert "build it again with the --tokenizer" in told
+
+
+def _refusal(rank: int, world_size: int, flags: list[list[str]]) -> str:
+    try:
+        run_on_rank(rank, world_size, flags[rank])
+    except ValueError as error:
+        return str(error)
+    return "trained"
+
+
+def q_adapter(base: Path, path: Path) -> None:
+    """Pairs of rank 1 on the queries of every layer."""
+    path.mkdir()
+    content = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(content))
+    infos, tensors = read_hf(base).source.infos, {}
+    for layer in range(3):
+        rows, columns = infos[f"layers.{layer}.attention.q.weight"].shape
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+        tensors |= {f"{name}A.weight": torch.ones(1, columns), f"{name}B.weight": torch.ones(rows, 1)}
+    save_file(tensors, path / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("flag", "file", "axes"),
+    [
+        ("--load-hf", "model", []),
+        ("--load-hf", "model", grid_flags(tp=2)),
+        ("--load-hf", "model", grid_flags(pp=2)),
+        ("--load-adapter", "adapter_model", []),
+    ],
+)
+def test_a_folder_of_other_values_on_one_rank_is_refused_by_name(
+    folder: Path, tmp_path: Path, flag: str, file: str, axes: list[str]
+) -> None:
+    q_adapter(folder, tmp_path / "adapter")
+    places = {"--load-hf": folder, "--load-adapter": tmp_path / "adapter"}
+    other = shutil.copytree(places[flag], tmp_path / "other") / f"{file}.safetensors"
+    content = bytearray(other.read_bytes())
+    content[-1] ^= 1
+    other.write_bytes(content)
+    flags = [*STEPS, "--seq-length", "64", "--log-file", "/dev/null", *axes]
+    flags += [text for name, place in places.items() for text in (name, str(place))]
+    told = run_ranks(_refusal, 2, [flags, [*flags, flag, str(tmp_path / "other")]])
+    assert told[0] == told[1] and f"{flag} {file}.safetensors is not the same" in told[0]
+    assert f"{other} on rank 1" in told[0]
+
+
+def test_links_that_stand_in_save_are_replaced(folder: Path, tmp_path: Path) -> None:
+    start, outside = tmp_path / "start", tmp_path / "outside"
+    shutil.copytree(folder, start)
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates" / "a.jinja").write_text("{{ x }}")
+    names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    (outside / "additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "save").mkdir()
+    for name in (*names, "additional_chat_templates"):
+        (tmp_path / "save" / name).symlink_to(outside / name)
+    for name in names:
+        (outside / name).write_text("another's")
+    FolderStart(read_hf(start), start, read_hf(start).source).keep(tmp_path / "save")
+    assert {(outside / name).read_text() for name in names} == {"another's"}
+    assert not [*(outside / "additional_chat_templates").iterdir()]
+    for name in (*names, "additional_chat_templates/a.jinja"):
+        assert (tmp_path / "save" / name).read_bytes() == (start / name).read_bytes()
 
 
 def test_rows_are_read_some_at_a_time_and_columns_taken_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
