@@ -527,6 +527,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
+    ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
+    ],
     ("huggingface/door/mask.py", "tests/huggingface/door/test_context.py"): [
         ("leave[path[low:height]]", "leave[path[low + 1 : height]]", "a branch sees the beginning of another one"),
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
