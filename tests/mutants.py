@@ -534,6 +534,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
         ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
     ],
+    ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
+        ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),
+    ],
     ("huggingface/door/mask.py", "tests/huggingface/door/test_context.py"): [
         ("leave[path[low:height]]", "leave[path[low + 1 : height]]", "a branch sees the beginning of another one"),
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
