@@ -228,15 +228,24 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
     return BuildSettings(**{**given, **lists})
 
 
+def _say(text: str) -> None:
+    from megacp.core.monitor.console import ends_with_its_reader
+
+    with ends_with_its_reader():
+        print(text)
+
+
 def _build(args: argparse.Namespace) -> int:
     from megacp.prepare.build.run import build
 
+    sentences = []
     for settings in _settings(args).shares:
         if args.command == "finish":
             summary = build(settings, sys.stderr, builds_missing=False)
         else:
             summary = build(settings, sys.stderr, args.overwrite, _part(args))
-        print(f"{settings.output}: {summary.sentence}")
+        sentences.append(f"{settings.output}: {summary.sentence}")
+    _say("\n".join(sentences))
     return 0
 
 
@@ -254,7 +263,6 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
 
 def _inspect(args: argparse.Namespace) -> int:
     from megacp.core.data.reader import PackedDataset
-    from megacp.core.monitor.console import ends_with_its_reader
     from megacp.prepare.describe import describe_pack
     from megacp.prepare.tokenize.kept import kept_tokenizer
     from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -269,22 +277,18 @@ def _inspect(args: argparse.Namespace) -> int:
         if len(args.pack) > 1:
             raise ValueError(f"--html shows one pack, --pack names {len(args.pack)}")
         write_page(args.html, dataset, args.pack[0], tokenizer)
-        print(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
+        _say(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
         return 0
     for index in args.pack:
-        text = describe_pack(dataset, index, tokenizer, args.characters, args.documents)
-        with ends_with_its_reader():
-            print(text)
+        _say(describe_pack(dataset, index, tokenizer, args.characters, args.documents))
     return 0
 
 
 def _stats(args: argparse.Namespace) -> int:
-    from megacp.core.monitor.console import ends_with_its_reader
     from megacp.prepare.describe import statistics, statistics_text
 
     values = statistics(args.dataset)
-    with ends_with_its_reader():
-        print(json.dumps(values, indent=1) if args.json else statistics_text(values))
+    _say(json.dumps(values, indent=1) if args.json else statistics_text(values))
     return 0
 
 
@@ -298,7 +302,7 @@ def _verify(args: argparse.Namespace) -> int:
         for reason in reasons:
             print(f"error: {reason}", file=sys.stderr)
         if not reasons:
-            print(f"{path}: sound")
+            _say(f"{path}: sound")
     return 1 if damaged else 0
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,16 @@ def test_weights_keep_their_type_and_change_it_on_demand(dtype: str, tmp_path: P
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", "--dtype", "bfloat16", "--verify") == 0
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(tmp_path / "a").items()}
     assert equal(tensors_of(tmp_path / "d"), expected)
+
+
+def test_a_conversion_is_whole_when_nobody_reads_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("qwen3", tmp_path / "a")
+    closed = io.StringIO()
+    closed.close()
+    for name, stream in (("b", closed), ("c", None)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert convert("hf", "megacp", tmp_path / "a", tmp_path / name) == 0
+        assert (tmp_path / name / "latest").is_file()
 
 
 @pytest.mark.slow
