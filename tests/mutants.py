@@ -75,6 +75,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
         ("q_depth[i] - k_depth[j] < window", "q_depth[i] - k_depth[j] <= window", "a window is a token longer"),
+        ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "a query has the depth of a key on a GPU"),
         ("np.where(k.span != 0, k.span, _NOBODY)", "k.span", "text of no span sees the future on a GPU"),
         ("np.where(q.leave > 0, q.order, _NOBODY)", "q.order", "padding in a document sees its prefix"),
         ("max(2, count.max())", "columns", "block lists are as wide as there are blocks"),
@@ -309,6 +310,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(tp.rank * local, 0), (local, rank)", "(0, 0), (local, rank)", "B is cut at its first rows on every rank"),
         ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),
         ("F.linear(u, self.up), alpha=self.lora.scale)", "F.linear(u, self.up))", "alpha / rank is left out"),
+    ],
+    ("core/models/delta_net.py", GOLDEN): [
+        ("backend.norm(norm, over_heads=True)", "backend.norm(norm)", "gated norms of heads are not summed over tp"),
     ],
     ("core/models/attention.py", MODEL): [
         ("config.attention_scale, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
@@ -548,6 +552,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("                    start = empty.end()", "                    pass", "an empty thought is learned"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
+    ],
+    ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
+    ],
+    ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
+        ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),
     ],
     ("huggingface/door/mask.py", "tests/huggingface/door/test_context.py"): [
         ("leave[path[low:height]]", "leave[path[low + 1 : height]]", "a branch sees the beginning of another one"),
