@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from megacp.core.storage.files import read_regular
-from megacp.prepare.records.record import RecordError
+from megacp.prepare.records.record import LEARNED_ROLES, RecordError
 from megacp.prepare.tokenize.beside import (
     TEMPLATE_FOLDER,
     TEMPLATE_NAMES,
@@ -66,7 +66,7 @@ class ChatTemplate:
     """Tokens that the tokenizer's files name, by name."""
     _model: Any = field(repr=False)
     before_answers: str = ""
-    """What stands behind a prompt: the empty thought behind which a model learned its answers."""
+    """What ends a prompt: the empty thought behind which a model learned its answers."""
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -110,6 +110,10 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> Rendering:
         """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
+        if prompt and self.before_answers:  # as the template writes it, whatever else ends a prompt
+            answer = {"role": LEARNED_ROLES[0], "content": PLACE}
+            text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
+            return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
         given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
         chat = []
         for message in messages:  # with its thought under the names that templates read, as the library hands it on
@@ -119,7 +123,6 @@ class ChatTemplate:
         try:
             template = _compiled(self.text, self.today)
             text = template.render(messages=chat, add_generation_prompt=prompt, **given)
-            text += self.before_answers if prompt else ""
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
         generated, length = [], 0
