@@ -213,7 +213,7 @@ class WrittenTalk:
             except RecordError as error:
                 raise RecordError(f"`{where}`: what stands before it cannot be asked alone: {error}") from error
             until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
-            alone, here = self._before_words(i) or (prompt, prompt)
+            alone, here = self._before_words(i, prompt) or (prompt, prompt)
             if not until.startswith(alone):
                 same = len(os.path.commonprefix((prompt, until)))
                 raise RecordError(
@@ -238,10 +238,10 @@ class WrittenTalk:
             learned.append((start, stop, weight))
         return learned
 
-    def _before_words(self, i: int) -> tuple[str, str] | None:
+    def _before_words(self, i: int, prompt: str | None = None) -> tuple[str, str] | None:
         """What stands before the first word of an answer without a thought: where it is the last message, and here.
 
-        None unless the template writes there what it writes around a thought.
+        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked.
         """
         message = self._messages[i]
         empty = _EMPTY_THOUGHT.match(_words(message))
@@ -259,14 +259,17 @@ class WrittenTalk:
         )
         before, after = self._messages[:i], self._messages[i + 1 :]
         try:
-            prompt = self._render(before, prompt=True).text
-            around = [self._render([*before, each]).text.split(PLACE) for each in thinking]
-            alone, here = (self._render([*before, wordless, *rest]).text.partition(PLACE)[0] for rest in ([], after))
+            prompt = self._render(before, prompt=True).text if prompt is None else prompt
+            alone = self._render([*before, wordless]).text.partition(PLACE)[0]
+            around = (self._render([*before, each]).text.split(PLACE) for each in thinking)
+            if not any(len(each) == 3 and _solid(each[0] + each[1]) == _solid(alone) for each in around):
+                return None
+            here = next((each for each in (alone, prompt) if self.text.startswith(each)), None)
+            if here is None:  # the prompt opens a thought, and an earlier answer has none
+                here = self._render([*before, wordless, *after]).text.partition(PLACE)[0]
         except RecordError:  # it writes no such answer
             return None
-        empties = [len(each) == 3 and _solid(each[0] + each[1]) == _solid(alone) for each in around]
-        same = here == alone or prompt.startswith(here)  # the last answer alone may have what is around a thought
-        if not (any(empties) and same and self.text.startswith(here)):
+        if not (self.text.startswith(here) and (here == alone or prompt.startswith(here))):
             return None
         if self.before_answers is None and not prompt.startswith(here):
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
