@@ -26,7 +26,7 @@ from megacp.prepare.records.chat_template import (
     Rendering,
     template_of,
 )
-from megacp.prepare.records.forms import Talk, kind_of, role_and_weight, text_of
+from megacp.prepare.records.forms import Talk, kind_of, objects_at, role_and_weight, text_of, with_object
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     Media,
@@ -120,6 +120,9 @@ class WrittenTalk:
         given = {k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored}
         if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
             raise RecordError(f"`{where}` says nothing: it has no `content`")
+        if "tool_calls" in given:
+            calls, takes = objects_at(given["tool_calls"], f"{where}.tool_calls"), self._template.takes_objects
+            given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
@@ -156,19 +159,17 @@ class WrittenTalk:
                     "writes images, or build without --chat-template"
                 )
             thought, thoughtless = _thought_apart(message) if self._weights[i] and writes_thoughts else ("", {})
-            bare = self._with(i, thoughtless, self._talk.tools) if thought else ""
-            if thought and bare == self.text:
+            named = {**thoughtless, REASONING[0]: thought}
+            bare, read = (self._with(i, m, self._talk.tools) if thought else None for m in (thoughtless, named))
+            if bare == self.text:
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
                     raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
                 self._weights[i] = 0.0
                 self.in_context += 1
-            elif thought and message.keys().isdisjoint(REASONING):
-                named = self._with(i, {**thoughtless, REASONING[0]: thought}, self._talk.tools) or bare
-                if named != bare and _solid(named or "") != _solid(self.text):
-                    raise RecordError(
-                        f"`{where}.content`: the chat template reads no thought there; give it as `{REASONING[0]}`"
-                    )
+            elif read not in (None, bare) and _solid(read or "") != _solid(self.text):
+                said = f"`{where}.content`: the chat template reads no thought there"
+                raise RecordError(f"{said}; give it as `{REASONING[0]}`")
             for key in message.keys() - {*_LINKS}:
                 by_rule = key in REASONING and writes_thoughts and not self._weights[i]
                 by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
@@ -214,20 +215,14 @@ class WrittenTalk:
                 raise RecordError(f"`{where}`: what stands before it cannot be asked alone: {error}") from error
             until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
             alone, here = self._before_words(i, prompt) or (prompt, prompt)
-            if not until.startswith(alone):
-                same = len(os.path.commonprefix((prompt, until)))
-                raise RecordError(
-                    f"`{where}`: the chat template asks for it behind {prompt[same:][:_LONGEST]!r} and then writes "
-                    f"{until[same:][:_LONGEST]!r}; give `chat_template_kwargs` by which it does not, or take another"
-                )
             own = until[len(alone) :]
-            whole = re.sub(f"(?:{self._template.forgeable.pattern})+$", "", own)  # tokens after a whole conversation
-            said = next((each for each in (own, whole) if self.text.startswith(here + each)), None)
-            if said is None:
+            ends = own, re.sub(f"(?:{self._template.forgeable.pattern})+$", "", own)  # without what ends a whole one
+            said = next((each for each in ends if self.text.startswith(here + each)), None)
+            if not until.startswith(alone) or said is None:
                 raise RecordError(
-                    f"`{where}`: the chat template writes it, or what stands before it, otherwise once more follows; "
-                    "give earlier answers a `weight` of 0, make a record of each, or take a template with generation "
-                    "blocks"
+                    f"`{where}`: the chat template writes it, or what stands before it, otherwise than it asks for it, "
+                    "or otherwise once more follows; give earlier answers a `weight` of 0, make a record of each, or "
+                    "take a template with generation blocks"
                 )
             if not said:
                 raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
@@ -243,30 +238,26 @@ class WrittenTalk:
 
         None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked.
         """
-        message = self._messages[i]
+        message, before = self._messages[i], self._messages[:i]
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
             self.before_answers = ""
             return None
         if not (self._template.writes_thoughts or empty):
             return None
-        begin, thought = (empty[0], empty[0]) if empty else ("", THOUGHT + THOUGHT_END)
-        wordless = {**message, "content": begin + PLACE}
-        bare = {key: value for key, value in message.items() if key not in REASONING}
-        thinking = (
-            {**bare, REASONING[0]: PLACE, "content": PLACE},
-            {**bare, "content": thought.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE},
-        )
-        before, after = self._messages[:i], self._messages[i + 1 :]
+        own = empty[0] if empty else ""
+        wordless = {**message, "content": own + PLACE}
+        thinking = {key: value for key, value in wordless.items() if key not in REASONING}
+        thinking |= {"content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE} if own else {REASONING[0]: PLACE}
         try:
             prompt = self._render(before, prompt=True).text if prompt is None else prompt
             alone = self._render([*before, wordless]).text.partition(PLACE)[0]
-            around = (self._render([*before, each]).text.split(PLACE) for each in thinking)
-            if not any(len(each) == 3 and _solid(each[0] + each[1]) == _solid(alone) for each in around):
+            *around, _ = self._render([*before, thinking]).text.split(PLACE)
+            if len(around) != 2 or _solid("".join(around)) != _solid(alone):
                 return None
             here = next((each for each in (alone, prompt) if self.text.startswith(each)), None)
             if here is None:  # the prompt opens a thought, and an earlier answer has none
-                here = self._render([*before, wordless, *after]).text.partition(PLACE)[0]
+                here = self._render([*before, wordless, *self._messages[i + 1 :]]).text.partition(PLACE)[0]
         except RecordError:  # it writes no such answer
             return None
         if not (self.text.startswith(here) and (here == alone or prompt.startswith(here))):
