@@ -141,7 +141,7 @@ class ChatTemplate:
             template = _compiled(self.text, self.today)
             text = template.render(messages=chat, add_generation_prompt=prompt, **given)
         except TimeoutError as error:  # so would the next record's
-            raise ValueError(f"the chat template is not done after {LONGEST:g} s of computing; take another") from error
+            raise ValueError(f"--chat-template: the template is not done after {LONGEST:g} s of computing") from error
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
         finally:

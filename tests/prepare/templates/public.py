@@ -1,8 +1,9 @@
-"""The chat templates of published models, one file each, and a small tokenizer that has their special tokens."""
+"""The chat templates of published models, of TRL or one file each, and a small tokenizer with their special tokens."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ from megacp.prepare.records.chat_template import OURS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+_TRL = find_spec("trl")
+assert _TRL is not None and _TRL.origin is not None
+TRL = Path(_TRL.origin).parent / "chat_templates"
+_OF_TRL = "gemma gemma llama_3 llama3 llama_32 llama3_2 phi_3 phi3 qwen_25 qwen2_5 qwen_3 qwen3".split()
+TEMPLATES |= {n: (TRL / f"{file}.jinja").read_text() for n, file in zip(_OF_TRL[::2], _OF_TRL[1::2], strict=True)}
 TEMPLATES["ours_for_qwen3"] = OURS["qwen3"]
 DATED = ("llama_32", "smollm_3")
 """Those that write today's date."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacp.prepare.records import chat_template
 from megacp.prepare.records.chat_template import OURS, ChatTemplate, load_chat_template
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.documents import DocumentMaker
@@ -66,6 +67,8 @@ MACRO = (
 )
 TOLD = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call><|im_end|>\n'
 PLAIN = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
+STRING = "{% for m in messages %}{{ m.content or m.tool_calls[0].arguments }}{% endfor %}"
+"""Writes arguments as they are: an object would be Python's."""
 PART = {"type": "text", "text": "a"}
 THINKS = [{**TELL, **HM}, {**TELL, "content": f"<think>\nno\n</think>\n\n{ONE}"}]
 LAST = [("qwen_3", THOUGHT), ("ours_for_qwen3", THOUGHT.removesuffix("\n"))]
@@ -96,6 +99,8 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
         [(TOLD, 1.0), (f"{ONE}<|im_end|>\n", 1.0)],
     ),
     (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(ONE, 1.0)]),
+    ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
+    (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}', 1.0)]),
     *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
 ]
 
@@ -235,6 +240,15 @@ def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, bos_token=None)
     assert "it writes bos_token, which the tokenizer's files do not name" in refusal(tmp_path, "gemma", talk(ASK, TELL))
     assert rendered(tmp_path, "chatml", talk(ASK, TELL)).learned
+
+
+def test_a_template_that_loops_for_ever_ends_the_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not its record alone, which --on-error skip would go on behind: so would the next one loop."""
+    monkeypatch.setattr(chat_template, "LONGEST", 0.05)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+    with pytest.raises(ValueError, match="--chat-template.* 0.05 s") as error:
+        rendered(folder, loops, talk(ASK, TELL))
+    assert not isinstance(error.value, RecordError)
 
 
 # ---- branches
