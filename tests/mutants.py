@@ -531,8 +531,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('_solid("".join(around)) != _solid(alone)', "not around", "what begins every answer is never learned"),
         ("if here is None:", "if False:", "a prompt that opens a thought refuses earlier answers"),
         ("= here[len(os.path", "= prompt[len(os.path", "a model is asked behind no empty thought"),
-        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
         ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
+        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
+        ("elif read not in (None, bare) and", "elif False and", "marks of another template's thoughts are learned"),
+        (
+            'call, "arguments") if takes else',
+            'call, "arguments") if True else',
+            "an object stands where a string is meant",
+        ),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),

@@ -132,13 +132,6 @@ def _drop_own(folder: Path) -> None:
     (folder / TEMPLATE_FOLDER / "tool_use.jinja").unlink(missing_ok=True)
 
 
-def way_of_asking(kept: Mapping[str, Any]) -> str:
-    """How a server asks as the answers were learned, behind an empty thought; `kept`: the template of training."""
-    if "enable_thinking" in kept["default"]:
-        return "ask with the template's enable_thinking=False"
-    return f"let prompts end with {kept['before_answers']!r}, for which the template has no enable_thinking"
-
-
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
     """Write the template where there is one; a phrase that says which. ValueError for a `choice` that cannot be."""
     assert loaded.checkpoint is not None

@@ -33,7 +33,7 @@ from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
-from megacp.huggingface.convert.chat import way_of_asking, write_chat_template
+from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.families import token_ids
 from megacp.huggingface.convert.hf_files import files_of, mine, on_each, on_first
@@ -141,8 +141,9 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
                 f"{GENERATION}, or the model generates to its limit"
             )
             print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
-            if "before_answers" in progress.chat_template:
-                print(f"answers were learned without thoughts: {way_of_asking(progress.chat_template)}")
+            if before := progress.chat_template.get("before_answers"):
+                how = "ask with the template's enable_thinking=False, or (where it has none) let prompts end so"
+                print(f"answers were learned without thoughts, behind {before!r}: {how}")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     if (own := last_token(progress, None)) is not None:
         ends.append(own)

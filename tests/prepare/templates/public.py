@@ -11,11 +11,17 @@ from megacp.prepare.records.chat_template import OURS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
-_TRL = find_spec("trl")
-assert _TRL is not None and _TRL.origin is not None
-TRL = Path(_TRL.origin).parent / "chat_templates"
 _OF_TRL = "gemma gemma llama_3 llama3 llama_32 llama3_2 phi_3 phi3 qwen_25 qwen2_5 qwen_3 qwen3".split()
-TEMPLATES |= {n: (TRL / f"{file}.jinja").read_text() for n, file in zip(_OF_TRL[::2], _OF_TRL[1::2], strict=True)}
+
+
+def of_trl(name: str) -> str:
+    """The text of a template that TRL ships; to import it would take seconds."""
+    found = find_spec("trl")
+    assert found is not None and found.origin is not None
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+TEMPLATES |= {name: of_trl(file) for name, file in zip(_OF_TRL[::2], _OF_TRL[1::2], strict=True)}
 TEMPLATES["ours_for_qwen3"] = OURS["qwen3"]
 DATED = ("llama_32", "smollm_3")
 """Those that write today's date."""

@@ -14,7 +14,7 @@ from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordError, RecordRules, Rendered
 from megacp.prepare.records.sample import parse_record
-from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
+from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, ASK_2, CALL, RESULT, SYSTEM, TELL, TELL_2, TOOLS, expected, library
 
 
@@ -100,6 +100,7 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ),
     (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(ONE, 1.0)]),
     ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
+    (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
     (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}', 1.0)]),
     *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
 ]
@@ -197,6 +198,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "tools of a branch": ("qwen_25", talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}]), "`branches[0]`"),
     "blocks that belong to no answer": (TWO_BLOCKS, talk(ASK, {**TELL, "weight": 0}, ASK, TELL), "generation blocks"),
     "blocks within each other": (NESTED, talk(ASK, TELL), "a generation block within another"),
+    "a thought that is not read": (of_trl("gemma4_v5"), talk(ASK, THINKS[1]), "give it as `reasoning_content`"),
     "an answer outside of blocks": (NO_BLOCK, talk(ASK, TELL), "`messages[1].content`"),
 }
 

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from megacp.huggingface.convert.chat import way_of_asking
 from megacp.prepare.records.chat_template import template_of
-from megacp.prepare.records.record import RecordError
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.records.test_read import values
-from tests.prepare.templates.public import TEMPLATES, TRL, tokenizer_at, write_tokenizer
+from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
 
 END = "<|im_end|>\n"
 FOUR, BEHIND = f"Four.{END}", "\n</think>\n\n"
@@ -23,9 +21,7 @@ ATEM = '<atem:invoke name="look">\n<atem:parameter name="place">Oslo</atem:param
 GEMMA = '<|tool_call>call:look{place:<|"|>Oslo<|"|>}<tool_call|><|tool_response>'
 GLM = "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call><|observation|>"
 LEARNED: dict[str, tuple[str, str, str, str | None]] = {
-    "qwen3_5_think": (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND),
-    "qwen3_6": (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND),
-    "qwen3_8": (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND),
+    **dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND)),
     "qwen3_5_think_training": (FOUR, f"<think>\nHm.{BEHIND}{FOUR}", XML + END, BEHIND),
     "nemotron_3_super": (FOUR, f"Hm.\n</think>\n{FOUR}", f"\n{XML}\n{END}", "</think>"),
     "nemotron_3_5_lightning": (FOUR, f"Hm.</think>{FOUR}", f"\n{XML}\n{END}", "</think>"),
@@ -61,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, name: str) -> None:
     """Whether the prompt opens a thought or not; and a model is asked behind what stands before it."""
-    (answer, thinking, call, before), text = LEARNED[name], (TRL / f"{name}.jinja").read_text()
+    (answer, thinking, call, before), text = LEARNED[name], of_trl(name)
     tokenizer = tokenizer_at(folder / "tokenizer.json")
     made = template_of(text, tokenizer, "2026-01-31")
 
@@ -75,27 +71,6 @@ def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, 
     assert written(ASK, {**TELL, "reasoning_content": "Hm."})[1:] == ([thinking], "")
     asked = template_of(text, tokenizer, "2026-01-31", before or "").render([ASK], prompt=True).text
     assert written(ASK, TELL) == (asked + answer, [answer], before)
-
-
-IN_CONTENT = {**TELL, "content": f"<think>\nHm.{BEHIND}Four."}
-
-
-@pytest.mark.parametrize(("name", "begins"), [("qwen3_5_think", ""), ("qwen3", "<think>\n"), ("gemma4_v5", None)])
-def test_a_thought_in_the_content_is_learned_where_the_template_reads_it(
-    folder: Path, name: str, begins: str | None
-) -> None:
-    made = template_of((TRL / f"{name}.jinja").read_text(), tokenizer_at(folder / "tokenizer.json"), None)
-    if begins is None:
-        with pytest.raises(RecordError, match="give it as `reasoning_content`"):
-            parse_record({"messages": [ASK, IN_CONTENT]}, template=made)
-        return
-    (piece,) = parse_record({"messages": [ASK, IN_CONTENT]}, template=made).prefix
-    assert [piece.text[a:b] for a, b, _ in piece.learned] == [f"{begins}Hm.{BEHIND}{FOUR}"]
-
-
-def test_a_server_is_told_how_to_ask_for_answers_without_thoughts() -> None:
-    assert "enable_thinking=False" in way_of_asking({"default": TEMPLATES["qwen_3"], "before_answers": BEHIND})
-    assert repr(BEHIND) in way_of_asking({"default": "{{ messages }}", "before_answers": BEHIND})
 
 
 PADDED: list[dict[str, Any]] = [{"city": "Oslo", "days": None}, {"city": None, "days": 3}]
