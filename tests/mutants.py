@@ -549,7 +549,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
-        ("                    start = empty.end()", "                    pass", "an empty thought is learned"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
@@ -559,12 +558,38 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
         ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),
     ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_learned.py"): [
+        ("        return alone, here\n", "        return None\n", "an empty thought is learned"),
+        ('_solid("".join(around)) != _solid(alone)', "not around", "what begins every answer is never learned"),
+        ("if here is None:", "if False:", "a prompt that opens a thought refuses earlier answers"),
+        ("= here[len(os.path", "= prompt[len(os.path", "a model is asked behind no empty thought"),
+        ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
+        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
+        ("elif read not in (None, bare) and", "elif False and", "marks of another template's thoughts are learned"),
+        (
+            'call, "arguments") if takes else',
+            'call, "arguments") if True else',
+            "an object stands where a string is meant",
+        ),
+    ],
+    ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
+        ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),
+    ],
+    ("prepare/records/tables.py", "tests/prepare/templates/test_learned.py"): [
+        (
+            '"extension_name", "") == "arrow.json"',
+            '"extension_name", "") == ""',
+            "a call is a string in a column of JSON",
+        ),
+    ],
     ("huggingface/door/mask.py", "tests/huggingface/door/test_context.py"): [
         ("leave[path[low:height]]", "leave[path[low + 1 : height]]", "a branch sees the beginning of another one"),
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
     ],
     ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
-        ("self.before_answers if prompt else", "self.before_answers if False else", "nothing stands behind a prompt"),
+        ("if prompt and self.before_answers:", "if False:", "nothing stands behind a prompt"),
     ],
     ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),

@@ -41,8 +41,9 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
     parquet, row = arrow_module("parquet"), 0
     try:
         with parquet.ParquetFile(open_input(path) if is_url(path) else path) as file:
+            columns = arrow_module("").struct(file.schema_arrow)
             for found in (each for batch in file.iter_batches(batch_size=_ROWS) for each in batch.to_pylist()):
-                value = _without_nulls(found)
+                value = _value(found, columns)
                 size = max(1, _size(value))
                 if size > max_record_bytes:
                     reason = f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}"
@@ -52,15 +53,18 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
                 row += 1
     except UnreachableError:
         raise
-    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError) as error:
+    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError, RecordError) as error:
         yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({' '.join(str(error).split())})")
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value without the null keys of its objects: a table fills them in where other rows have a value."""
+def _value(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type, without null keys of objects, and what a text of JSON (`Json` of datasets) holds."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _value(item, kind.field(key).type) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_value(item, getattr(kind, "value_type", kind)) for item in value]
+    is_json = isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json"
+    return decode_json(value.encode()) if is_json else value
 
 
 def _size(value: Any) -> int:
