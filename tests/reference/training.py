@@ -90,7 +90,11 @@ def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) 
     kinds = [{}, {"depth": 4, "images": True}, {"images": True, "branches": True}, last]
     return [
         random_batch(
-            rng, tokens - int(rng.integers(0, 14)), vocab_size, number=1000 * seed + i, **{"documents": 3, **kinds[i % 4]}
+            rng,
+            tokens - int(rng.integers(0, 14)),
+            vocab_size,
+            number=1000 * seed + i,
+            **{"documents": 3, **kinds[i % 4]},
         )
         for i in range(count)
     ]
