@@ -248,8 +248,8 @@ DRAWN = st.builds(
         *(st.tuples(st.just(name), st.booleans()) for name in ("images", "padding")),
     ),
 )
-"""Packs of trees with images and padding, or of padding alone, down to two tokens: most ranks then hold padding only. Windows and chunks are
-of one token to more than the row.
+"""Packs of trees with images and padding, or of padding alone, down to two tokens: most ranks then hold padding only.
+Windows and chunks are of one token to more than the row.
 """
 
 

@@ -23,8 +23,8 @@ def random_batch(
 ) -> PackedBatch:
     """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier ones.
 
-    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some` (about two thirds are counted, with unequal
-    weights) or `all` (1 everywhere).
+    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some` (about two thirds
+    are counted, with unequal weights) or `all` (1 everywhere).
     """
     cuts = np.sort(rng.choice(np.arange(1, tokens), max(1, min(documents, tokens)) - 1, replace=False))
     lengths = np.diff(np.concatenate([[0], cuts, [tokens]]))
