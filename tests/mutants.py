@@ -526,6 +526,15 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
     ],
+    ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
+        ("if top.origin() == url.origin()", "", "a redirect leads to another host"),
+        ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
+        ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
+    ],
+    ("core/storage/url.py", "tests/prepare/build/test_urls.py"): [
+        ('"auto_decompress": False, ', "", "a server's few bytes unpack to many"),
+        ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
+    ],
     ("prepare/records/documents.py", "tests/prepare/records/test_trees.py"): [
         ("end.weight if branch == number + 1 else 0.0", "end.weight", "a token that moves is learned in each branch"),
         ("+= weights[rollout][start:stop]", "= weights[rollout][start:stop]", "the last rollout's weight alone counts"),
