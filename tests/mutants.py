@@ -526,6 +526,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
     ],
+    ("prepare/records/tables.py", "tests/prepare/records/test_read.py"): [
+        ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
+        ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
+    ],
     ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
         ("if top.origin() == url.origin()", "", "a redirect leads to another host"),
         ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),

@@ -167,6 +167,11 @@ def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_p
     records, refusals = read(path)
     assert [r.value for r in records] == [{"id": 1, "text": "one"}, {"text": "two"}, {"text": "3"}] and not refusals
     assert [r.line for r in records] == [1, 2, 3]
+    assert [r.value["text"] for r in read(write_tar(path, [*members[2:], *members[2:]]))[0]] == ["two", "3"] * 2
+    apart = [("d/1.json", b'{"text": "x"}'), ("d/2.json", b'{"text": "y"}'), ("d/1.txt", b"one"), ("d/2.txt", b"two")]
+    records, refusals = read(write_tar(path, apart))
+    assert [r.value["text"] for r in records] == ["x", "y"] and [r.line for r in refusals] == [3, 4]
+    assert "'d/1' stand apart, at bytes 0 and 2048" in refusals[0].reason
     whole = write_tar(path, [("1.txt", b"one"), ("2.txt", b"two" * 100)]).read_bytes()
     for keep in (100, 512, 600, 1024, 1100):
         path.write_bytes(whole[:keep])
