@@ -54,6 +54,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("& (count[1:] == count[:-1])", "", "rows that see more join"),
         ("edge = back - (reach.window - 1)", "edge = back - reach.window", "a window is a token longer"),
         ("k.depth + k.length + shift]", "k.depth + shift]", "queries are not cut where keys of their window end"),
+        (" & (length > 1) & (high > 0)", " & (length > 1)", "a window sees a branch beside it"),
         ("first = back - q.depth[i] % reach.chunk", "first = back - reach.chunk", "chunks are windows"),
         ("(reach.chunk, 0), (", "(", "queries are not cut where a chunk ends"),
         ("(reach.chunk if part else 0, shift)", "(0, shift)", "queries are not cut where a chunk's window begins"),
@@ -148,6 +149,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/states.py", STATES): [
         ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
+        (
+            "itertools.pairwise([*starts, len(real)])",
+            "zip(starts, [*starts[1:], len(real)], strict=True)",
+            "no document",
+        ),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
         (
             "one[..., : one.shape[-2]] @ behind[self.entries[entry].other] + behind",
@@ -331,6 +337,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/models/language.py", MODEL): [
         ("x = x * x.new_full", "x + x * x.new_full", "the embedding is not multiplied"),
         ("(far, near), names", "(far, far), names", "layers with a window have the angles of the others"),
+        ("window_rotary_base, RotaryScaling())", "window_rotary_base, scaling)", "a window's own base is stretched"),
+        (
+            "self.window_frequencies, self.backend.dtype)",
+            "self.window_frequencies, self.backend.dtype, self.rotary_factor)",
+            "a window's own angles have YaRN's factor",
+        ),
     ],
     ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
@@ -536,6 +548,22 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('line + element.count("\\n"), offset + size', "line, offset + size", "lines inside an element do not count"),
         ("stop is not None and offset >= stop:", "stop is not None and offset > stop:", "an element is in two units"),
         ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
+    ],
+    ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
+        ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
+    ],
+    ("prepare/records/tables.py", "tests/prepare/records/test_read.py"): [
+        ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
+        ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
+        ("if top.origin() == url.origin()", "", "a redirect leads to another host"),
+        ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
+        ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
+    ],
+    ("core/storage/url.py", "tests/prepare/build/test_urls.py"): [
+        ('"auto_decompress": False, ', "", "a server's few bytes unpack to many"),
+        ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
     ],
     ("prepare/records/documents.py", "tests/prepare/records/test_trees.py"): [
         ("end.weight if branch == number + 1 else 0.0", "end.weight", "a token that moves is learned in each branch"),

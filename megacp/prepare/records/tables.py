@@ -82,17 +82,26 @@ def _size(value: Any) -> int:
 def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
     """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
 
-    Refusals: unsafe members, images unless `media`, a record without text, a cut archive.
+    Refusals: unsafe members, members of a record that stand apart, images unless `media`, a record without text, a cut
+    archive.
     """
-    number, offset, found = 1, 0, list[Record | Refusal]()
+    number, offset, found, seen = 1, 0, list[Record | Refusal](), dict[str, tuple[int, set[str]]]()
     try:
         with open_input(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             members = itertools.groupby((member for member in archive if not member.isdir()), _key)
             for number, (key, group) in enumerate(members, start=1):
                 yield from found  # one record late: the archive may be cut behind it
-                first = next(group)
-                offset = first.offset
-                found = [_tar_record(path, number, key, (first, *group), archive, max_record_bytes, media)]
+                parts = list(group)
+                offset, names = parts[0].offset, {member.name for member in parts}
+                before, others = seen.setdefault(key, (offset, set()))
+                if others.isdisjoint(names) and others:  # with a name again it is another record, as in webdataset
+                    reason = (
+                        f"members of record {key!r} stand apart, at bytes {before} and {offset}: place them together"
+                    )
+                    found = [Refusal(path, number, offset, reason)]
+                else:
+                    found = [_tar_record(path, number, key, parts, archive, max_record_bytes, media)]
+                others |= names
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAR_BLOCK))
             if size < _TAR_BLOCK or any(file.read()):  # tarfile accepts an archive that is cut in a header
