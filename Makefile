@@ -8,7 +8,7 @@ PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast test-faults mutants cuda-lines fake-grids test-gpu check format bench clean
+.PHONY: help setup demo demo-text test test-fast test-all test-faults mutants cuda-lines fake-grids test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
@@ -25,7 +25,8 @@ help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
 	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (4 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
-	@echo 'make test       all tests but the long faults and the fences (11 minutes on two quiet cores)'
+	@echo 'make test       all tests but long ones, faults and the fences (TIME_TEST on two quiet cores)'
+	@echo 'make test-all   these, the long ones and the faults (TIME_ALL on two quiet cores)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (7 minutes)'
 	@echo 'make mutants    break the code in 250 places, and see which of them no fast test sees (half an hour)'
@@ -75,7 +76,10 @@ PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist wor
 
 # The fences are make check's, which CI runs too.
 test: $(STAMP)
-	$(PYTEST) -m 'not faults' --ignore tests/test_architecture.py
+	$(PYTEST) -m 'not faults and not long' --ignore tests/test_architecture.py
+
+test-all: $(STAMP)
+	$(PYTEST) --ignore tests/test_architecture.py
 
 test-fast: $(STAMP)
 	$(PYTEST) -m 'not slow and not faults' --ignore tests/test_architecture.py

@@ -54,6 +54,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("& (count[1:] == count[:-1])", "", "rows that see more join"),
         ("edge = back - (reach.window - 1)", "edge = back - reach.window", "a window is a token longer"),
         ("k.depth + k.length + shift]", "k.depth + shift]", "queries are not cut where keys of their window end"),
+        (" & (length > 1) & (high > 0)", " & (length > 1)", "a window sees a branch beside it"),
         ("first = back - q.depth[i] % reach.chunk", "first = back - reach.chunk", "chunks are windows"),
         ("(reach.chunk, 0), (", "(", "queries are not cut where a chunk ends"),
         ("(reach.chunk if part else 0, shift)", "(0, shift)", "queries are not cut where a chunk's window begins"),
@@ -75,6 +76,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
         ("q_depth[i] - k_depth[j] < window", "q_depth[i] - k_depth[j] <= window", "a window is a token longer"),
+        ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "a query has the depth of a key on a GPU"),
         ("np.where(k.span != 0, k.span, _NOBODY)", "k.span", "text of no span sees the future on a GPU"),
         ("np.where(q.leave > 0, q.order, _NOBODY)", "q.order", "padding in a document sees its prefix"),
         ("max(2, count.max())", "columns", "block lists are as wide as there are blocks"),
@@ -147,6 +149,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/states.py", STATES): [
         ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
+        (
+            "itertools.pairwise([*starts, len(real)])",
+            "zip(starts, [*starts[1:], len(real)], strict=True)",
+            "no document",
+        ),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
         (
             "one[..., : one.shape[-2]] @ behind[self.entries[entry].other] + behind",
@@ -310,6 +317,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),
         ("F.linear(u, self.up), alpha=self.lora.scale)", "F.linear(u, self.up))", "alpha / rank is left out"),
     ],
+    ("core/models/delta_net.py", GOLDEN): [
+        ("backend.norm(norm, over_heads=True)", "backend.norm(norm)", "gated norms of heads are not summed over tp"),
+    ],
     ("core/models/attention.py", MODEL): [
         ("config.attention_scale, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
         ("plan.within(self.reach)", "plan", "layers have no window"),
@@ -327,6 +337,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/models/language.py", MODEL): [
         ("x = x * x.new_full", "x + x * x.new_full", "the embedding is not multiplied"),
         ("(far, near), names", "(far, far), names", "layers with a window have the angles of the others"),
+        ("window_rotary_base, RotaryScaling())", "window_rotary_base, scaling)", "a window's own base is stretched"),
+        (
+            "self.window_frequencies, self.backend.dtype)",
+            "self.window_frequencies, self.backend.dtype, self.rotary_factor)",
+            "a window's own angles have YaRN's factor",
+        ),
     ],
     ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
@@ -543,6 +559,22 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stop is not None and offset >= stop:", "stop is not None and offset > stop:", "an element is in two units"),
         ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
     ],
+    ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
+        ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
+    ],
+    ("prepare/records/tables.py", "tests/prepare/records/test_read.py"): [
+        ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
+        ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
+        ("if top.origin() == url.origin()", "", "a redirect leads to another host"),
+        ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
+        ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
+    ],
+    ("core/storage/url.py", "tests/prepare/build/test_urls.py"): [
+        ('"auto_decompress": False, ', "", "a server's few bytes unpack to many"),
+        ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
+    ],
     ("prepare/records/documents.py", "tests/prepare/records/test_trees.py"): [
         ("end.weight if branch == number + 1 else 0.0", "end.weight", "a token that moves is learned in each branch"),
         ("+= weights[rollout][start:stop]", "= weights[rollout][start:stop]", "the last rollout's weight alone counts"),
@@ -555,16 +587,47 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
-        ("                    start = empty.end()", "                    pass", "an empty thought is learned"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
+    ],
+    ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
+    ],
+    ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
+        ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_learned.py"): [
+        ("        return alone, here\n", "        return None\n", "an empty thought is learned"),
+        ('_solid("".join(around)) != _solid(alone)', "not around", "what begins every answer is never learned"),
+        ("if here is None:", "if False:", "a prompt that opens a thought refuses earlier answers"),
+        ("= here[len(os.path", "= prompt[len(os.path", "a model is asked behind no empty thought"),
+        ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
+        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
+        ("elif read not in (None, bare) and", "elif False and", "marks of another template's thoughts are learned"),
+        (
+            'call, "arguments") if takes else',
+            'call, "arguments") if True else',
+            "an object stands where a string is meant",
+        ),
+    ],
+    ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
+        ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),
+    ],
+    ("prepare/records/tables.py", "tests/prepare/templates/test_learned.py"): [
+        (
+            '"extension_name", "") == "arrow.json"',
+            '"extension_name", "") == ""',
+            "a call is a string in a column of JSON",
+        ),
     ],
     ("huggingface/door/mask.py", "tests/huggingface/door/test_context.py"): [
         ("leave[path[low:height]]", "leave[path[low + 1 : height]]", "a branch sees the beginning of another one"),
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
     ],
     ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
-        ("self.before_answers if prompt else", "self.before_answers if False else", "nothing stands behind a prompt"),
+        ("if prompt and self.before_answers:", "if False:", "nothing stands behind a prompt"),
     ],
     ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),

@@ -28,6 +28,7 @@ import torch
 from megacp.core.config.cli import OneLineParser
 from megacp.core.distributed.grid import GridShape, single_axis
 from megacp.core.distributed.launch import World, join, meet, stop, world_from_environment
+from megacp.core.monitor.console import to_nowhere
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import LAYOUTS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
@@ -97,6 +98,20 @@ def flag_reasons(a: argparse.Namespace) -> list[str]:
     return reasons + [f"the package {name} is not installed: pip install 'megacp[hf]'" for name in missing]
 
 
+class _Lasting(io.TextIOBase):
+    """Standard output, whose reader may go away (`| head`): what is written is whole all the same."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout
+
+    def write(self, text: str) -> int:
+        try:
+            print(text, end="", file=self._stream, flush=True)
+        except (OSError, ValueError):
+            to_nowhere(1, self._stream)
+        return len(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and convert; returns the exit status."""
     parser = arguments_parser()
@@ -107,10 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     given["dtype"] = DTYPES[arguments.dtype] if arguments.dtype else None
     request = Request(**{**given, "layout": arguments.layout or LAYOUTS[0]})
     place = world_from_environment()
-    silent = io.StringIO()  # of the other ranks, which say the same
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the half-written folder goes
     try:
-        with contextlib.redirect_stdout(silent if place.rank else sys.stdout):
+        heard = sys.stdout is not None and place.rank == 0  # other ranks say the same
+        with contextlib.redirect_stdout(_Lasting() if heard else io.StringIO()):
             status, words = _converted(request, place)
     finally:
         signal.signal(signal.SIGTERM, before)

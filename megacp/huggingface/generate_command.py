@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
@@ -169,12 +170,21 @@ class Session:
             yield self.tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ends else tokens)
 
 
+def _typed() -> str:
+    """A line of the terminal; nothing where it has ended or is closed."""
+    try:
+        return input("> ")
+    except (EOFError, RuntimeError):  # the word of Python for no stream
+        return ""
+
+
+@ends_with_its_reader()
 def converse(session: Session, arguments: argparse.Namespace) -> None:
     """Answer what is typed, line by line, with all that was said before."""
     said = list[dict[str, Any]]()
     print(f"{session}; an empty line ends the conversation")
-    with contextlib.suppress(EOFError, KeyboardInterrupt):
-        while text := input("> "):
+    with contextlib.suppress(KeyboardInterrupt):
+        while text := _typed():
             asked = session.questions(text, said)
             try:
                 (answer,) = session.answers(session.maker.of_record({"messages": asked}), ["it"], len(said))
@@ -185,6 +195,7 @@ def converse(session: Session, arguments: argparse.Namespace) -> None:
             said = [*asked, {"role": "assistant", "content": answer}]
 
 
+@ends_with_its_reader()
 def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
     """Print every prompt with its continuation."""
     names = [f"--prompt {text!r}" for text in arguments.prompt]
@@ -214,8 +225,9 @@ def answer_records(session: Session, arguments: argparse.Namespace) -> None:
             line = {"id": name, "images": prompt.images, "prompt": prompt.question, "expected": prompt.expected}
             right += answer == prompt.expected
             stream.write(json.dumps({**line, "answer": answer}, ensure_ascii=False) + "\n")
-    print(session)
-    print(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
+    with ends_with_its_reader():
+        print(session)
+        print(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,8 +12,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megacp.core.config.cli import OneLineParser
@@ -140,7 +141,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
         (
             "--vision-family",
-            "whose rules make patches and tokens: molmo2 or qwen3_5 (molmo2)",
+            "whose rules make patches and tokens: molmo2 or qwen3_5 (the tokenizer's folder's, else molmo2)",
             {"dest": "family", "metavar": "NAME"},
         ),
         ("--image-size", "side of a crop in pixels (378)", {"type": int, "metavar": "N"}),
@@ -198,6 +199,21 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return group
 
 
+def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, str]:
+    """The family of the model in whose folder the tokenizer is. ValueError where --vision-family says another."""
+    from megacp.prepare.tokenize.beside import read_object
+
+    config = Path(args.tokenizer) / "config.json"
+    found = str(read_object(config).get("model_type")) if config.is_file() else ""
+    if found not in families:
+        return {}
+    if args.family not in (None, found):
+        raise ValueError(f"--vision-family {args.family}: {config} is of a {found}, leave the flag out")
+    if args.family is None:
+        print(f"--vision-family {found}: as {config} says", file=sys.stderr)
+    return {"family": found}
+
+
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
     from megacp.core.data.decoding import FAMILIES, rules_from_dict
@@ -208,19 +224,28 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
     names = {"family", *(f.name for family in FAMILIES.values() for f in fields(family))}  # type: ignore[arg-type]
     rules = {name: value for name in sorted(names) if (value := getattr(args, name)) is not None}
     if rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None):  # there are images
-        lists["image_rules"] = rules_from_dict(rules)
+        lists["image_rules"] = rules_from_dict(_family(args, FAMILIES) | rules)
     return BuildSettings(**{**given, **lists})
+
+
+def _say(text: str) -> None:
+    from megacp.core.monitor.console import ends_with_its_reader
+
+    with ends_with_its_reader():
+        print(text)
 
 
 def _build(args: argparse.Namespace) -> int:
     from megacp.prepare.build.run import build
 
+    sentences = []
     for settings in _settings(args).shares:
         if args.command == "finish":
             summary = build(settings, sys.stderr, builds_missing=False)
         else:
             summary = build(settings, sys.stderr, args.overwrite, _part(args))
-        print(f"{settings.output}: {summary.sentence}")
+        sentences.append(f"{settings.output}: {summary.sentence}")
+    _say("\n".join(sentences))
     return 0
 
 
@@ -238,7 +263,6 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
 
 def _inspect(args: argparse.Namespace) -> int:
     from megacp.core.data.reader import PackedDataset
-    from megacp.core.monitor.console import ends_with_its_reader
     from megacp.prepare.describe import describe_pack
     from megacp.prepare.tokenize.kept import kept_tokenizer
     from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -253,22 +277,18 @@ def _inspect(args: argparse.Namespace) -> int:
         if len(args.pack) > 1:
             raise ValueError(f"--html shows one pack, --pack names {len(args.pack)}")
         write_page(args.html, dataset, args.pack[0], tokenizer)
-        print(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
+        _say(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
         return 0
     for index in args.pack:
-        text = describe_pack(dataset, index, tokenizer, args.characters, args.documents)
-        with ends_with_its_reader():
-            print(text)
+        _say(describe_pack(dataset, index, tokenizer, args.characters, args.documents))
     return 0
 
 
 def _stats(args: argparse.Namespace) -> int:
-    from megacp.core.monitor.console import ends_with_its_reader
     from megacp.prepare.describe import statistics, statistics_text
 
     values = statistics(args.dataset)
-    with ends_with_its_reader():
-        print(json.dumps(values, indent=1) if args.json else statistics_text(values))
+    _say(json.dumps(values, indent=1) if args.json else statistics_text(values))
     return 0
 
 
@@ -282,7 +302,7 @@ def _verify(args: argparse.Namespace) -> int:
         for reason in reasons:
             print(f"error: {reason}", file=sys.stderr)
         if not reasons:
-            print(f"{path}: sound")
+            _say(f"{path}: sound")
     return 1 if damaged else 0
 
 

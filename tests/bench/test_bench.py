@@ -74,6 +74,7 @@ def figures(tool: str, path: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_quick_benchmark_gives_ratios_memory_and_bytes(tmp_path: Path) -> None:
     rows = {row["layout"]: row for row in figures("benchmark.py", tmp_path / "a.json", "--only", "short")["short"]}
     assert list(rows) == ["one process, 1 thread", "one process, 2 threads", "dp 2", "tp 2", "pp 2", "cp 2"]

@@ -42,6 +42,7 @@ MASKS = {
     "trees": {"documents": 2, "images": True, "padding": True, "depth": 5},
     "windows": {"documents": 2, "images": True, "padding": True, "depth": 4},
     "chunks": {"documents": 3, "images": True, "depth": 3},
+    "padding alone": {"documents": 0},
 }
 REACHES = {"windows": Reach(window=6), "chunks": Reach(chunk=7)}
 HIERARCHIES = {1: (), 2: (2, 1), 3: (1, 3), 4: (2, 2), 6: (2, 3), 8: (4, 2)}
@@ -243,12 +244,12 @@ DRAWN = st.builds(
     sinks=st.booleans(),
     cap=st.sampled_from([0.0, 1.5]),
     pack=st.tuples(
-        *(st.tuples(st.just(name), st.integers(1, most)) for name, most in (("documents", 6), ("depth", 5))),
+        *(st.tuples(st.just(name), st.integers(*ends)) for name, *ends in (("documents", 0, 6), ("depth", 1, 5))),
         *(st.tuples(st.just(name), st.booleans()) for name in ("images", "padding")),
     ),
 )
-"""Packs of trees with images and padding, down to two tokens: most ranks then hold padding only. Windows and chunks are
-of one token to more than the row.
+"""Packs of trees with images and padding, or of padding alone, down to two tokens: most ranks then hold padding only.
+Windows and chunks are of one token to more than the row.
 """
 
 

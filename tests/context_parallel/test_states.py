@@ -32,6 +32,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "two tokens": {"documents": 2, "tokens": 2},
     "branches and spans": {"documents": 3, "branches": True, "images": True},
     "trees with padding": {"documents": 2, "images": True, "padding": True, "depth": 5},
+    "padding alone": {"documents": 0, "tokens": 9},
 }
 Case = tuple[str, str, int]
 """Row, layout, seed; odd seeds have heads for sequence where 2 key heads divide by the ranks."""

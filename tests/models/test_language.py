@@ -34,8 +34,11 @@ MODELS: dict[str, Values] = {
         "qk_layernorm": "all_heads",
         "num_query_groups": 2,
     },
-    "layers without rope, yarn": {
+    "layers without rope, yarn, windows with a base of their own": {
         "no_rope_freq": "3",
+        "window_size": 9,
+        "window_attn_skip_freq": "2",
+        "window_rotary_base": 300.0,
         "rope_scaling": "yarn",
         "rope_scaling_factor": 4.0,
         "rope_original_max_positions": 4000,

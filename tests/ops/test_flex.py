@@ -181,9 +181,10 @@ def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
 @pytest.mark.parametrize("reach", [Reach(3), Reach(0, 4), Reach(3, 4)], ids=str)
 def test_the_rule_on_a_device_knows_windows_and_chunks(reach: Reach) -> None:
     row = Metadata.of_documents(np.repeat([0, 1], 11), np.repeat([0, 1, 2, 0], [4, 3, 4, 11])).within(reach)
-    filled = np.zeros((24, 24), bool)
-    filled[:22, :22] = allowed(row, row)
-    assert np.array_equal(read(mask_of(tile_table(row, row), 4)), filled)
+    for keys in (row, row.take(np.arange(22)[::-1])):  # its own, and as another rank may hold them
+        filled = np.zeros((24, 24), bool)
+        filled[:22, :22] = allowed(row, keys)
+        assert np.array_equal(read(mask_of(tile_table(row, keys), 4)), filled)
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)
@@ -354,15 +355,22 @@ def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @needs_triton
 @pytest.mark.parametrize(
-    ("case", "tolerance"), [("pointers", 1e-5), ("descriptors", 1e-5), ("capped", 1e-5), ("bfloat16", 4e-2)]
+    ("case", "tolerance"),
+    [
+        ("capped", 1e-5),
+        pytest.param("pointers", 1e-5, marks=pytest.mark.long),
+        pytest.param("descriptors", 1e-5, marks=pytest.mark.long),
+        pytest.param("bfloat16", 4e-2, marks=pytest.mark.long),
+    ],
 )
 def test_the_kernels_that_torch_writes_for_hopper_are_exact(case: str, tolerance: float, tmp_path: Path) -> None:
     """See `interpreted.py`. Tolerances: fp32 sums of 400 terms and an approximate exp2; bf16 rounds to 2^-9."""
     settings = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
     command = [sys.executable, "-m", "tests.ops.interpreted", case]
-    ran = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert len(found["errors"]) == (2 if case in ("bfloat16", "capped") else 28)

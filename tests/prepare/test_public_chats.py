@@ -138,10 +138,11 @@ def test_an_array_is_read_with_little_of_it_in_memory(tmp_path: Path) -> None:
     assert size > 4 << 20
     (tmp_path / "a.json").write_bytes(data := data.replace('"4321 \u6f22'.encode(), b'"\\ud800 .'))
     units = read.plan_units([str(tmp_path / "a.json")], 1 << 20)
-    cut = [item for unit in units for extent in unit.extents for item in read.read_extent(extent)]
-    (bad,) = (item for item in cut if isinstance(item, Refusal))
-    assert len(units) == -(-size >> 20) and [item.offset for item in cut] == [item.offset for item in found]
-    assert bad.line == found[4321].line and "surrogate" in bad.reason
+    extents, before = [extent for unit in units for extent in unit.extents], read.LinesBefore()
+    cut = [(before(extent) + item.line, item) for extent in extents for item in read.read_extent(extent)]
+    ((line, bad),) = ((line, item) for line, item in cut if isinstance(item, Refusal))
+    assert len(units) == -(-size >> 20) and [item.offset for _, item in cut] == [item.offset for item in found]
+    assert line == found[4321].line and "surrogate" in bad.reason
 
 
 def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(

@@ -59,7 +59,7 @@ def turn(x: Tensor, positions: Tensor, model: Any, near: bool) -> Tensor:
     speeds = [base ** (-i / dim) for i in range(0, dim, 2)]
     if model.rope_scaling == "linear" and not near:
         speeds = [speed / model.rope_scaling_factor for speed in speeds]
-    if model.rope_scaling == "yarn":
+    if model.rope_scaling == "yarn" and not near:
         speeds, factor = yarn(speeds, dim, model)
     angles = positions.double()[:, None] * torch.tensor(speeds, dtype=torch.float64)
     cos, sin = (torch.cat([f(angles) * factor] * 2, -1)[:, None].to(x.dtype) for f in (torch.cos, torch.sin))

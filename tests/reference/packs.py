@@ -23,10 +23,10 @@ def random_batch(
 ) -> PackedBatch:
     """A pack of `tokens` tokens. Branches come after their prefix, later documents after earlier ones.
 
-    `depth`: branches above one another at the most. `weights`: `some` (about two thirds are counted, with unequal
-    weights) or `all` (1 everywhere).
+    No documents: padding alone. `depth`: branches above one another at the most. `weights`: `some` (about two thirds
+    are counted, with unequal weights) or `all` (1 everywhere).
     """
-    cuts = np.sort(rng.choice(np.arange(1, tokens), min(documents, tokens) - 1, replace=False))
+    cuts = np.sort(rng.choice(np.arange(1, tokens), max(1, min(documents, tokens)) - 1, replace=False))
     lengths = np.diff(np.concatenate([[0], cuts, [tokens]]))
     document, branch, span, position = (np.zeros(tokens, np.int64) for _ in range(4))
     start, next_span = 0, 1
@@ -57,6 +57,8 @@ def random_batch(
     if padding:
         holes = rng.random(len(lengths)) < 0.3
         document[holes[document] | (np.arange(tokens) >= tokens - int(rng.integers(0, 4)))] = -1
+    if not documents:
+        document[:] = -1
     meta = Metadata.of_documents(document, branch, span)
     if depth > 1:
         meta, position = _trees(rng, lengths, document >= 0, depth, images)

@@ -23,7 +23,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
             state = states[past][head] if past >= 0 else q.new_zeros(q.shape[-1], v.shape[-1])
             state = log_decay[i, head].exp() * state
             rows.append(state + beta[i, head] * torch.outer(b, v[i, head] - b @ state))
-            outs.append((a / q.shape[-1] ** 0.5) @ rows[-1] if leave[i] > 0 else 0 * v[i, head])
+            outs.append(int(leave[i] > 0) * (a / q.shape[-1] ** 0.5) @ rows[-1])
         states[i] = torch.stack(rows)
     return torch.stack(outs).unflatten(0, (len(q), -1))
 

@@ -81,12 +81,20 @@ def config_of(values: Mapping[str, Any], shape: Mapping[str, int]) -> RunConfig:
 
 
 def step_batches(count: int, seed: int, vocab_size: int = 53, tokens: int = 48) -> list[PackedBatch]:
-    """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss weights."""
+    """Packs of different lengths with documents, branches, spans, padding and partial, unequal loss weights.
+
+    The fourth of an even seed is padding alone.
+    """
     rng = np.random.default_rng(seed)
-    kinds = [{}, {"depth": 4, "images": True}, {"images": True, "branches": True}, {"padding": True}]
+    last = {"padding": True} if seed % 2 else {"documents": 0}
+    kinds = [{}, {"depth": 4, "images": True}, {"images": True, "branches": True}, last]
     return [
         random_batch(
-            rng, tokens - int(rng.integers(0, 14)), vocab_size, documents=3, number=1000 * seed + i, **kinds[i % 4]
+            rng,
+            tokens - int(rng.integers(0, 14)),
+            vocab_size,
+            number=1000 * seed + i,
+            **{"documents": 3, **kinds[i % 4]},
         )
         for i in range(count)
     ]

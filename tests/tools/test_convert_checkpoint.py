@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megacp.core.config.yaml_file import to_yaml
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
-from megacp.huggingface.convert import decoder
+from megacp.huggingface.convert import decoder, verify
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf
 from megacp.huggingface.convert.verify import compare, logits_of, rows_for, tensor_differences
@@ -71,8 +72,10 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.slow
 def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Logits differ by some of what float32 moves our own: in another order of sums, on any processor."""
+    monkeypatch.setattr(verify, "TOLERANCE", 0.0)
     model = save(name, tmp_path / "a")
     layout = ("--layout", "released") if name == "molmo2 released" else ()
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b", "--verify") == 0
@@ -82,8 +85,6 @@ def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     rows = 6 if "molmo2" in name else 4 if "images" in name else 2
     assert text.count("verify: random text") == 2 and text.count("verify: random") == rows
     assert text.count("100.00 %") == rows
-    shares = [float(share) for share in re.findall(r"\((\S+) of it\)", text)]
-    assert len(shares) == rows and max(shares) <= 1e-5, "fp32: sums in another order"
     assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
     again = loaded(tmp_path / "c")
     assert equal(model.state_dict(), again.state_dict())
@@ -105,6 +106,16 @@ def test_weights_keep_their_type_and_change_it_on_demand(dtype: str, tmp_path: P
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "d", "--dtype", "bfloat16", "--verify") == 0
     expected = {name: tensor.bfloat16() for name, tensor in tensors_of(tmp_path / "a").items()}
     assert equal(tensors_of(tmp_path / "d"), expected)
+
+
+def test_a_conversion_is_whole_when_nobody_reads_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save("qwen3", tmp_path / "a")
+    closed = io.StringIO()
+    closed.close()
+    for name, stream in (("b", closed), ("c", None)):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert convert("hf", "megacp", tmp_path / "a", tmp_path / name) == 0
+        assert (tmp_path / name / "latest").is_file()
 
 
 @pytest.mark.slow

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +92,26 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in numbered), encoding="utf-8-sig")
     assert asked(folder, "seeing", "--input", tmp_path / "r.jsonl", *more) == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "0"]
+
+
+def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGPIPE, where nothing else is written; answers to records are written whole."""
+    answer, seen = Generator.answer, list[Any]()
+
+    def noted(*given: Any) -> Any:
+        seen.append(signal.getsignal(signal.SIGPIPE))
+        return answer(*given)
+
+    monkeypatch.setattr(Generator, "answer", noted)
+    records = ["--input", folder / "records.jsonl", "--output", tmp_path / "o.jsonl", "--image-root", folder]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
+    assert asked(folder, "reading", "--chat") == asked(folder, "reading", "--prompt", "a") == 0
+    assert asked(folder, "seeing", *records) == 0
+    assert [how == signal.SIG_DFL for how in seen] == [True, True, False]
+    monkeypatch.setattr(sys, "stdin", None)
+    assert asked(folder, "reading", "--chat") == 0
 
 
 def test_flags_that_contradict_each_other_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,7 +251,10 @@ def _faulty(rank: int, world_size: int, flags: Sequence[str], fault: str, where:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saving", [[], ["--async-save"]], ids=["at once", "in the background"])
+@pytest.mark.parametrize(
+    "saving",
+    [pytest.param([], id="at once"), pytest.param(["--async-save"], id="in the background", marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize(
     ("fault", "where", "left"),
     [
@@ -356,7 +359,7 @@ def without_torchrun(folder: Path, *arguments: str) -> Iterator[list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [0, 1])
+@pytest.mark.parametrize("where", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_stopped_rank_ends_the_others_after_the_timeout_and_is_named(tmp_path: Path, where: int) -> None:
     flags = [*SIX, "--save", str(tmp_path / "out"), "--distributed-timeout-minutes", "0.1"]
     with without_torchrun(tmp_path, "stop in step", str(where), "3", *flags) as processes:

@@ -36,7 +36,7 @@ from megacp.core.training.loss import RankReport, agree
 from megacp.core.training.step import ParallelModel
 from megacp.train import main
 from tests.ranks import RankError, grid, run_ranks
-from tests.reference.training import Values, config_of, step_batches
+from tests.reference.training import QWEN3_5, Values, config_of, step_batches
 from tests.tensor_parallel.test_linear import SIZES
 from tests.training.runs import TINY
 
@@ -120,12 +120,23 @@ def test_data_parallel_ranks_may_read_different_packs_and_order_matters_to_peers
     assert agree([one, two], grid()) == agree([two, one], grid())  # alone, any order is right
 
 
-def test_a_step_without_counted_tokens_divides_by_one() -> None:
-    batch = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
-    assert agree([batch], grid()).denominator == 1.0
-    model = ParallelModel(config_of({"vocab_size": 8}, {}), grid())
-    result = model.train([batch], 1, 1.0)
-    assert result.loss == 0.0 and result.grad_norm == 0.0 and result.decision.update
+def step_of_nothing(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[object]:
+    """Of a row whose tokens have no weight, and of one of padding alone."""
+    mine, found = grid(**shape), []
+    model = ParallelModel(config_of({"vocab_size": 8, **values}, shape), mine)
+    row = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
+    for batch in (row, row.without_documents([0])):
+        denominator = agree([batch], mine).denominator
+        result = model.train([batch], 1, denominator)
+        found.append((denominator, result.loss, result.grad_norm, result.decision.update))
+    return found
+
+
+@pytest.mark.parametrize("shape", [{}, {"cp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("values", [{}, QWEN3_5], ids=["plain", "states"])
+def test_a_step_without_counted_tokens_divides_by_one(shape: dict[str, int], values: Values) -> None:
+    ranks = max(shape.values(), default=1)
+    assert run_ranks(step_of_nothing, ranks, shape, values) == [[(1.0, 0.0, 0.0, True)] * 2] * ranks
 
 
 def cp_masks(rank: int, world_size: int) -> tuple[int, list[int], bytes]:

@@ -25,7 +25,6 @@ from tests.reference.packs import branched
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SHARDED, PARAMS = "data_parallel_sharding_strategy", "optim_grads_params"
-SLOW = pytest.mark.slow
 BETWEEN = {"seed": 8, "global_batch_size": 4}
 """The second of four rows of each step has no image, others have fewer units than there are ranks."""
 
@@ -35,43 +34,41 @@ CASES: list[Any] = [
     (2, {CP: 2, "cp_layout": "balanced"}, "stored"),
     (2, {CP: 2, "vision_shards": "replicate", **BETWEEN}, "stored"),
     (3, {CP: 3, **BETWEEN}, "computed"),
-    pytest.param(4, {CP: 4, **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 2, PP: 2, **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "kv_exchange", **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(2, {TP: 2}, "computed", marks=SLOW),
-    pytest.param(2, {PP: 2, "image_attention": "image"}, "stored", marks=SLOW),
-    pytest.param(3, {CP: 3, "cp_layout": "balanced", "cp_comm_type": "kv_exchange"}, "stored", marks=SLOW),
-    pytest.param(3, {CP: 3}, "computed", marks=SLOW),
-    pytest.param(4, {CP: 4, "cp_comm_type": "a2a", "image_attention": "causal"}, "computed", marks=SLOW),
-    pytest.param(4, {CP: 2, TP: 2, "recompute_granularity": "full"}, "computed", marks=SLOW),
-    pytest.param(4, {CP: 2, TP: 2, "sequence_parallel": False, "cp_layout": "contiguous"}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2}, "stored", marks=SLOW),
-    pytest.param(
+    (4, {CP: 4, **BETWEEN}, "stored"),
+    (4, {CP: 2, PP: 2, **BETWEEN}, "stored"),
+    (8, {CP: 4, TP: 2, "cp_comm_type": "kv_exchange", **BETWEEN}, "stored"),
+    (2, {TP: 2}, "computed"),
+    (2, {PP: 2, "image_attention": "image"}, "stored"),
+    (3, {CP: 3, "cp_layout": "balanced", "cp_comm_type": "kv_exchange"}, "stored"),
+    (3, {CP: 3}, "computed"),
+    (4, {CP: 4, "cp_comm_type": "a2a", "image_attention": "causal"}, "computed"),
+    (4, {CP: 2, TP: 2, "recompute_granularity": "full"}, "computed"),
+    (4, {CP: 2, TP: 2, "sequence_parallel": False, "cp_layout": "contiguous"}, "stored"),
+    (4, {CP: 2, PP: 2, "num_virtual_stages_per_pipeline_rank": 2}, "stored"),
+    (
         4,
         {CP: 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2), "micro_batch_size": 2},
         "stored",
-        marks=SLOW,
     ),
-    pytest.param(
+    (
         4,
         {CP: 2, "cp_comm_type": "kv_exchange", "cp_layout": "balanced", "dynamic_context_parallel": True},
         "stored",
-        marks=SLOW,
     ),
-    pytest.param(8, {CP: 8, "cp_comm_type": "p2p"}, "stored", marks=SLOW),
-    pytest.param(8, {CP: 8, "cp_layout": "zigzag_document"}, "computed", marks=SLOW),
-    pytest.param(8, {CP: 2, TP: 2, PP: 2}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(8, {CP: 2, TP: 2, PP: 2, "vision_shards": "replicate"}, "stored", marks=SLOW),
-    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "computed", marks=SLOW),
+    (8, {CP: 8, "cp_comm_type": "p2p"}, "stored"),
+    (8, {CP: 8, "cp_layout": "zigzag_document"}, "computed"),
+    (8, {CP: 2, TP: 2, PP: 2}, "stored"),
+    (4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **BETWEEN}, "stored"),
+    (8, {CP: 2, TP: 2, PP: 2, "vision_shards": "replicate"}, "stored"),
+    (8, {CP: 4, TP: 2, "cp_comm_type": "all_gather"}, "computed"),
     (2, {CP: 2, SHARDED: PARAMS, **BETWEEN}, "stored"),
-    pytest.param(2, {SHARDED: PARAMS, "freeze": "vision", **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(3, {CP: 3, SHARDED: PARAMS, "freeze": "text", **BETWEEN}, "computed", marks=SLOW),
-    pytest.param(4, {CP: 2, PP: 2, SHARDED: PARAMS, "num_virtual_stages_per_pipeline_rank": 2}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 2, TP: 2, SHARDED: "optim_grads", "freeze": "connector"}, "stored", marks=SLOW),
-    pytest.param(2, {CP: 2, SHARDED: PARAMS, "lora_rank": 3, "lora_targets": "all", **BETWEEN}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 2, TP: 2, "lora_rank": 3, "recompute_granularity": "full"}, "computed", marks=SLOW),
-    pytest.param(
+    (2, {SHARDED: PARAMS, "freeze": "vision", **BETWEEN}, "stored"),
+    (3, {CP: 3, SHARDED: PARAMS, "freeze": "text", **BETWEEN}, "computed"),
+    (4, {CP: 2, PP: 2, SHARDED: PARAMS, "num_virtual_stages_per_pipeline_rank": 2}, "stored"),
+    (4, {CP: 2, TP: 2, SHARDED: "optim_grads", "freeze": "connector"}, "stored"),
+    (2, {CP: 2, SHARDED: PARAMS, "lora_rank": 3, "lora_targets": "all", **BETWEEN}, "stored"),
+    (4, {CP: 2, TP: 2, "lora_rank": 3, "recompute_granularity": "full"}, "computed"),
+    (
         4,
         {
             CP: 2,
@@ -82,24 +79,26 @@ CASES: list[Any] = [
             "recompute_granularity": "full",
         },
         "stored",
-        marks=SLOW,
     ),
-    pytest.param(8, {CP: 2, TP: 2, SHARDED: PARAMS, "num_distributed_optimizer_instances": 2}, "computed", marks=SLOW),
+    (8, {CP: 2, TP: 2, SHARDED: PARAMS, "num_distributed_optimizer_instances": 2}, "computed"),
 ]
 
 
 QWEN3_5 = {"tiny_qwen3_5": True}
 CASES += [
     (2, {CP: 2, **QWEN3_5}, "stored"),
-    pytest.param(4, {CP: 4, "cp_layout": "balanced", **BETWEEN, **QWEN3_5}, "computed", marks=SLOW),
-    pytest.param(8, {CP: 2, TP: 2, PP: 2, "recompute_granularity": "full", **QWEN3_5}, "stored", marks=SLOW),
-    pytest.param(8, {CP: 4, TP: 2, "cp_comm_type": "a2a", SHARDED: PARAMS, **QWEN3_5}, "computed", marks=SLOW),
-    pytest.param(3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored", marks=SLOW),
-    pytest.param(4, {CP: 2, TP: 2, "lora_rank": 3, "lora_targets": "all", **QWEN3_5}, "stored", marks=SLOW),
+    (4, {CP: 4, "cp_layout": "balanced", **BETWEEN, **QWEN3_5}, "computed"),
+    (8, {CP: 2, TP: 2, PP: 2, "recompute_granularity": "full", **QWEN3_5}, "stored"),
+    (8, {CP: 4, TP: 2, "cp_comm_type": "a2a", SHARDED: PARAMS, **QWEN3_5}, "computed"),
+    (3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored"),
+    (4, {CP: 2, TP: 2, "lora_rank": 3, "lora_targets": "all", **QWEN3_5}, "stored"),
 ]
 CASES += [
     pytest.param(
-        8, {TP: tp, PP: pp, CP: cp, "global_batch_size": max(2, 8 // (tp * pp * cp)), **QWEN3_5}, "stored", marks=SLOW
+        8,
+        {TP: tp, PP: pp, CP: cp, "global_batch_size": max(2, 8 // (tp * pp * cp)), **QWEN3_5},
+        "stored",
+        marks=pytest.mark.long,
     )
     for tp, pp, cp in itertools.product((1, 2, 4, 8), repeat=3)
     if tp * pp * cp <= 8

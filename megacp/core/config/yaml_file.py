@@ -28,7 +28,8 @@ class _Loader(yaml.SafeLoader):
         event, node = self.peek_event(), super().compose_node(parent, index)
         if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):  # nested, they fill any memory
             problem = f"*{event.anchor} repeats a list or mapping: write it out"
-            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
+            mark: Any = event.start_mark  # the stubs know two kinds
+            raise yaml.composer.ComposerError(None, None, problem, mark)
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:

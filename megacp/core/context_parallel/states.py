@@ -13,6 +13,7 @@ The short convolution before such a layer needs the few tokens before each segme
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ def predecessors(row: Metadata) -> np.ndarray:
     before[real[1:]] = real[:-1]
     leave, path = row.leave[real], list[tuple[int, int]]()
     starts = np.flatnonzero(np.diff(leave, prepend=-1))  # of nodes: all tokens of one have the same
-    for start, stop in zip(starts, [*starts[1:], len(real)], strict=True):
+    for start, stop in itertools.pairwise([*starts, len(real)]):
         while path and path[-1][0] <= real[start]:
             path.pop()
         before[real[start]] = path[-1][1] if path else -1

@@ -125,8 +125,10 @@ class PackedLoader:
         self._request_ahead()
 
     def _request_ahead(self) -> None:
-        ahead = max(2, self._options.num_threads) if self._pool is not None else 0
-        while len(self._pending) < ahead and (count := self._options.packs_after(self._requested)):
+        while self._pool is not None and len(self._pending) < max(2, self._options.num_threads):
+            count = self._options.packs_after(self._requested)
+            if not count:
+                return
             self._pending.append(self._pool.submit(self._make, self._requested))
             self._requested += count
 

@@ -34,7 +34,7 @@ class Console:
     def close(self) -> None:
         """Forget what could not be printed: Python would try once more at exit and end with status 120."""
         if self._broken:
-            _to_nowhere(1, sys.stdout)
+            to_nowhere(1, sys.stdout)
 
 
 def warn(text: str) -> None:
@@ -42,7 +42,7 @@ def warn(text: str) -> None:
     try:
         print(text, file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        _to_nowhere(2, sys.stderr)
+        to_nowhere(2, sys.stderr)
 
 
 @contextlib.contextmanager
@@ -60,7 +60,7 @@ def ends_with_its_reader() -> Iterator[None]:
         signal.signal(signal.SIGPIPE, before)
 
 
-def _to_nowhere(number: int, stream: object) -> None:
+def to_nowhere(number: int, stream: object) -> None:
     """Let the stream of descriptor `number` write to nothing, with what it still holds."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if stream.fileno() != number:  # type: ignore[attr-defined]  # somebody has put another stream in its place

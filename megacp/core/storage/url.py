@@ -18,7 +18,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -52,6 +52,8 @@ class Url:
     """A URL that fsspec knows, without a slash at its end. FileNotFoundError and UnreachableError name it."""
 
     text: str
+    guard: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    """A middleware of aiohttp that sees each request to a web server, redirects too, and raises ValueError."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self.text.rstrip("/"))
@@ -60,7 +62,7 @@ class Url:
         return self.text
 
     def __truediv__(self, name: str) -> Url:
-        return Url(f"{self.text}/{name}")
+        return replace(self, text=f"{self.text}/{name}")
 
     @property
     def scheme(self) -> str:
@@ -148,9 +150,9 @@ class Url:
             raise ValueError(f"{self} is a directory")
         if (info.get("size") or 0) > limit:
             raise ValueError(f"{self} has {info['size']:,} bytes, more than {limit:,}, the most that is read of it")
-        data: bytes = self._do(lambda fs, path: fs.cat_file(path))
+        data = self._do(lambda fs, path: fs.cat_file(path) if self.lists else _streamed(fs, path, limit + 1))
         if len(data) > limit:
-            raise ValueError(f"{self} has {len(data):,} bytes, more than {limit:,}, the most that is read of it")
+            raise ValueError(f"{self} has more than {limit:,} bytes, the most that is read of it")
         return data
 
     def write(self, data: bytes) -> None:
@@ -226,10 +228,11 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
             return action()
         except Exception as error:
             transient = _is_transient(error)
+            refusal = error.__cause__ if isinstance(error, FileNotFoundError) else error  # fsspec covers a guard's
+            if isinstance(refusal, ValueError) and not transient:
+                raise refusal from None
             if isinstance(error, FileNotFoundError) and not transient:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), what) from error
-            if isinstance(error, ValueError) and not transient:
-                raise
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             if failures == _ATTEMPTS or not transient or time.monotonic() - begin >= _SECONDS:
                 raise UnreachableError(f"{what}: {reason} (tried {failures} times)") from error
@@ -248,6 +251,15 @@ def _is_transient(error: BaseException) -> bool:
     if status:
         return status in _TRANSIENT or status >= 500
     return not isinstance(error, FileNotFoundError | PermissionError | ValueError | NotImplementedError | RuntimeError)
+
+
+def _streamed(fs: Any, path: str, count: int) -> bytes:
+    """The first bytes that a web server sends, whatever it says of their number."""
+    data = bytearray()
+    with fs.open(path, block_size=0, size=1) as stream:  # a size, that it is not asked for again
+        while part := stream.read(min(_PART, count - len(data))):
+            data += part
+    return bytes(data)
 
 
 class _Written:
@@ -290,7 +302,9 @@ def _client(url: Url) -> tuple[Any, str]:
             import aiohttp
 
             limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-            options = {"client_kwargs": {"timeout": limit}}
+            # what a server packs for the way comes as it is: a few bytes may unpack to many
+            web = {"timeout": limit, "auto_decompress": False, "middlewares": [url.guard] if url.guard else []}
+            options = {"client_kwargs": web, "headers": {"Accept-Encoding": "identity"}}
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:
         raise ValueError(f"{url}: {scheme}:// needs a package: {error}") from error

@@ -141,8 +141,9 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
                 f"{GENERATION}, or the model generates to its limit"
             )
             print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
-            if "before_answers" in progress.chat_template:
-                print("answers were learned without thoughts: ask with the template's enable_thinking=False")
+            if before := progress.chat_template.get("before_answers"):
+                how = "ask with the template's enable_thinking=False, or (where it has none) let prompts end so"
+                print(f"answers were learned without thoughts, behind {before!r}: {how}")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     if (own := last_token(progress, None)) is not None:
         ends.append(own)

@@ -6,6 +6,9 @@ pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks togeth
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -23,8 +26,21 @@ from megacp.prepare.tokenize.beside import read_object
 
 _BEGIN = "base_model.model."
 """Of names in an adapter: peft's model around the library's."""
-_NOT_PAIRS = ("use_dora", "use_rslora", "bias", "modules_to_save", "layers_to_transform", "fan_in_fan_out")
-"""Of an adapter_config.json: what is more or other than a pair beside each linear."""
+READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "init_lora_weights"),
+)
+"""Of an adapter_config.json: what is read."""
+HARMLESS = (
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("lora_dropout", "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
+)
+"""What no answer of a saved adapter depends on. Any other field must say that there is nothing."""
+_NOTHING = ("null", "false", "[]", "{}", '"none"')
+_BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
+"""Values of init_lora_weights that leave the weights beside the pairs as they are."""
+_LINEAR = re.compile(rf"layers\.\d+\.\w+\.({'|'.join(LINEARS)})\.weight")
 
 
 class Pairs:
@@ -59,22 +75,36 @@ class Adapter:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        content = read_object(folder / "adapter_config.json")
-        strange = [name for name in _NOT_PAIRS if content.get(name) not in (None, False, [], {}, "none")]
+        content = self._content = read_object(folder / "adapter_config.json")
+        others = [name for name in content if name not in (*READ, *HARMLESS)]
+        strange = [name for name in others if json.dumps(content[name]) not in _NOTHING]
         if content.get("peft_type") != "LORA" or strange:
             raise ValueError(
                 f"adapter_config.json says {', '.join(strange) or 'another peft_type'}: pairs alone are read"
             )
+        if (start := content.get("init_lora_weights", True)) not in _BESIDE:
+            raise ValueError(
+                f"adapter_config.json says init_lora_weights {start}, which changes the weights beside the pairs: save "
+                "plain pairs with peft's path_initial_model_for_weight_conversion"
+            )
         self.rank, self._tensors = int(content["r"]), dict[str, torch.Tensor]()
+        self.alpha = float(content["lora_alpha"]) * (self.rank / self._divisor(self.rank))
         try:
             read = load_file(folder / "adapter_model.safetensors")
         except SafetensorError as error:
             raise ValueError(f"adapter_model.safetensors: {error}") from error
         theirs = {name.removeprefix(_BEGIN): x for name, x in read.items()}
         for link in links:
+            if not _LINEAR.fullmatch(link.ours[0].name):
+                continue
             module = link.theirs[0].name.removesuffix(".weight")
-            if f"{module}.{A}" in theirs:
-                self._add(link.theirs[0].name, link.ours, theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}"))
+            has = f"{module}.{A}" in theirs
+            if has != self._is_target(module):
+                told = f"adapter_config.json says target_modules {content['target_modules']}"
+                raise ValueError(f"{told}, and {module} has {'a' if has else 'no'} pair")
+            if has:
+                down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
+                self._add(link.theirs[0].name, link.ours, down, self._weighed(module, down, up))
         found = Counter(name.split(".")[3] for name in self._tensors if name.endswith(A))
         layers = {named.name.split(".")[1] for link in links for named in link.ours if named.name.startswith("layers.")}
         if theirs or not found or {*found.values()} != {len(layers)} or not found.keys() <= {*LINEARS}:
@@ -82,8 +112,38 @@ class Adapter:
             raise ValueError(f"{left}: each kind of linear has a pair in all layers or in none")
         targets = ",".join(name for name in LINEARS if name in found)
         self.flags: dict[str, Value] = {"lora_rank": self.rank, "lora_targets": targets}
-        self.flags["lora_alpha"] = float(content["lora_alpha"])
+        self.flags["lora_alpha"] = self.alpha
         self.infos: Mapping[str, Info] = {name: Info(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
+
+    def _divisor(self, rank: int) -> float:
+        """Of an alpha, for the weight of a pair."""
+        return math.sqrt(rank) if self._content.get("use_rslora") else rank
+
+    def _is_target(self, module: str) -> bool:
+        """Whether peft puts a pair beside a module when it loads the adapter."""
+
+        def among(names: Any) -> bool:
+            if isinstance(names, str):
+                return names == "all-linear" or re.fullmatch(names, module) is not None
+            return any(f".{module}".endswith(f".{name}") for name in names or ())
+
+        return among(self._content["target_modules"]) and not among(self._content.get("exclude_modules"))
+
+    def _weighed(self, module: str, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """B of a module for the one alpha / rank of a run: times its own over that, rounded once, where it has one."""
+
+        def own(name: str, other: float) -> Any:
+            patterns = (self._content.get(name) or {}).items()
+            return next((x for pattern, x in patterns if re.match(rf"(.*\.)?({pattern})$", module)), other)
+
+        rank = own("rank_pattern", self.rank)
+        if down.shape[0] != rank:
+            raise ValueError(f"{module}: rank {down.shape[0]}, adapter_config.json says {rank}")
+        scale = own("alpha_pattern", self._content["lora_alpha"]) / self._divisor(rank)
+        factor = scale / (self.alpha / self.rank)
+        if math.isclose(factor, 1.0, rel_tol=1e-12):
+            return up
+        return (up.double() * factor).to(accumulation_dtype(up.dtype))
 
     def _add(self, name: str, links: tuple[Named, ...], down: torch.Tensor, up: torch.Tensor) -> None:
         """A `[r, inputs]` and B `[rows, r]` of a module, which may be several of our linears joined."""

@@ -175,12 +175,13 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
 
 
 def _check_refusals(settings: BuildSettings, done: Sequence[UnitResult]) -> None:
-    refusals = [refusal for result in done for refusal in result.refusals]
+    refusals = [result.refusals for result in done if result.refusals]
+    count = sum(map(len, refusals))
     if refusals and settings.on_error == "fail":
-        raise ValueError(f"{refusals[0]}; an earlier run skipped it, give --on-error skip again")
-    if settings.max_errors is not None and len(refusals) > settings.max_errors:
+        raise ValueError(f"{refusals[0][0]}; an earlier run skipped it, give --on-error skip again")
+    if settings.max_errors is not None and count > settings.max_errors:
         raise ValueError(
-            f"{len(refusals)} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1]}"
+            f"{count} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1][-1]}"
         )
 
 

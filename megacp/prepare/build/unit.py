@@ -26,7 +26,7 @@ from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
-from megacp.prepare.records.read import Extent, Unit, is_plain, line_number, read_extent
+from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent
 from megacp.prepare.records.record import Media, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
@@ -62,17 +62,11 @@ class UnitResult:
 
 
 class _Place(NamedTuple):
-    """Where a record stands; `line` counts from its extent's beginning."""
+    """Where a record stands; `line` counts from the line in which its extent begins."""
 
     extent: Extent
     line: int
     offset: int
-
-    def refusal(self, reason: str) -> Refusal:
-        """The record refused, at its true line of the file."""
-        path = self.extent.path
-        line = line_number(path, self.offset) if is_plain(path) else self.line
-        return Refusal(path, line, self.offset, reason)
 
 
 class _Entry(NamedTuple):
@@ -97,6 +91,7 @@ class UnitBuilder:
         self.tokenizer = settings.load_tokenizer()
         self.template = settings.load_template(self.tokenizer)
         token_ids = settings.image_rules.token_ids if settings.image_rules else {}
+        self.lines_before = LinesBefore()
         self.maker = DocumentMaker(self.tokenizer, settings.append_eod, token_ids, self.template)
 
     def __call__(self, unit: Unit) -> UnitResult:
@@ -112,7 +107,7 @@ class _UnitRun:
     def __init__(self, builder: UnitBuilder, unit: Unit, spool: IO[bytes]) -> None:
         settings = builder.settings
         self._builder, self._settings, self._unit, self._spool = builder, settings, unit, spool
-        self._media = None
+        self._media, self._lines_before = None, functools.cache(builder.lines_before)
         if settings.image_rules is not None:
             self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls)
         self._refusals: list[Refusal] = []
@@ -144,7 +139,12 @@ class _UnitRun:
         counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
         return UnitResult(unit.index, entry_of_shard, *counts, self._in_context, self._before_answers)
 
-    def _refuse(self, refusal: Refusal) -> None:
+    def _refusal(self, place: _Place, reason: str) -> Refusal:
+        """A record refused, at its true line of the file."""
+        return Refusal(place.extent.path, self._lines_before(place.extent) + place.line, place.offset, reason)
+
+    def _refuse(self, place: _Place, reason: str) -> None:
+        refusal = self._refusal(place, reason)
         if self._settings.on_error == "fail":
             raise ValueError(str(refusal))
         self._refusals.append(refusal)
@@ -161,21 +161,21 @@ class _UnitRun:
                     is_valid = drawn < settings.valid_share * 2**64
                 if is_valid != settings.is_valid:
                     continue
-                if isinstance(item, Refusal):
-                    self._refuse(item)
-                    continue
                 place = _Place(extent, item.line, item.offset)
+                if isinstance(item, Refusal):
+                    self._refuse(place, item.reason)
+                    continue
                 try:
                     sample = parse_record(item.value, self._rules, self._builder.template)
                     template = self._builder.tokenizer.chat_template
                     if template is not None and settings.chat_template == "refuse" and sample.talks:
-                        raise ValueError(str(place.refusal(_UNWRITTEN.format(template=template))))
+                        raise ValueError(str(self._refusal(place, _UNWRITTEN.format(template=template))))
                     self._in_context += sample.in_context
                     before = (sample.before_answers, self._before_answers)
                     self._before_answers = min((each for each in before if each is not None), default=None)
                     chunk.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
                 except RecordError as error:
-                    self._refuse(place.refusal(str(error)))
+                    self._refuse(place, str(error))
                     continue
                 characters += item.size
                 if characters >= _CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
@@ -213,12 +213,12 @@ class _UnitRun:
             what = "tokens with all branches" if starts else "tokens"
             excess = f"{len(tokens)} {what}, more than --seq-length {settings.seq_length}"
         if problem is not None:
-            self._refuse(place.refusal(problem))
+            self._refuse(place, problem)
         elif excess is not None and settings.oversize == "drop":
-            self._dropped.append(place.refusal(f"{excess}, dropped by --oversize drop"))
+            self._dropped.append(self._refusal(place, f"{excess}, dropped by --oversize drop"))
         elif excess is not None:
             ways = "--oversize drop (split and truncate cut plain documents alone)"
-            self._refuse(place.refusal(f"a document of {excess}: raise it or choose {ways}"))
+            self._refuse(place, f"a document of {excess}: raise it or choose {ways}")
         else:
             kept = settings.longest_piece if settings.oversize == "truncate" else len(tokens)
             self._documents += 1

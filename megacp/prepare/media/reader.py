@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from typing import Any
 from urllib.parse import unquote
 
 from megacp.core.data.decoding import load_pixels, video_info, video_pixels
@@ -20,8 +22,35 @@ from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.record import Media, RecordError, SamplePart
 
+ALLOWED = "allowed are URLs below --image-urls"
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
+_CLIMBS = re.compile(r"(^|[/\\])[\s\0]*\.[\s\0]*\.[\s\0]*($|[/\\;])")
+"""`..` as servers read it: they take `\\` for `/`, and leave out blanks and what follows a semicolon."""
+
+
+def _climbs(path: str) -> bool:
+    """Whether a part of a path is `..` once all its escapes are read, those of escapes too."""
+    while (plain := unquote(path)) != path:
+        path = plain
+    return _CLIMBS.search(path) is not None
+
+
+@dataclass(frozen=True)
+class _Below:
+    """A middleware of the web client, which hands it each URL as it is asked for, of redirects too."""
+
+    places: tuple[str, ...]
+    """They end with a slash."""
+
+    async def __call__(self, request: Any, handler: Any) -> Any:
+        """Ask for it; ValueError, before anything is sent, where it lies below none of the places."""
+        url = request.url
+        tops = [type(url)(place) for place in self.places if place.startswith("http")]
+        inside = tuple(top.raw_path for top in tops if top.origin() == url.origin())
+        if not url.raw_path.startswith(inside) or _climbs(url.raw_path):
+            raise ValueError(f"leads to {url}, {ALLOWED} or --image-root")
+        return await handler(request)
 
 
 class MediaReader:
@@ -29,8 +58,9 @@ class MediaReader:
 
     def __init__(self, rules: VisionRules, root: str | None, urls: Sequence[str] = ()) -> None:
         """`root`: a directory or a URL. `urls`: below which records may name images by URLs of their own."""
-        self._rules, self._urls = rules, tuple(url.rstrip("/") + "/" for url in urls)
+        self._rules, self._urls = rules, tuple(urls)
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
+        self._places = tuple(str(place).rstrip("/") + "/" for place in (*urls, root) if is_url(place))
 
     def expand(
         self,
@@ -102,17 +132,20 @@ class MediaReader:
         return data
 
     def _from_path(self, value: str) -> bytes:
-        is_named = is_url(value) and value.startswith(self._urls)
-        if not is_named and (is_url(value) or value.startswith(("file:", "/")) or "\0" in value):
-            raise ImageError("it is a URL or absolute, allowed are URLs below --image-urls, paths below --image-root")
+        is_named, elsewhere = is_url(value), f"is a URL or absolute, {ALLOWED}, paths below --image-root"
+        if value.startswith(("file:", "/")) or "\0" in value or (is_named and not self._urls):
+            raise ImageError(f"it {elsewhere}")
         if self._root is None and not is_named:
             raise ImageError("a path needs --image-root")
-        if ".." in PurePosixPath(unquote(value).replace("\\", "/")).parts:  # a server reads escapes
+        if _climbs(value):
             raise ImageError("the path climbs with `..`, allowed are paths inside of --image-root")
         path = value if is_named else os.path.join(str(self._root), value)
         try:
             if is_url(path):
-                return Url(path).content(LARGEST_ITEM)
+                url = Url(path, _Below(self._places))
+                if url.lists and not path.startswith(self._places):
+                    raise ValueError(elsewhere)
+                return url.content(LARGEST_ITEM)
             path = os.path.realpath(path)
             if os.path.commonpath((path, str(self._root))) != self._root:
                 raise ImageError("a symbolic link leads out of --image-root")

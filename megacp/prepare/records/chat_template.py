@@ -11,6 +11,8 @@ import datetime
 import hashlib
 import json
 import re
+import signal
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from megacp.core.storage.files import read_regular
-from megacp.prepare.records.record import RecordError
+from megacp.prepare.records.record import LEARNED_ROLES, RecordError
 from megacp.prepare.tokenize.beside import (
     TEMPLATE_FOLDER,
     TEMPLATE_NAMES,
@@ -42,6 +44,8 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought, as templates write it."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Of a template that says by itself what is learned."""
+LONGEST = 10.0
+"""Seconds that one rendering may compute; a long conversation takes some thousandths."""
 _MARKS = ("<|im_start|>", "<|im_end|>")
 """Of the templates that are known by name."""
 
@@ -66,7 +70,7 @@ class ChatTemplate:
     """Tokens that the tokenizer's files name, by name."""
     _model: Any = field(repr=False)
     before_answers: str = ""
-    """What stands behind a prompt: the empty thought behind which a model learned its answers."""
+    """What ends a prompt: the empty thought behind which a model learned its answers."""
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -91,12 +95,22 @@ class ChatTemplate:
     @cached_property
     def takes_parts(self) -> bool:
         """Whether it writes a content that is a list of parts, as it writes a string."""
-        parts = [{"type": "text", "text": PLACE}]
+        return self._writes({"role": "user", "content": [{"type": "text", "text": PLACE}]})
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Whether it writes arguments of a tool call that are an object; some take a string of JSON alone."""
+        function = {"name": "look", "arguments": {"place": PLACE}}
+        calls = [{"id": "call00001", "type": "function", "function": function}]
+        asked = {"role": "user", "content": "?"}
+        return self._writes(asked, {"role": LEARNED_ROLES[0], "content": "", "tool_calls": calls})
+
+    def _writes(self, *messages: dict[str, Any]) -> bool:
+        """Whether it writes PLACE, which stands in the last of some messages; Python would escape it in an object."""
         try:
-            text = self.render([{"role": "user", "content": parts}]).text
+            return PLACE in self.render(messages).text
         except RecordError:
             return False
-        return PLACE in text and str(parts) not in text
 
     def is_added(self, text: str) -> bool:
         """Whether a text consists of added tokens alone, which are cut out of every text around them."""
@@ -110,6 +124,10 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> Rendering:
         """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
+        if prompt and self.before_answers:  # as the template writes it, whatever else ends a prompt
+            answer = {"role": LEARNED_ROLES[0], "content": PLACE}
+            text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
+            return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
         given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
         chat = []
         for message in messages:  # with its thought under the names that templates read, as the library hands it on
@@ -117,11 +135,17 @@ class ChatTemplate:
             thought = next((own[key] for key in REASONING if key in own), None)
             chat.append(own if thought is None else {"thinking": thought, **own, "reasoning_content": thought})
         try:
+            if threading.current_thread() is threading.main_thread():  # others take no signals
+                _heed_time()
+                signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
             template = _compiled(self.text, self.today)
             text = template.render(messages=chat, add_generation_prompt=prompt, **given)
-            text += self.before_answers if prompt else ""
+        except TimeoutError as error:  # so would the next record's
+            raise ValueError(f"--chat-template: the template is not done after {LONGEST:g} s of computing") from error
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         generated, length = [], 0
         for piece in re.split(f"({_BEGIN}.*?{_END})", text, flags=re.DOTALL):  # a block, or what stands between two
             block = piece.strip(_BEGIN + _END)
@@ -253,6 +277,16 @@ def _one_line(error: object) -> str:
 
 def _raise(message: str) -> None:
     raise RecordError(message)
+
+
+def _end(number: int, frame: Any) -> None:
+    raise TimeoutError
+
+
+@lru_cache(maxsize=1)
+def _heed_time() -> None:
+    """Let a process's own timer end what it computes."""
+    signal.signal(signal.SIGVTALRM, _end)
 
 
 @lru_cache(maxsize=64)

@@ -4,12 +4,14 @@ Where a template has `{% generation %}` blocks, these are learned. Elsewhere an 
 rendering of all before it with the generation prompt, and both renderings must begin the whole one. What a record says
 must change the text, and no text may spell a special token.
 
-An answer whose thought the template leaves out, as of earlier turns, is context: it was not said without. An empty
-thought is context too, so that a model does not learn to think nothing.
+An answer whose thought the template leaves out, as of earlier turns, is context: it was not said without. An answer
+that had none is learned from its own first word on where the template writes what is around a thought all the same: a
+model does not learn to think nothing.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +26,7 @@ from megacp.prepare.records.chat_template import (
     Rendering,
     template_of,
 )
-from megacp.prepare.records.forms import Talk, kind_of, role_and_weight, text_of
+from megacp.prepare.records.forms import Talk, kind_of, objects_at, role_and_weight, text_of, with_object
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     Media,
@@ -41,7 +43,8 @@ _LINKS = ("role", "type", "id", "index", "tool_call_id")
 """Keys that say what stands there or what belongs together: a template need not write them."""
 _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
-_EMPTY_THOUGHT = re.compile(rf"\n*{THOUGHT}\s*{THOUGHT_END}\n*")
+_EMPTY_THOUGHT = re.compile(rf"\s*{THOUGHT}\s*{THOUGHT_END}\s*")
+"""At the beginning of a content, whatever the template makes of it."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
@@ -79,14 +82,7 @@ class WrittenTalk:
         """Characters start..stop and their loss weight, in order."""
         if not rules.asks:
             self._refuse_lost()
-            learned = self._generated() if GENERATION.search(template.text) else self._answers()
-            for start, stop, weight in learned:
-                if (empty := _EMPTY_THOUGHT.match(self.text, start, stop)) is not None:
-                    start = empty.end()
-                    self.before_answers = empty[0] if self.before_answers is None else self.before_answers
-                elif THOUGHT in self.text[start:stop]:
-                    self.before_answers = ""
-                self.learned += [(start, stop, weight)] * (start < stop)
+            self.learned = self._generated() if GENERATION.search(template.text) else self._answers()
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 
     @property
@@ -124,6 +120,9 @@ class WrittenTalk:
         given = {k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored}
         if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
             raise RecordError(f"`{where}` says nothing: it has no `content`")
+        if "tool_calls" in given:
+            calls, takes = objects_at(given["tool_calls"], f"{where}.tool_calls"), self._template.takes_objects
+            given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
@@ -159,13 +158,18 @@ class WrittenTalk:
                     f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
                     "writes images, or build without --chat-template"
                 )
-            thoughtless = _without_thought(message) if self._weights[i] and writes_thoughts else None
-            if thoughtless is not None and self._is_same(i, thoughtless, self._talk.tools):
+            thought, thoughtless = _thought_apart(message) if self._weights[i] and writes_thoughts else ("", {})
+            named = {**thoughtless, REASONING[0]: thought}
+            bare, read = (self._with(i, m, self._talk.tools) if thought else None for m in (thoughtless, named))
+            if bare == self.text:
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
                     raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
                 self._weights[i] = 0.0
                 self.in_context += 1
+            elif read not in (None, bare) and _solid(read or "") != _solid(self.text):
+                said = f"`{where}.content`: the chat template reads no thought there"
+                raise RecordError(f"{said}; give it as `{REASONING[0]}`")
             for key in message.keys() - {*_LINKS}:
                 by_rule = key in REASONING and writes_thoughts and not self._weights[i]
                 by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
@@ -185,19 +189,19 @@ class WrittenTalk:
 
     def _refuse_same(self, what: str, i: int, message: dict[str, Any], tools: list[Any] | None) -> None:
         """RecordError where the template writes the same with message i and the tools like this, without `what`."""
-        if self._is_same(i, message, tools):
+        if self._with(i, message, tools) == self.text:
             key = what.rpartition(".")[2]
             raise RecordError(
                 f"`{what}` would be lost: the chat template does not write it; --ignore-keys {key} leaves it out"
             )
 
-    def _is_same(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> bool:
-        """Whether the template writes the same with message i and the tools like this."""
+    def _with(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> str | None:
+        """The text with message i and the tools like this; None where the template refuses it."""
         messages = [*self._messages[:i], message, *self._messages[i + 1 :]]
         try:
-            return self._template.render(messages, tools, self._talk.variables).text == self.text
+            return self._template.render(messages, tools, self._talk.variables).text
         except RecordError:  # what is missing is read
-            return False
+            return None
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """What each learned message adds to the rendering of those before it."""
@@ -206,30 +210,61 @@ class WrittenTalk:
             if not weight:
                 continue
             try:
-                before = self._render(self._messages[:i], prompt=True).text
+                prompt = self._render(self._messages[:i], prompt=True).text
             except RecordError as error:
                 raise RecordError(f"`{where}`: what stands before it cannot be asked alone: {error}") from error
             until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
-            own = until[: len(before)], until[len(before) :]
-            ends = (  # what ends it once more follows: itself, or without
-                until,
-                own[0] + _EMPTY_THOUGHT.sub("", own[1], count=1),  # which the last answer alone may have
-                re.sub(f"(?:{self._template.forgeable.pattern})+$", "", until),  # tokens after a whole conversation
-            )
-            until = next((end for end in ends if self.text.startswith(end)), "")
-            if not self.text.startswith(before) or len(until) < len(before):
+            alone, here = self._before_words(i, prompt) or (prompt, prompt)
+            own = until[len(alone) :]
+            ends = own, re.sub(f"(?:{self._template.forgeable.pattern})+$", "", own)  # without what ends a whole one
+            said = next((each for each in ends if self.text.startswith(here + each)), None)
+            if not until.startswith(alone) or said is None:
                 raise RecordError(
-                    f"`{where}`: the chat template writes it, or what stands before it, otherwise once more follows; "
-                    "give earlier answers a `weight` of 0, make a record of each, or take a template with generation "
-                    "blocks"
+                    f"`{where}`: the chat template writes it, or what stands before it, otherwise than it asks for it, "
+                    "or otherwise once more follows; give earlier answers a `weight` of 0, make a record of each, or "
+                    "take a template with generation blocks"
                 )
-            said = self.text[len(before) : len(until)]
             if not said:
                 raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
+            start, stop = len(here), len(here) + len(said)
+            first = min(start, len(prompt.rstrip().removesuffix(THOUGHT)))  # the prompt may open the thought
             for key in ("content", *REASONING):
-                self._refuse_unsaid(i, key, said)
-            learned.append((len(before), len(until), weight))
+                self._refuse_unsaid(i, key, self.text[first:stop])
+            learned.append((start, stop, weight))
         return learned
+
+    def _before_words(self, i: int, prompt: str | None = None) -> tuple[str, str] | None:
+        """What stands before the first word of an answer without a thought: where it is the last message, and here.
+
+        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked.
+        """
+        message, before = self._messages[i], self._messages[:i]
+        empty = _EMPTY_THOUGHT.match(_words(message))
+        if _thought_apart(message)[0]:
+            self.before_answers = ""
+            return None
+        if not (self._template.writes_thoughts or empty):
+            return None
+        own = empty[0] if empty else ""
+        wordless = {**message, "content": own + PLACE}
+        thinking = {key: value for key, value in wordless.items() if key not in REASONING}
+        thinking |= {"content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE} if own else {REASONING[0]: PLACE}
+        try:
+            prompt = self._render(before, prompt=True).text if prompt is None else prompt
+            alone = self._render([*before, wordless]).text.partition(PLACE)[0]
+            *around, _ = self._render([*before, thinking]).text.split(PLACE)
+            if len(around) != 2 or _solid("".join(around)) != _solid(alone):
+                return None
+            here = next((each for each in (alone, prompt) if self.text.startswith(each)), None)
+            if here is None:  # the prompt opens a thought, and an earlier answer has none
+                here = self._render([*before, wordless, *self._messages[i + 1 :]]).text.partition(PLACE)[0]
+        except RecordError:  # it writes no such answer
+            return None
+        if not (self.text.startswith(here) and (here == alone or prompt.startswith(here))):
+            return None
+        if self.before_answers is None and not prompt.startswith(here):
+            self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
+        return alone, here
 
     def _generated(self) -> list[tuple[int, int, float]]:
         """The generation blocks, with the weights of their messages."""
@@ -247,11 +282,13 @@ class WrittenTalk:
                 "together cannot be told"
             )
         each = weights if different else weights[:1] * len(blocks)
-        return [(a, b, w) for (a, b), w in zip(blocks, each, strict=True) if w]
+        begins = [len(found[1]) for i in answering if self._weights[i] and (found := self._before_words(i))]
+        starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
+        return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
 
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
-        for word in _words(self._messages[i], key, " ").split():
+        for word in _EMPTY_THOUGHT.sub("", _words(self._messages[i], key, " "), count=1).split():
             found = said.find(word, start)
             if found < 0:
                 raise RecordError(
@@ -286,15 +323,20 @@ def _words(message: dict[str, Any], key: str = "content", between: str = "") -> 
     return between.join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
 
 
-def _without_thought(message: dict[str, Any]) -> dict[str, Any] | None:
-    """An answer without its thought, by itself or in the content; None where it has none."""
+def _thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The thought of an answer, by itself or in the content, and the answer without; no thought is blank."""
     given = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
     if isinstance(content := message.get("content"), str) and THOUGHT_END in content:
         thought, _, said = content.rpartition(THOUGHT_END)
         given["content"] = said.lstrip("\n")
         thoughts.append(thought.replace(THOUGHT, ""))
-    return given if "".join(thoughts).strip() else None
+    return "".join(thoughts).strip(), given
+
+
+def _solid(text: str) -> str:
+    """A text without its blanks."""
+    return "".join(text.split())
 
 
 def _texts(value: Any) -> Iterator[str]:

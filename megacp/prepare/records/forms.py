@@ -6,6 +6,7 @@ would be learned. What stands in a message is learned or not by its role and its
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -23,9 +24,11 @@ from megacp.prepare.records.record import (
     RecordError,
     RecordRules,
     SamplePart,
+    decode_json,
     described,
     media_at,
     text_at,
+    without_nulls,
 )
 
 MESSAGE_KEYS = ("role", "content", "weight", "id")
@@ -247,6 +250,24 @@ def _json_at(value: Any, where: str) -> Any:
         raise RecordError(f"`{where}` is a string and no JSON: {error}") from error
 
 
+def objects_at(value: Any, where: str) -> list[dict[str, Any]]:
+    """A list of objects, or that of a string of JSON."""
+    value = _json_at(value, where)
+    if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
+        raise RecordError(f"`{where}` must be a list of objects, found {described(value)}")
+    return value
+
+
+def with_object(call: dict[str, Any], key: str) -> dict[str, Any]:
+    """A tool, or a call of one, with the object at `key` that a string of JSON there holds, as OpenAI writes it."""
+    inner, value = call.get("function"), call.get(key)
+    if isinstance(inner, dict):
+        return {**call, "function": with_object(inner, key)}
+    with contextlib.suppress(RecordError):
+        value = decode_json(value.encode()) if isinstance(value, str) else value
+    return {**call, key: value} if isinstance(value, dict) else call
+
+
 FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
     ("messages",): (lambda record, at, rules: talk_of(record["messages"], at("messages")), ()),
     ("content",): (lambda record, at, rules: from_content(record["content"], at("content"), rules), ()),
@@ -268,6 +289,7 @@ def said_by(
     text_key, ignored = rules.text_key, {*rules.ignore_keys} - {rules.text_key, *own_keys}
     forms = [(text_key,), *(keys for keys in FORMS if text_key not in keys)]
     given = {key: value for key, value in record.items() if value is not None and key not in ignored}
+    given |= {key: without_nulls(value) for key, value in given.items() if key not in own_keys}
     present = [keys for keys in forms if given.keys() >= {*keys}]
     if len(present) != 1:
         shown = {keys: " with ".join(f"`{key}`" for key in keys) for keys in forms}
@@ -303,9 +325,8 @@ def said_by(
 
 def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
     """Messages with the tools and the variables that their record gives to a chat template."""
-    tools, variables = _json_at(record.get("tools") or None, "tools"), record.get("chat_template_kwargs") or {}
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise RecordError(f"`tools` must be a list of objects, found {described(tools)}")
+    variables = record.get("chat_template_kwargs") or {}
+    tools = [with_object(tool, "parameters") for tool in objects_at(record.get("tools") or [], "tools")] or None
     if tools and "conversations" in record:  # ShareGPT has the functions alone
         tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
     if not isinstance(variables, dict):

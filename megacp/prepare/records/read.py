@@ -164,9 +164,8 @@ def read_extent(
 ) -> Iterator[Record | Refusal]:
     """The records of one extent of any supported file, in order, each bad one as a Refusal.
 
-    `media`: whether records of a tar may have images and videos beside them. A Record's `line` counts from the extent's
-    beginning (finding the true one costs a pass over the file); a Refusal's is the true one. A file that is cut short
-    or damaged gives a last Refusal.
+    `media`: whether records of a tar may have images and videos beside them. `line` counts from the line in which the
+    extent begins; `LinesBefore` has those before it. A file that is cut short or damaged gives a last Refusal.
     """
     suffix = suffix_of(extent.path)
     if (container := _CONTAINERS.get(suffix)) is not None:
@@ -181,30 +180,34 @@ def read_extent(
             yield from _read_lines(extent.path, stream, extent.start, stop, max_record_bytes)
 
 
-def line_number(path: str, offset: int) -> int:
-    """The 1-based number of the line that begins at byte `offset` of a plain file. Reads everything before it."""
-    count, left = 1, offset
-    with open_input(path) as stream:
-        while left and (block := stream.read(min(_BLOCK, left))):
-            count += block.count(b"\n")
-            left -= len(block)
-    return count
+class LinesBefore:
+    """How many lines of a plain file end before an extent. Extents in order cost one pass over what is before them."""
+
+    def __init__(self) -> None:
+        self._path, self._offset, self._lines = "", 0, 0
+
+    def __call__(self, extent: Extent) -> int:
+        if not extent.start:
+            return 0
+        if extent.path != self._path or extent.start < self._offset:
+            self._path, self._offset, self._lines = extent.path, 0, 0
+        with open_input(extent.path) as stream:
+            stream.seek(self._offset)
+            while block := stream.read(min(_BLOCK, extent.start - self._offset)):
+                self._lines += block.count(b"\n")
+                self._offset += len(block)
+        return self._lines
 
 
 def _read_lines(
     path: str, stream: IO[bytes], offset: int, stop: int | None, max_record_bytes: int
 ) -> Iterator[Record | Refusal]:
     """Records from byte `offset` on; `stop`: of a plain file."""
-    line, base = 0, None
+    line = 0
     if offset:  # the line that runs into the range belongs to the range before it
         stream.seek(offset - 1)
-        offset += _skip_line(stream) - 1
-
-    def refuse(reason: str) -> Refusal:
-        nonlocal base
-        if base is None:
-            base = 0 if stop is None else line_number(path, offset) - line
-        return Refusal(path, base + line, offset, reason)
+        size = _skip_line(stream) - 1
+        line, offset = int(size > 0), offset + size
 
     while stop is None or offset < stop:
         line += 1
@@ -215,19 +218,21 @@ def _read_lines(
             if len(content) > max_record_bytes and not data.endswith(b"\n"):
                 size += _skip_line(stream)
         except (EOFError, OSError, zlib.error) as error:
-            yield refuse(f"the compressed file is damaged or cut short here, nothing after it can be read ({error})")
+            reason = f"the compressed file is damaged or cut short here, nothing after it can be read ({error})"
+            yield Refusal(path, line, offset, reason)
             return
         if not size:
             return
         if len(content) > max_record_bytes:
-            yield refuse(f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}")
+            reason = f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}"
+            yield Refusal(path, line, offset, reason)
         else:
             try:
                 content = content.removeprefix(b"\xef\xbb\xbf") if offset == 0 else content
                 if content.strip():
                     yield Record(line, offset, size, decode_json(content))
             except RecordError as error:
-                yield refuse(str(error))
+                yield Refusal(path, line, offset, str(error))
         offset += size
 
 
@@ -241,9 +246,6 @@ def _read_array(
     path, decode = extent.path, json.JSONDecoder().raw_decode
     offset = extent.start or len(codecs.BOM_UTF8) * (stream.peek(3)[:3] == codecs.BOM_UTF8)
     text, at, line, mark = "", 0, 1, "" if extent.start else "["  # text[at:] is not read yet, from `offset` and `line`
-
-    def refusal(reason: str) -> Refusal:
-        return Refusal(path, line + (line_number(path, extent.start) - 1 if extent.start else 0), offset, reason)
 
     with io.TextIOWrapper(stream, "utf-8-sig", newline="") as source:
         try:
@@ -263,7 +265,8 @@ def _read_array(
                     line, offset = line + text.count("\n", at, begin), offset + begin - at
                     limit = "" if fits else f", or an element has more than --max-record-bytes {max_record_bytes}"
                     if end is None:
-                        yield refusal(f"the array cannot be read on: {json_fault(error)}{limit}")
+                        reason = f"the array cannot be read on: {json_fault(error)}{limit}"
+                        yield Refusal(path, line, offset, reason)
                     return
                 line, offset = line + text.count("\n", at, begin), offset + begin - at
                 if stop is not None and offset >= stop:
@@ -275,10 +278,11 @@ def _read_array(
                         raise RecordError(f"an element of {size} bytes, above --max-record-bytes {max_record_bytes}")
                     yield Record(line, offset, size, of_text(value, element))
                 except RecordError as error:
-                    yield refusal(str(error))
+                    yield Refusal(path, line, offset, str(error))
                 line, offset = line + element.count("\n"), offset + size
         except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-            yield refusal(f"the file is damaged or cut short, nothing after it can be read ({error})")
+            reason = f"the file is damaged or cut short, nothing after it can be read ({error})"
+            yield Refusal(path, line, offset, reason)
 
 
 def _skip_line(stream: IO[bytes]) -> int:

@@ -71,6 +71,13 @@ class Record:
     """Of a tar: the group's files that are neither record nor text, by their whole names (only when asked for)."""
 
 
+def without_nulls(value: Any) -> Any:
+    """A value without the null keys of its objects: a table, or lines made of one, has those that other rows have."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def text_at(value: Any, key: str) -> str:
     """A value that stands at `key` of a record and must be a string; RecordError when it is none."""
     if not isinstance(value, str):

@@ -41,8 +41,9 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
     parquet, row = arrow_module("parquet"), 0
     try:
         with parquet.ParquetFile(open_input(path) if is_url(path) else path) as file:
+            columns = arrow_module("").struct(file.schema_arrow)
             for found in (each for batch in file.iter_batches(batch_size=_ROWS) for each in batch.to_pylist()):
-                value = _without_nulls(found)
+                value = _value(found, columns)
                 size = max(1, _size(value))
                 if size > max_record_bytes:
                     reason = f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}"
@@ -52,15 +53,18 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
                 row += 1
     except UnreachableError:
         raise
-    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError) as error:
+    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError, RecordError) as error:
         yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({' '.join(str(error).split())})")
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value without the null keys of its objects: a table fills them in where other rows have a value."""
+def _value(value: Any, kind: Any) -> Any:
+    """A value of an Arrow type, without null keys of objects, and what a text of JSON (`Json` of datasets) holds."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _value(item, kind.field(key).type) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_value(item, getattr(kind, "value_type", kind)) for item in value]
+    is_json = isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json"
+    return decode_json(value.encode()) if is_json else value
 
 
 def _size(value: Any) -> int:
@@ -78,17 +82,26 @@ def _size(value: Any) -> int:
 def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
     """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
 
-    Refusals: unsafe members, images unless `media`, a record without text, a cut archive.
+    Refusals: unsafe members, members of a record that stand apart, images unless `media`, a record without text, a cut
+    archive.
     """
-    number, offset, found = 1, 0, list[Record | Refusal]()
+    number, offset, found, seen = 1, 0, list[Record | Refusal](), dict[str, tuple[int, set[str]]]()
     try:
         with open_input(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             members = itertools.groupby((member for member in archive if not member.isdir()), _key)
             for number, (key, group) in enumerate(members, start=1):
                 yield from found  # one record late: the archive may be cut behind it
-                first = next(group)
-                offset = first.offset
-                found = [_tar_record(path, number, key, (first, *group), archive, max_record_bytes, media)]
+                parts = list(group)
+                offset, names = parts[0].offset, {member.name for member in parts}
+                before, others = seen.setdefault(key, (offset, set()))
+                if others.isdisjoint(names) and others:  # with a name again it is another record, as in webdataset
+                    reason = (
+                        f"members of record {key!r} stand apart, at bytes {before} and {offset}: place them together"
+                    )
+                    found = [Refusal(path, number, offset, reason)]
+                else:
+                    found = [_tar_record(path, number, key, parts, archive, max_record_bytes, media)]
+                others |= names
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAR_BLOCK))
             if size < _TAR_BLOCK or any(file.read()):  # tarfile accepts an archive that is cut in a header

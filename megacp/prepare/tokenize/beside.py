@@ -61,6 +61,22 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return {**values, **read_object(older)} if "added_tokens_decoder" not in values and older.is_file() else values
 
 
+def tokens_beside(folder: Path) -> set[str]:
+    """Texts of all tokens that the files beside a vocabulary name."""
+    settings, added = settings_of(folder), folder / "added_tokens.json"
+    ends = ("_token", "_special_tokens", "added_tokens_decoder")
+    named = [value for key, value in settings.items() if key.endswith(ends)]
+    return _texts(named) | (read_object(added).keys() if added.is_file() else set())
+
+
+def _texts(value: Any) -> set[str]:
+    """Of a token, of a list of tokens, or of an object of them."""
+    if (text := text_of(value)) is not None:
+        return {text}
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {text for part in parts for text in _texts(part)}
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The special tokens that a tokenizer's files put around every text, by the post-processor of tokenizer.json."""

@@ -8,9 +8,12 @@ to the reference.
 from __future__ import annotations
 
 import abc
+import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import sys
+import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
-from megacp.prepare.tokenize.beside import Beside, Surroundings, read_beside, surroundings_of, text_of
+from megacp.core.storage.place import CACHE
+from megacp.prepare.tokenize.beside import Beside, Surroundings, read_beside, surroundings_of, text_of, tokens_beside
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
@@ -82,6 +86,8 @@ class Tokenizer(abc.ABC):
     chat_template: Path | None = None
     """The file with the template that a server writes messages by."""
     model: Any = None
+    own: frozenset[str] = frozenset()
+    """Special tokens of a vocabulary itself, which in a text are plain text."""
     _fast: Any = None
     _apart: tuple[str, ...] = ()
     """Texts that the fast engine treats otherwise: what contains one goes to the reference."""
@@ -178,6 +184,7 @@ class SentencePieceTokenizer(Tokenizer):
         except Exception as error:  # RuntimeError or a protobuf error, depending on the damage
             raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
         self.eos_id, self.bos_id, self.pad_id = (None if i < 0 else i for i in ids)
+        self.own = frozenset(model.id_to_piece(i) for i in (model.unk_id(), *ids) if i >= 0)
         # "<s>" written in a text is plain text to SentencePiece and a special token to gigatoken
         self._apart = tuple(model.id_to_piece(i) for i in range(self.vocab_size) if model.is_control(i))
         # the package does not say which pieces are user-defined symbols, but all have score 0
@@ -267,8 +274,33 @@ def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> T
     apart = ids.keys() - {"".join(pair) for pair in pairs}
     special = {name: ids[name] for name in EOS_NAMES if name in apart}
     made = PackageTokenizer("gpt2", (vocabulary, merges), model, special, beside)
+    made.own = frozenset(special)
     made.accelerate(engine, lambda gigatoken: gigatoken.Tokenizer.from_json(model.to_str()), ())
     return made
+
+
+def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
+    """A vocabulary with `tokens` beside it, by the tokenizer.json that the library makes of the folder."""
+    begin = f"{folder}: {', '.join(sorted(tokens)[:3])} stand beside the vocabulary"
+    try:
+        release = importlib.metadata.version("transformers")
+    except ImportError as error:
+        raise ValueError(f"{begin}, which transformers reads: pip install 'megacp[hf]'") from error
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".model", ".txt", ".jinja"))
+    kept = Path(CACHE).expanduser() / "folders" / f"{_hash_files(*files)}-{release}"
+    if not kept.is_dir():
+        from transformers import AutoTokenizer
+
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as made:
+            try:
+                library = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+                library.save_pretrained(f"{made}/whole")
+            except Exception as error:  # files of a foreign folder may fail anywhere in it
+                raise ValueError(f"{begin}, and transformers does not read them: {error}") from error
+            with contextlib.suppress(OSError):  # another process was first
+                Path(made, "whole").rename(kept)
+    return _from_files(str(kept / "tokenizer.json"), engine)
 
 
 def _hash_files(*paths: Path) -> str:
@@ -326,6 +358,9 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
         tokenizer = SentencePieceTokenizer(paths[0], engine)
     else:
         tokenizer = _from_tokenizer_json(paths[0], engine, beside)
+    folder, named = paths[0].parent, tuple(path.name for path in paths)
+    if named in FILES[1:] and (tokens := tokens_beside(folder) - tokenizer.own):
+        return _by_library(folder, engine, tokens)
     tokenizer.chat_template = beside.chat_template
     if isinstance(stated := beside.values.get("add_bos_token"), bool):
         tokenizer.surroundings = replace(tokenizer.surroundings, stated=stated)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,9 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
+from megacp.huggingface.convert.lora import HARMLESS, READ, Adapter, folded
 from megacp.huggingface.convert.source import read_hf
+from megacp.huggingface.convert.start import Together
 from megacp.huggingface.convert.tensors import Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
@@ -334,3 +338,80 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
         down, up = (one[f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{end}.weight"] for end in "AB")
         assert all(torch.equal(begun[f"{stem}.{part}.lora_A.weight"], down) for part in "qkv")
         assert torch.equal(torch.cat([begun[f"{stem}.{part}.lora_B.weight"] for part in "qkv"]), up)
+
+
+REFUSED: dict[str, Any] = {
+    **{"use_dora": True, "bias": "all", "lora_bias": True, "fan_in_fan_out": True, "use_qalora": True},
+    **{"modules_to_save": ["embed_tokens"], "layers_to_transform": 0, "layer_replication": [[0, 2], [1, 3]]},
+    **{"alora_invocation_tokens": [5], "trainable_token_indices": [3], "target_parameters": ["q_proj.weight"]},
+    **dict.fromkeys(("use_bdlora", "monteclora_config", "arrow_config", "kasa_config", "megatron_config"), {"k": 1}),
+    **{"velora_config": {"num_groups": 4}},
+}
+CONTRADICTIONS: dict[str, dict[str, Any]] = {
+    **{kind: {"init_lora_weights": kind} for kind in ("pissa", "pissa_niter_4", "olora", "loftq", "corda", "lora_ga")},
+    "q_proj has a pair": {"target_modules": ["v_proj"]},
+    "k_proj has no pair": {"target_modules": ["q_proj", "k_proj", "v_proj"]},
+    "v_proj has a pair": {"exclude_modules": r".*1\.self_attn\.v_proj"},
+    "rank 4": {"rank_pattern": {"q_proj": 2}},
+    "from_tomorrow": {"from_tomorrow": 1},
+}
+
+
+def tuned(folder: Path, **more: Any) -> tuple[Any, Any]:
+    """A random model in float64, and that model with an adapter in `folder`, as peft loads it."""
+    torch.manual_seed(0)
+    base = MODELS["llama 2"]().double().eval()
+    wanted = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **more}
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **wanted))
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        parameter.data.normal_(0.0, 0.2)
+    model.save_pretrained(folder)
+    return base, peft.PeftModel.from_pretrained(copy.deepcopy(base), folder)
+
+
+def adapter_of(folder: Path, base: Any) -> tuple[Adapter, dict[str, Any], list[Any]]:
+    content = base.config.to_dict()
+    family = of_config(content)
+    values = family.values(content)
+    return Adapter(folder, family.links(values)), values, family.links(values)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"alpha_pattern": {"q_proj": 64, "layers.1.self_attn.v_proj": 1.3, ".*v_proj": 2}},
+        {"use_rslora": True, "alpha_pattern": {r"layers\.\d.self_attn.q_proj": 3}},
+        {"target_modules": r".*\.(q|v|gate)_proj", "exclude_modules": ["gate_proj"], "init_lora_weights": "orthogonal"},
+        {"target_modules": "all-linear", "init_lora_weights": "gaussian"},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_with_an_adapter_answers_as_with_peft(more: dict[str, Any], tmp_path: Path) -> None:
+    base, model = tuned(tmp_path, **more)
+    tokens = torch.arange(2, 30)[None]
+    adapter, values, links = adapter_of(tmp_path, base)
+    ours = Mapped(Tensors(base.state_dict()), links, to_ours=True)
+    both = Together({name: (source, name) for source in (ours, adapter) for name in source.infos})
+    merged = Mapped(folded(both, with_values(RunConfig(), values | adapter.flags))[0], links, to_ours=False)
+    plain, expected = base(tokens).logits, model(tokens).logits
+    base.load_state_dict({name: whole(merged, name) for name in merged.infos})
+    assert (plain - expected).abs().max() > 0.01
+    assert (base(tokens).logits - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_more_than_pairs_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Fields are those of the installed peft: a new one is read, harmless or refused by decision."""
+    base, _ = tuned(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    content = json.loads(path.read_text())
+    assert {field.name for field in dataclasses.fields(peft.LoraConfig)} == {*READ, *HARMLESS, *REFUSED}
+    for named, more in ({name: {name: value} for name, value in REFUSED.items()} | CONTRADICTIONS).items():
+        path.write_text(json.dumps(content | more))
+        with pytest.raises(ValueError, match=named):
+            adapter_of(tmp_path, base)
+    head, _ = tuned(tmp_path, target_modules=["q_proj", "lm_head"])
+    with pytest.raises(ValueError, match="lm_head"):
+        adapter_of(tmp_path, head)

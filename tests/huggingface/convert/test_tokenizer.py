@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from megacp.huggingface.convert.tokenizer import are_tied, spm_model, write_tokenizer
-from megacp.prepare.tokenize.tokenizer import PROBE
+from megacp.prepare.tokenize.tokenizer import PROBE, load_tokenizer
 from tests.huggingface.convert.models import given
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -121,6 +122,53 @@ def byte_level(folder: Path) -> tuple[str, str]:
     made.save(str(folder / "tokenizer.json"))
     made.model.save(str(folder))
     return str(folder / "tokenizer.json"), f"{folder}/vocab.json,{folder}/merges.txt"
+
+
+LISTED = {
+    "<|im_end|>": {"special": True, "lstrip": True},
+    "<tool>": {"special": False, "normalized": True, "rstrip": True},
+    "word": {"special": False, "single_word": True},
+}
+BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "SentencePiece, a list": ("bpe", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
+    "SentencePiece, older files": ("unigram", {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}),
+    "GPT-2's files": ("gpt2", {"tokenizer_class": "Qwen2Tokenizer"}),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (kind, settings), folder = BESIDE[name], tmp_path / "model"
+    folder.mkdir()
+    if kind == "gpt2":
+        byte_level(folder)
+        (folder / "tokenizer.json").unlink()
+    else:
+        Path(train(folder, kind, **PLAIN)).rename(folder / "tokenizer.model")
+    plain = load_tokenizer(str(folder), "reference")
+    own = "</s>" if kind != "gpt2" else "<|endoftext|>"
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": own}))
+    assert load_tokenizer(str(folder), "reference").sha256 == plain.sha256, "nothing but its own tokens is named"
+    ids = {text: plain.vocab_size + i for i, text in enumerate(LISTED)}
+    config: dict[str, Any] = {**settings, "eos_token": "<|im_end|>"}
+    if "older" in name:
+        (folder / "added_tokens.json").write_text(json.dumps(ids))
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    else:
+        listed = {str(ids[text]): {"content": text, **flags} for text, flags in LISTED.items()}
+        config["added_tokens_decoder"] = listed
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    found = load_tokenizer(str(folder))
+    library = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
+    assert found.vocab_size == len(library) and found.eos_id == library.eos_token_id == ids["<|im_end|>"]
+    parts, draw = [*LISTED, *LINES[:40], " ", "  ", "\n", "swords word", "\u00e9"], random.Random(0)
+    texts = ["".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(200)]
+    for text, mine in zip(texts, found.encode(texts), strict=True):
+        assert mine.tolist() == library.encode(text, add_special_tokens=False), text
+    assert found.sha256 not in (plain.sha256, "") and load_tokenizer(str(found.files[0])).sha256 == found.sha256
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "gpt2"])

@@ -251,10 +251,17 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     assert "built with --vision-family qwen3_5" in image_misfits("d", rules, VisionConfig(vision_num_layers=2))[0]
     page = tool("inspect", tmp_path / "d", "--pack", 1, "--html", tmp_path / "pack.html")
     assert page.returncode == 0 and "frame 3" in (tmp_path / "pack.html").read_text()
+    folder = write_tokenizer(tmp_path / "model").parent
+    (folder / "config.json").write_text('{"model_type": "qwen3_5"}')
+    done = built("--tokenizer", folder, *sizes, "--oversize", "drop", "--overwrite")
+    assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr
+    assert PackedDataset(tmp_path / "d").manifest.image_rules["family"] == "qwen3_5"
     for flags, told in (
         (["--vision-family", "llava"], "--vision-family is 'llava', allowed are molmo2, qwen3_5"),
         (["--vision-family", "qwen3_5", "--max-crops", 2], "unknown keys max_crops"),
         (["--resize-pixels", "1,2"], "unknown keys resize_pixels"),
+        (["--tokenizer", folder, "--vision-family", "molmo2"], "config.json is of a qwen3_5"),
+        (["--tokenizer", folder, "--max-crops", 2], "unknown keys max_crops"),
     ):
         refused = built(*flags)
         assert refused.returncode == 2 and told in refused.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.prepare.build.unit import UnitBuilder
+from megacp.prepare.records import read
 from megacp.prepare.records.read import Unit
 from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -225,6 +227,32 @@ def test_oversize_documents_are_dropped_split_or_truncated_as_told(tmp_path: Pat
         flags = np.concatenate([dataset.pack(i).segments["flags"] for i in range(len(dataset))])
         assert sorted(flags.tolist()) == [0] + [flag] * count
         assert verify(tmp_path / name) == []
+
+
+class CountedFile(io.FileIO):
+    """A file that adds up what is read of it."""
+
+    total = 0
+
+    def readinto(self, buffer: Any) -> int:
+        count = super().readinto(buffer)
+        CountedFile.total += count or 0
+        return count or 0
+
+
+def test_lines_of_dropped_and_bad_records_are_counted_in_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes read are those of the file twice and of a buffer for each unit, however many records are left out."""
+    a, wrong = tmp_path / "a.jsonl", {7: "x" * 300, 17: ["no text"]}
+    a.write_text("".join(json.dumps({"text": wrong.get(i % 20, "short" * 20)}) + "\n" for i in range(3000)))
+    monkeypatch.setattr(read, "open_input", lambda path: io.BufferedReader(CountedFile(path)))
+    monkeypatch.setattr(read, "SAMPLED_BYTES", 1)
+    CountedFile.total = 0
+    summary = run([a], tmp_path / "d", oversize="drop", on_error="skip", unit_bytes=1 << 14)
+    assert len(summary.results) == 22 and CountedFile.total < 4 * a.stat().st_size
+    rejects = [json.loads(line)["line"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
+    assert rejects == [i + 1 for i in range(3000) if i % 20 in wrong]
 
 
 def test_a_seed_shuffles_documents_and_none_keeps_their_order(tmp_path: Path) -> None:

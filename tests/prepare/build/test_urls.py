@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision_rules import ImageError
 from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare import command as preprocess
 from megacp.prepare.build.journal import locked
 from megacp.prepare.build.run import BuildSummary, build
+from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.read import identity, plan_units, read_extent
 from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.kept import kept_tokenizer
@@ -180,7 +184,17 @@ def test_images_below_a_url_are_fetched_and_those_that_do_not_come_are_refused(t
 
 @pytest.mark.parametrize(
     "place",
-    ["https://images.example/a.png", "file:///etc/passwd", "../a.png", "/a.png", "%2e%2e/a.png", "x/..%5c../a.png"],
+    [
+        *(
+            "https://images.example/a.png",
+            "file:///etc/passwd",
+            "../a.png",
+            "/a.png",
+            "%2e%2e/a.png",
+            "x/..%5c../a.png",
+        ),
+        *(".\t./a.png", ".\n.\r/a.png", "%252e%252e/a.png", "x/..;/../a.png", ".%09./a.png"),
+    ],
 )
 def test_nothing_is_fetched_out_of_the_root(tmp_path: Path, place: str) -> None:
     store = memory()
@@ -188,6 +202,65 @@ def test_nothing_is_fetched_out_of_the_root(tmp_path: Path, place: str) -> None:
     path = image_records([place], tmp_path)
     with pytest.raises(ValueError, match=r"URL, allowed are paths|absolute|climbs"):
         builds.run([path], tmp_path / "out", image_root=str(store / "photos"), **IMAGES)
+
+
+PICTURE = encoded(noise(20, 16))
+LEADS = {
+    "/photos/away": "http://localhost:{port}/photos/a.png",
+    "/photos/up": "../secret.png",
+    "/photos/here": "a.png",
+}
+
+
+@pytest.fixture
+def web() -> Iterator[tuple[str, list[str]]]:
+    """A server of pictures and redirects, and what is asked of it: host and path."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.headers["Host"].partition(":")[0] + self.path)
+            lead, packed = LEADS.get(self.path, ""), "bomb" in self.path
+            data = gzip.compress(bytes(1 << 24)) if packed else PICTURE
+            self.send_response(302 if lead else 200)
+            self.send_header("Location", lead.format(port=server.server_port))
+            self.send_header("Content-Encoding", "gzip" if packed else "identity")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data if self.command == "GET" else b"")
+
+        do_HEAD = do_GET
+
+        def log_message(self, *words: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("way", ["named", "below the root"])
+def test_a_server_is_asked_below_what_is_allowed_alone_and_nothing_is_unpacked(
+    web: tuple[str, list[str]], way: str
+) -> None:
+    """A URL is compared as the client asks for it, those of redirects too; 16 MB that came as 16 kB stay so."""
+    url, asked = web
+    reader = MediaReader(TINY, *((None, [f"{url}/photos/"]) if way == "named" else (f"{url}/photos", ())))
+
+    def read(name: str) -> bytes:
+        value = f"{url}/photos/{name}" if way == "named" else name
+        return reader._from_path(value)
+
+    assert read("a.png") == read("here") == PICTURE and len(read("bomb")) < 1 << 15
+    for name in ("away", "up"):
+        with pytest.raises(ImageError, match="leads to .*--image-urls"):
+            read(name)
+    for place in (url.replace("127.0.0.1", "localhost"), url.replace("//", "//127.0.0.1@localhost:1/"), f"{url}/x"):
+        with pytest.raises(ImageError, match="--image-urls"):
+            reader._from_path(f"{place}/photos/a.png")
+    assert asked and all(place.startswith("127.0.0.1/photos/") for place in asked)
 
 
 def part(inputs: list[Path], output: Path, index: int, count: int, **changes: Any) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.records.read import Extent, line_number, plan_units, read_extent
+from megacp.prepare.records.read import Extent, LinesBefore, plan_units, read_extent
 from megacp.prepare.records.record import Record, Refusal
 from tests.prepare.build.builds import documents, run
 from tests.prepare.media.pictures import TINY, encoded, noise
@@ -56,10 +56,13 @@ def test_every_line_is_read_exactly_once_however_the_file_is_cut(
     path = tmp_path / "a.jsonl"
     data = newline.join(json.dumps({"text": text}, ensure_ascii=False).encode() for text in texts)
     path.write_bytes(b"\xef\xbb\xbf" * ends + data + (newline if ends else b""))
-    units = plan_units([str(path)], unit_bytes)
-    records = [item for unit in units for extent in unit.extents for item in read_extent(extent)]
+    extents = [extent for unit in plan_units([str(path)], unit_bytes) for extent in unit.extents]
+    records = [item for extent in extents for item in read_extent(extent)]
     assert [item.value["text"] for item in records if isinstance(item, Record)] == texts
-    assert [line_number(str(path), item.offset) for item in records] == list(range(1, len(texts) + 1))
+    before = LinesBefore()
+    for order in (1, -1):
+        numbers = [before(extent) + item.line for extent in extents[::order] for item in read_extent(extent)]
+        assert sorted(numbers) == list(range(1, len(texts) + 1))
 
 
 def test_units_group_small_files_and_cut_large_ones(tmp_path: Path) -> None:
@@ -85,13 +88,6 @@ def test_a_bad_line_is_refused_with_its_place_and_reading_goes_on(tmp_path: Path
     records, (refusal,) = read(path, 200)
     assert len(records) == 8 and (refusal.file, refusal.line, refusal.offset) == (str(path), 6, len(lines(5)))
     assert str(refusal).startswith(f"{path}:6: ")
-
-
-def test_a_bad_line_in_a_later_range_has_its_true_line_number(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(30) + b"oops\n" + lines(30) + b"oops\n")
-    items = [i for unit in plan_units([str(path)], 100) for e in unit.extents for i in read_extent(e)]
-    assert [item.line for item in items if isinstance(item, Refusal)] == [31, 62]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -171,6 +167,11 @@ def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_p
     records, refusals = read(path)
     assert [r.value for r in records] == [{"id": 1, "text": "one"}, {"text": "two"}, {"text": "3"}] and not refusals
     assert [r.line for r in records] == [1, 2, 3]
+    assert [r.value["text"] for r in read(write_tar(path, [*members[2:], *members[2:]]))[0]] == ["two", "3"] * 2
+    apart = [("d/1.json", b'{"text": "x"}'), ("d/2.json", b'{"text": "y"}'), ("d/1.txt", b"one"), ("d/2.txt", b"two")]
+    records, refusals = read(write_tar(path, apart))
+    assert [r.value["text"] for r in records] == ["x", "y"] and [r.line for r in refusals] == [3, 4]
+    assert "'d/1' stand apart, at bytes 0 and 2048" in refusals[0].reason
     whole = write_tar(path, [("1.txt", b"one"), ("2.txt", b"two" * 100)]).read_bytes()
     for keep in (100, 512, 600, 1024, 1100):
         path.write_bytes(whole[:keep])

@@ -1,8 +1,9 @@
-"""The chat templates of published models, one file each, and a small tokenizer that has their special tokens."""
+"""The chat templates of published models, of TRL or one file each, and a small tokenizer with their special tokens."""
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,17 @@ from megacp.prepare.records.chat_template import OURS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 TEMPLATES = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
+_OF_TRL = "gemma gemma llama_3 llama3 llama_32 llama3_2 phi_3 phi3 qwen_25 qwen2_5 qwen_3 qwen3".split()
+
+
+def of_trl(name: str) -> str:
+    """The text of a template that TRL ships; to import it would take seconds."""
+    found = find_spec("trl")
+    assert found is not None and found.origin is not None
+    return (Path(found.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+
+
+TEMPLATES |= {name: of_trl(file) for name, file in zip(_OF_TRL[::2], _OF_TRL[1::2], strict=True)}
 TEMPLATES["ours_for_qwen3"] = OURS["qwen3"]
 DATED = ("llama_32", "smollm_3")
 """Those that write today's date."""

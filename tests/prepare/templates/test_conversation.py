@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacp.prepare.records import chat_template
 from megacp.prepare.records.chat_template import OURS, ChatTemplate, load_chat_template
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordError, RecordRules, Rendered
 from megacp.prepare.records.sample import parse_record
-from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
+from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, ASK_2, CALL, RESULT, SYSTEM, TELL, TELL_2, TOOLS, expected, library
 
 
@@ -66,6 +67,8 @@ MACRO = (
 )
 TOLD = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call><|im_end|>\n'
 PLAIN = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
+STRING = "{% for m in messages %}{{ m.content or m.tool_calls[0].arguments }}{% endfor %}"
+"""Writes arguments as they are: an object would be Python's."""
 PART = {"type": "text", "text": "a"}
 THINKS = [{**TELL, **HM}, {**TELL, "content": f"<think>\nno\n</think>\n\n{ONE}"}]
 LAST = [("qwen_3", THOUGHT), ("ours_for_qwen3", THOUGHT.removesuffix("\n"))]
@@ -96,6 +99,9 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
         [(TOLD, 1.0), (f"{ONE}<|im_end|>\n", 1.0)],
     ),
     (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(ONE, 1.0)]),
+    ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
+    (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}', 1.0)]),
     *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
 ]
 
@@ -192,6 +198,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "tools of a branch": ("qwen_25", talk(ASK, branches=[{"messages": [TELL], "tools": TOOLS}]), "`branches[0]`"),
     "blocks that belong to no answer": (TWO_BLOCKS, talk(ASK, {**TELL, "weight": 0}, ASK, TELL), "generation blocks"),
     "blocks within each other": (NESTED, talk(ASK, TELL), "a generation block within another"),
+    "a thought that is not read": (of_trl("gemma4_v5"), talk(ASK, THINKS[1]), "give it as `reasoning_content`"),
     "an answer outside of blocks": (NO_BLOCK, talk(ASK, TELL), "`messages[1].content`"),
 }
 
@@ -235,6 +242,15 @@ def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, bos_token=None)
     assert "it writes bos_token, which the tokenizer's files do not name" in refusal(tmp_path, "gemma", talk(ASK, TELL))
     assert rendered(tmp_path, "chatml", talk(ASK, TELL)).learned
+
+
+def test_a_template_that_loops_for_ever_ends_the_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not its record alone, which --on-error skip would go on behind: so would the next one loop."""
+    monkeypatch.setattr(chat_template, "LONGEST", 0.05)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
+    with pytest.raises(ValueError, match="--chat-template.* 0.05 s") as error:
+        rendered(folder, loops, talk(ASK, TELL))
+    assert not isinstance(error.value, RecordError)
 
 
 # ---- branches
