@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import importlib
 import io
 import math
@@ -55,8 +54,6 @@ _SECONDS_FOR_THE_FIRST = 5.0
 """torchrun ends all ranks of a machine when the first one exits: the others leave the one that speaks the time to."""
 _SECONDS_OF_OTHERS = 60.0
 """How long the ranks of --nproc may still speak after one has failed; a rank in a collective of NCCL waits for ever."""
-_PR_SET_PDEATHSIG = 1
-"""Linux's name of an option of a process (prctl.h): the signal that it gets when its parent dies."""
 _HELP, _HELP_ALL = ("-h", "--help"), "--help-all"
 _FIRST_FLAGS = set(
     "data-path valid-data-path seq-length load-hf load-adapter load finetune save save-interval auto-resume num-layers "
@@ -199,20 +196,10 @@ def _nproc(arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 def _run_ranks(arguments: Sequence[str], count: int) -> int:
     """Start the ranks and wait for them; the exit status of the run."""
-    store, environments = launch.ranks_of_one_machine(count)
-    libc, ranks = ctypes.CDLL(None), list[subprocess.Popen[bytes]]()
-
-    def begin() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until a rank trains: Ctrl-C would be a traceback of each
-        if hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-    for environment in environments:
-        command = [sys.executable, "-m", "megacp.train", *arguments]
-        ranks.append(subprocess.Popen(command, env=environment, preexec_fn=begin))
-    status = _wait_for(ranks)
-    del store  # it served them
-    return status
+    _store, environments = launch.ranks_of_one_machine(count)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in ranks until they train: Ctrl-C would be a traceback of each
+    command = [sys.executable, "-m", "megacp.train", *arguments]
+    return _wait_for([subprocess.Popen(command, env=environment) for environment in environments])
 
 
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
@@ -225,9 +212,9 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         for one in ranks:
             one.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, pass_on)
+    hangup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set()  # as under nohup
+    for number in {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1} | hangup:
+        signal.signal(number, pass_on)
     first: tuple[int, int] | None = None  # status and rank of the first failure
     deadline, ended = math.inf, list[tuple[int, int]]()
     while len(ended) < len(ranks):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import signal
 import socket
@@ -313,30 +312,21 @@ SAVES = "trap 'exit 3' TERM; touch $READY/$$; while :; do sleep 0.02; done"
     ],
 )
 def test_the_status_of_nproc_is_that_of_its_ranks(
-    ranks: list[str],
-    status: int,
-    said: str,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    ranks: list[str], status: int, said: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sleep, numbers = time.sleep, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    sleep, handlers = time.sleep, list[Any]()
 
     def wait(seconds: float) -> None:
         sleep(seconds)
         if len([*tmp_path.iterdir()]) == 2:  # ranks that can be stopped
-            os.kill(os.getpid(), signal.SIGINT)
+            handlers[1](signal.SIGINT, None)
 
     monkeypatch.setattr(train, "_SECONDS_OF_OTHERS", 0.5)
     monkeypatch.setattr("megacp.train.time.sleep", wait)
-    before = {number: signal.getsignal(number) for number in numbers}
-    environment = {**os.environ, "READY": str(tmp_path)}
-    try:
-        started = [subprocess.Popen(["sh", "-c", text], env=environment) for text in ranks]
-        assert train._wait_for(started) == status and capfd.readouterr().err == said
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    monkeypatch.setattr("megacp.train.signal.signal", lambda number, handler: handlers.append(handler))
+    monkeypatch.setenv("READY", str(tmp_path))
+    assert train._wait_for([subprocess.Popen(["sh", "-c", text]) for text in ranks]) == status
+    assert capfd.readouterr().err == said
 
 
 BATCH = TINY.index("--train-iters")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
@@ -33,13 +32,11 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
         try:
             await_all(world)
         except RuntimeError as missed:
-            why, limit = str(missed).partition("\n")[0], f"{world.patience:g} s (6 x --distributed-timeout-minutes"
-            if time.monotonic() - begun < world.patience:
-                raise error(
-                    f"a rank was lost beside a checkpoint, or waited no longer than {limit}): {why}"
-                ) from missed
-            part = "not all ranks have read or written their part of a checkpoint"
-            raise error(f"{part} within {limit}; is a disk or network slow?): {why}") from missed
+            why, lost = str(missed).partition("\n")[0], time.monotonic() - begun < world.patience
+            raise error(
+                f"a {'rank was lost' if lost else 'rank, disk or network is slow'}: not all ranks have read or written "
+                f"their part of a checkpoint within {world.patience:g} s (6 x --distributed-timeout-minutes): {why}"
+            ) from missed
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
@@ -58,16 +55,9 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
 
 
 def copies_of(folders: Iterable[Place], world: Axis) -> list[object]:
-    """Which copy of local folders each rank sees, in rank order: equal for ranks of one machine that see the same one;
-    at a URL there is one.
-    """
-    boot, own = Path("/proc/sys/kernel/random/boot_id"), list[object]()
-    for folder in folders:
-        with contextlib.suppress(OSError):  # who reads it tells of it
-            status = folder.stat() if isinstance(folder, Path) else None
-            own += [] if status is None else [socket.gethostname(), status.st_dev, status.st_ino]
-    own += [boot.read_text()] if own and boot.exists() else []
-    return gather_objects(own, world)
+    """Which copy of local folders each rank sees, in rank order: equal where ranks of one machine see the same one."""
+    found = [folder.stat() for folder in folders if isinstance(folder, Path) and folder.is_dir()]
+    return gather_objects([(socket.gethostname(), one.st_dev, one.st_ino) for one in found], world)
 
 
 def dealt(items: Sequence[_T], copies: Sequence[object], world: Axis) -> Sequence[_T]:

@@ -272,9 +272,9 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
     """Choose and verify a checkpoint: `path` is a directory of checkpoints or one step directory. Collective.
 
     In a directory, `latest` is tried first, then the others from the newest on; what is passed over is logged and
-    listed in the result. A step directory is taken or refused. Every file is hashed by one of the ranks that see this
-    copy of it, so on each machine, unless all see one folder (`is_shared`). Raises ValueError on every rank that names
-    the damaged files when nothing whole is left.
+    listed in the result. A step directory is taken or refused. Every file is hashed by one of the ranks, and on each
+    machine unless all see one folder (`is_shared`). Raises ValueError on every rank that names the damaged files when
+    nothing whole is left.
     """
     root = place_of(path)
     candidates: list[Place] = on_rank_0(world, lambda: _candidates(root), ValueError)
@@ -289,8 +289,7 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
             copies = [None] * world.size if is_shared else copies_of([folder], world)
             mine = dealt(names, copies, world)
             found = on_all_ranks(world, lambda: damage(folder, manifest.files, mine), ValueError)  # noqa: B023
-            seen = [f" (as rank {rank} sees it)" if copy != copies[0] else "" for rank, copy in enumerate(copies)]
-            wrong = [line + where for of_rank, where in zip(found, seen, strict=True) for line in of_rank]
+            wrong = [f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank]
             if not wrong:
                 for line in problems if world.rank == 0 else []:
                     _log.warning("checkpoint passed over, %s is loaded instead: %s", folder, line)

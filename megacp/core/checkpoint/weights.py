@@ -18,12 +18,9 @@ from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import sha256_of
 from megacp.core.storage.place import Place
-from megacp.core.storage.wording import listed
 
 BYTES_AT_ONCE = 64 << 20
 """Of rows that are read before a rank's columns are taken from them."""
-_NAMED = 4
-"""Files that a message names."""
 
 
 class TensorRows(Protocol):
@@ -59,19 +56,15 @@ def require_one_model(files: Mapping[str, Path], world: Axis) -> None:
     copies = copies_of(dict.fromkeys(path.parent for path in files.values()), world)
     if all(copy == copies[0] for copy in copies):
         return
-    mine, here = dealt(sorted(files), copies, world), f"rank {world.rank} (host {socket.gethostname()})"
-
-    def read() -> dict[str, tuple[str, str]]:
-        return {name: (sha256_of(files[name])[1], f"{files[name]} on {here}") for name in mine}
-
-    found, problems = on_all_ranks(world, read, ValueError), list[str]()
+    mine, host = dealt(sorted(files), copies, world), socket.gethostname()
+    found = on_all_ranks(
+        world, lambda: {name: (sha256_of(files[name])[1], files[name], host) for name in mine}, ValueError
+    )
     for name in sorted(files):
-        told = dict(of_rank[name] for of_rank in reversed(found) if name in of_rank)  # of each content its first place
+        read = [(rank, *of_rank[name]) for rank, of_rank in enumerate(found) if name in of_rank]
+        told = {digest: f"{digest[:12]} in {path} on rank {rank} (host {host})" for rank, digest, path, host in read}
         if len(told) > 1:
-            shown = ", ".join(f"{digest[:12]} in {place}" for digest, place in told.items())
-            problems.append(f"{name} is not the same on all machines (sha256): {shown}")
-    if problems:
-        raise ValueError(listed(problems, _NAMED, "; "))
+            raise ValueError(f"{name} is not the same on all machines, by sha256: {', '.join(told.values())}")
 
 
 def bare_name(box: TensorBox) -> str:

@@ -262,8 +262,7 @@ def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: 
     """Leave this rank's reason for the others; what is known of the failure in words, at `place` (`step 12`).
 
     A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
-    others, and those that say nothing are named. A ValueError is mostly one of all ranks, who are heard too. Never
-    raises.
+    others, and those that say nothing are named; a ValueError is mostly one of all ranks. Never raises.
     """
     why = str(error).strip().partition("\n")[0][:500]
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {why}"

@@ -82,7 +82,7 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         """Reads headers alone. ValueError when there are no safetensors, or index and files disagree."""
         self.folder = folder
-        self._files: dict[str, Any] = {}
+        self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         self._infos: dict[str, Info] = {}
         listed = self._listed()
@@ -116,7 +116,7 @@ class SafetensorsFolder:
             file = safetensors.safe_open(self.folder / name, "pt")
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
-        self._files[name] = file
+        self.files[name] = file
         for tensor in file.keys():
             described = file.get_slice(tensor)
             kind = described.get_dtype()
@@ -129,14 +129,9 @@ class SafetensorsFolder:
     def infos(self) -> Mapping[str, Info]:
         return self._infos
 
-    @property
-    def names(self) -> list[str]:
-        """Of its files."""
-        return list(self._files)
-
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """As Source; the file is mapped, so a row is read from disk when it is used."""
-        return self._files[self._places[name]].get_slice(name)[start:stop]
+        return self.files[self._places[name]].get_slice(name)[start:stop]
 
 
 def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:

@@ -147,7 +147,7 @@ def _of_folder(path: Path) -> Loaded:
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
-    return Loaded(path, family, source, config, rules, None, content, weights.names)
+    return Loaded(path, family, source, config, rules, None, content, [*weights.files])
 
 
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:
