@@ -527,8 +527,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
     ],
     ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
-        ("if copy == copies[world.rank]]", "]", "a copy on another machine is hashed by no rank that sees it"),
-        ("status.st_dev, status.st_ino", "", "folders of one machine are one copy"),
+        (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
+        (", one.st_dev, one.st_ino)", ")", "folders of one machine are one copy"),
     ],
     ("huggingface/convert/start.py", "tests/huggingface/convert/test_start.py"): [
         (
@@ -653,7 +653,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [
-        ("min(size, self.end - consumed)", "size", "the last step of an epoch takes packs of the next"),
+        (
+            "min(options.global_batch_size, options.end - consumed)",
+            "options.global_batch_size",
+            "the last step of an epoch takes packs of the next",
+        ),
         ("[:, data_rank.index]", "[:, data_rank.index - 1]", "ranks read the packs of others"),
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
         (

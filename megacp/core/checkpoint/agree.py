@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,16 +54,11 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
     return result  # type: ignore[return-value]  # the first rank has an action
 
 
-def copies_of(folders: Iterable[Place], world: Axis) -> list[object]:
-    """Which copy of local folders each rank sees, in rank order: equal where ranks of one machine see the same one."""
+def sharers(folders: Iterable[Place], world: Axis) -> list[int]:
+    """The ranks that see the same local folders as this one, on the same machine: it is one of them."""
     found = [folder.stat() for folder in folders if isinstance(folder, Path) and folder.is_dir()]
-    return gather_objects([(socket.gethostname(), one.st_dev, one.st_ino) for one in found], world)
-
-
-def dealt(items: Sequence[_T], copies: Sequence[object], world: Axis) -> Sequence[_T]:
-    """The items that this rank reads: each copy is dealt to the ranks that see it, so all of it is read once."""
-    sharing = [rank for rank, copy in enumerate(copies) if copy == copies[world.rank]]
-    return items[sharing.index(world.rank) :: len(sharing)]
+    own = [(socket.gethostname(), one.st_dev, one.st_ino) for one in found]
+    return [rank for rank, other in enumerate(gather_objects(own, world)) if other == own]
 
 
 def reason_of(error: BaseException) -> str:

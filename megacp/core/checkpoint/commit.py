@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megacp.core.checkpoint.agree import copies_of, dealt, on_all_ranks, on_rank_0, reason_of
+from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0, reason_of, sharers
 from megacp.core.checkpoint.directory import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -286,8 +286,8 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
         if manifest is not None:
             # the largest first, dealt out in turn: each rank hashes its share
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-            copies = [None] * world.size if is_shared else copies_of([folder], world)
-            mine = dealt(names, copies, world)
+            sharing = list(range(world.size)) if is_shared else sharers([folder], world)
+            mine = names[sharing.index(world.rank) :: len(sharing)]
             found = on_all_ranks(world, lambda: damage(folder, manifest.files, mine), ValueError)  # noqa: B023
             wrong = [f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank]
             if not wrong:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megacp.core.checkpoint.agree import copies_of, dealt, on_all_ranks
+from megacp.core.checkpoint.agree import on_all_ranks, sharers
 from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import sha256_of
@@ -53,10 +53,10 @@ def require_one_model(files: Mapping[str, Path], world: Axis) -> None:
 
     Ranks read different rows, so each copy is hashed as a whole, by the ranks that see it; a single one is not.
     """
-    copies = copies_of(dict.fromkeys(path.parent for path in files.values()), world)
-    if all(copy == copies[0] for copy in copies):
+    sharing, host = sharers(dict.fromkeys(path.parent for path in files.values()), world), socket.gethostname()
+    if len(sharing) == world.size:
         return
-    mine, host = dealt(sorted(files), copies, world), socket.gethostname()
+    mine = sorted(files)[sharing.index(world.rank) :: len(sharing)]
     found = on_all_ranks(
         world, lambda: {name: (sha256_of(files[name])[1], files[name], host) for name in mine}, ValueError
     )

@@ -37,6 +37,10 @@ class PackSource(Protocol):
     def pack(self, i: int) -> Pack: ...
 
 
+ENDLESS = 1 << 62
+"""Samples of a run that takes whole steps alone."""
+
+
 @dataclass(frozen=True)
 class LoaderOptions:
     """How packs become steps; equal on all ranks."""
@@ -50,13 +54,8 @@ class LoaderOptions:
     """Which image tokens see each other in both directions: see `images.spans`."""
     num_threads: int = 1
     """Threads that make steps ahead, at least two steps; 0 makes each step when it is asked for."""
-    end: int | None = None
-    """Samples of the whole run: its last step may be short of packs. None: every step is whole."""
-
-    def packs_after(self, consumed: int) -> int:
-        """Packs of the step that begins after `consumed` samples."""
-        size = self.global_batch_size
-        return size if self.end is None else max(0, min(size, self.end - consumed))
+    end: int = ENDLESS
+    """Samples of the whole run, whose last step may be short of packs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def step_batches(
 
     Without `images` no pixels are decoded.
     """
-    count = options.packs_after(consumed)
+    count = max(0, min(options.global_batch_size, options.end - consumed))
     if isinstance(source, PackBlend):
         found = source.samples(consumed, count, options.seed)
     else:
@@ -126,11 +125,8 @@ class PackedLoader:
 
     def _request_ahead(self) -> None:
         while self._pool is not None and len(self._pending) < max(2, self._options.num_threads):
-            count = self._options.packs_after(self._requested)
-            if not count:
-                return
             self._pending.append(self._pool.submit(self._make, self._requested))
-            self._requested += count
+            self._requested += self._options.global_batch_size
 
     def _make(self, consumed: int) -> list[Any]:
         made = []
@@ -153,7 +149,7 @@ class PackedLoader:
             made = self._pending[0].result()
             self._pending.popleft()
             self._request_ahead()
-        self.consumed_samples += self._options.packs_after(self.consumed_samples)
+        self.consumed_samples = min(self.consumed_samples + self._options.global_batch_size, self._options.end)
         return made
 
     def close(self) -> None:

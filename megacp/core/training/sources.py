@@ -20,7 +20,7 @@ from megacp.core.data.blend import PackBlend, contradictions
 from megacp.core.data.decoding import RulesDecoder, rules_from_dict
 from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
-from megacp.core.data.loader import DataRank, LoaderOptions, PackSource, step_batches
+from megacp.core.data.loader import ENDLESS, DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.qwen_geometry import QwenRules
@@ -109,15 +109,12 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
     return config, Sources(train, valid, train.fingerprint, first.tokenizer.sha256, decoder, values)
 
 
-def run_samples(training: TrainingConfig, packs: int) -> int | None:
-    """Samples of a whole run of --train-epochs over so many packs; None for one of --train-iters."""
-    return None if training.train_epochs is None else round(training.train_epochs * packs)
-
-
-def run_steps(training: TrainingConfig, packs: int, step: int, consumed: int) -> int:
-    """The last step of a run that has taken `consumed` samples in `step` steps; the last one may be short of packs."""
-    end = run_samples(training, packs)
-    return training.train_iters if end is None else step + max(0, -(-(end - consumed) // training.global_batch_size))
+def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) -> tuple[int, int]:
+    """Last step and last sample of a run over so many packs that has taken `consumed` samples in `step` steps."""
+    if training.train_epochs is None:
+        return training.train_iters, ENDLESS
+    end = round(training.train_epochs * packs)
+    return step + max(0, -(-(end - consumed) // training.global_batch_size)), end
 
 
 def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
@@ -137,7 +134,7 @@ def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunCo
         raise ValueError(f"{both} are two lengths of the run: give one of them")
     if manifests and training.train_epochs is not None:
         packs, batch = sum(one.num_packs for one in manifests), training.global_batch_size
-        found["train_iters"] = steps = run_steps(training, packs, *progress(config))
+        found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]
         if steps <= 1:  # the last step has --min-lr, which may be 0
             told = f"--train-epochs {training.train_epochs:g} is {steps} step of --global-batch-size {batch}"
             raise ValueError(f"{told}, as --data-path has {packs} packs: lower --global-batch-size")

@@ -52,8 +52,8 @@ def resumes(config: RunConfig) -> bool:
 
 def progress(config: RunConfig) -> tuple[int, int]:
     """Steps and samples of the checkpoint that a run goes on from, by `peek`; 0 and 0 where it starts anew."""
-    checkpoint, goes_on = config.checkpoint, resumes(config)
-    place = checkpoint.save if goes_on else None if checkpoint.finetune else checkpoint.load
+    checkpoint = config.checkpoint
+    place = checkpoint.save if resumes(config) else None if checkpoint.finetune else checkpoint.load
     found = peek(place) if place is not None else None
     return (found[1].step, found[1].extra.get("consumed_samples", 0)) if found is not None else (0, 0)
 

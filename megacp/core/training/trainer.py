@@ -30,7 +30,7 @@ from megacp.core.training.loss import RankReport, StepAgreement, agree
 from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.saving import Saver
-from megacp.core.training.sources import Sources, first_rows, loader_options, run_samples, run_steps
+from megacp.core.training.sources import Sources, first_rows, loader_options, whole_run
 from megacp.core.training.state import Resumed, fresh_state, load, load_weights, saved_boxes, starting_point
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import FAILED, REASONS, STOPPED, StopSignal
@@ -78,7 +78,8 @@ class Trainer:
                 told = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
                 raise ValueError(told)
         # of a checkpoint: it may be an older one than was counted with before
-        last = run_steps(config.training, len(sources.train), self.state.step, self.state.consumed_samples)
+        done = self.state.step, self.state.consumed_samples
+        last, self.end = whole_run(config.training, len(sources.train), *done)
         self.config = self.model.config = config = with_values(config, {"train_iters": last})
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
@@ -99,7 +100,7 @@ class Trainer:
         """Train to the end or until asked to stop; the exit status."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         options, consumed = loader_options(self.config, self.rows.packs), self.state.consumed_samples
-        options = dataclasses.replace(options, end=run_samples(training, len(self.sources.train)))
+        options = dataclasses.replace(options, end=self.end)
         self.pace = Pace()
         try:
             with PackedLoader(
