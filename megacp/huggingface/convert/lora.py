@@ -136,11 +136,10 @@ class Adapter:
         rank = own("rank_pattern", self.rank)
         if down.shape[0] != rank:
             raise ValueError(f"{module}: rank {down.shape[0]}, adapter_config.json says {rank}")
-        scale = own("alpha_pattern", self._content["lora_alpha"]) / rank**self._power
-        factor = scale / (self.alpha / self.rank)
-        if math.isclose(factor, 1.0, rel_tol=1e-12):
+        scale, common = own("alpha_pattern", self._content["lora_alpha"]) / rank**self._power, self.alpha / self.rank
+        if math.isclose(scale, common, rel_tol=1e-12):
             return up
-        return (up.double() * factor).to(accumulation_dtype(up.dtype))
+        return (up.double() * (scale / common)).to(accumulation_dtype(up.dtype))
 
     def _add(self, name: str, links: tuple[Named, ...], down: torch.Tensor, up: torch.Tensor) -> None:
         """A `[r, inputs]` and B `[rows, r]` of a module, which may be several of our linears joined."""
