@@ -170,21 +170,13 @@ class Session:
             yield self.tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ends else tokens)
 
 
-def _typed() -> str:
-    """A line of the terminal; nothing where it has ended or is closed."""
-    try:
-        return input("> ")
-    except (EOFError, RuntimeError):  # the word of Python for no stream
-        return ""
-
-
 @ends_with_its_reader()
 def converse(session: Session, arguments: argparse.Namespace) -> None:
     """Answer what is typed, line by line, with all that was said before."""
     said = list[dict[str, Any]]()
     print(f"{session}; an empty line ends the conversation")
-    with contextlib.suppress(KeyboardInterrupt):
-        while text := _typed():
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while None not in (sys.stdin, sys.stdout) and (text := input("> ")):  # None: closed before it began
             asked = session.questions(text, said)
             try:
                 (answer,) = session.answers(session.maker.of_record({"messages": asked}), ["it"], len(said))

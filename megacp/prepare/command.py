@@ -204,8 +204,11 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
     from megacp.prepare.tokenize.beside import read_object
 
     config = Path(args.tokenizer) / "config.json"
-    found = str(read_object(config).get("model_type")) if config.is_file() else ""
+    content = read_object(config) if config.is_file() else {}
+    found = str(content.get("model_type"))
     if found not in families:
+        if "vision_config" in content and args.family is None:
+            raise ValueError(f"--vision-family: {config} is of a {found}; choose one of {', '.join(families)}")
         return {}
     if args.family not in (None, found):
         raise ValueError(f"--vision-family {args.family}: {config} is of a {found}, leave the flag out")

@@ -98,18 +98,18 @@ def test_a_terminal_that_is_closed_or_a_reader_that_goes_ends_it_in_silence(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By SIGPIPE, where nothing else is written; answers to records are written whole."""
-    answer, seen = Generator.answer, list[Any]()
+    answer, ends = Generator.answer, list[bool]()
 
     def noted(*given: Any) -> Any:
-        seen.append(signal.getsignal(signal.SIGPIPE))
+        ends.append(signal.getsignal(signal.SIGPIPE) == signal.SIG_DFL)
         return answer(*given)
 
     monkeypatch.setattr(Generator, "answer", noted)
-    records = ["--input", folder / "records.jsonl", "--output", tmp_path / "o.jsonl", "--image-root", folder]
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))
-    assert asked(folder, "reading", "--chat") == asked(folder, "reading", "--prompt", "a") == 0
-    assert asked(folder, "seeing", *records) == 0
-    assert [how == signal.SIG_DFL for how in seen] == [True, True, False]
+    records = ["--input", folder / "records.jsonl", "--output", tmp_path / "o.jsonl", "--image-root", folder]
+    for checkpoint, *flags in (("reading", "--chat"), ("reading", "--prompt", "a"), ("seeing", *records)):
+        assert asked(folder, checkpoint, *flags) == 0
+    assert ends == [True, True, False]
     monkeypatch.setattr(sys, "stdin", None)
     assert asked(folder, "reading", "--chat") == 0
 

@@ -88,7 +88,8 @@ class Adapter:
                 "plain pairs with peft's path_initial_model_for_weight_conversion"
             )
         self.rank, self._tensors = int(content["r"]), dict[str, torch.Tensor]()
-        self.alpha = float(content["lora_alpha"]) * (self.rank / self._divisor(self.rank))
+        self._power = 0.5 if content.get("use_rslora") else 1  # of the rank that an alpha is divided by
+        self.alpha = float(content["lora_alpha"]) * self.rank ** (1 - self._power)
         try:
             read = load_file(folder / "adapter_model.safetensors")
         except SafetensorError as error:
@@ -115,10 +116,6 @@ class Adapter:
         self.flags["lora_alpha"] = self.alpha
         self.infos: Mapping[str, Info] = {name: Info(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
 
-    def _divisor(self, rank: int) -> float:
-        """Of an alpha, for the weight of a pair."""
-        return math.sqrt(rank) if self._content.get("use_rslora") else rank
-
     def _is_target(self, module: str) -> bool:
         """Whether peft puts a pair beside a module when it loads the adapter."""
 
@@ -139,11 +136,10 @@ class Adapter:
         rank = own("rank_pattern", self.rank)
         if down.shape[0] != rank:
             raise ValueError(f"{module}: rank {down.shape[0]}, adapter_config.json says {rank}")
-        scale = own("alpha_pattern", self._content["lora_alpha"]) / self._divisor(rank)
-        factor = scale / (self.alpha / self.rank)
-        if math.isclose(factor, 1.0, rel_tol=1e-12):
+        scale, common = own("alpha_pattern", self._content["lora_alpha"]) / rank**self._power, self.alpha / self.rank
+        if math.isclose(scale, common, rel_tol=1e-12):
             return up
-        return (up.double() * factor).to(accumulation_dtype(up.dtype))
+        return (up.double() * (scale / common)).to(accumulation_dtype(up.dtype))
 
     def _add(self, name: str, links: tuple[Named, ...], down: torch.Tensor, up: torch.Tensor) -> None:
         """A `[r, inputs]` and B `[rows, r]` of a module, which may be several of our linears joined."""

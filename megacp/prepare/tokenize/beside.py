@@ -15,6 +15,9 @@ CONFIG_NAME = "tokenizer_config.json"
 OLDER_NAME = "special_tokens_map.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
+ADDED_NAME = "added_tokens.json"
+BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, "config.json")
+"""Files on which it depends, with a vocabulary, what the library makes of a folder."""
 _OURS = b"{#- megacp's messages."
 """What a template begins with that the converter wrote: a build makes the same ids of the same messages."""
 
@@ -63,7 +66,7 @@ def settings_of(folder: Path) -> dict[str, Any]:
 
 def tokens_beside(folder: Path) -> set[str]:
     """Texts of all tokens that the files beside a vocabulary name."""
-    settings, added = settings_of(folder), folder / "added_tokens.json"
+    settings, added = settings_of(folder), folder / ADDED_NAME
     ends = ("_token", "_special_tokens", "added_tokens_decoder")
     named = [value for key, value in settings.items() if key.endswith(ends)]
     return _texts(named) | (read_object(added).keys() if added.is_file() else set())

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import sys
 import tempfile
 import unicodedata
@@ -25,7 +26,16 @@ import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
 from megacp.core.storage.place import CACHE
-from megacp.prepare.tokenize.beside import Beside, Surroundings, read_beside, surroundings_of, text_of, tokens_beside
+from megacp.prepare.tokenize.beside import (
+    BESIDE_NAMES,
+    TEMPLATE_FOLDER,
+    Beside,
+    Surroundings,
+    read_beside,
+    surroundings_of,
+    text_of,
+    tokens_beside,
+)
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")
@@ -286,7 +296,8 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
         release = importlib.metadata.version("transformers")
     except ImportError as error:
         raise ValueError(f"{begin}, which transformers reads: pip install 'megacp[hf]'") from error
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".json", ".model", ".txt", ".jinja"))
+    files = [path for name in (*itertools.chain(*FILES), *BESIDE_NAMES) if (path := folder / name).is_file()]
+    files += sorted(folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
     kept = Path(CACHE).expanduser() / "folders" / f"{_hash_files(*files)}-{release}"
     if not kept.is_dir():
         from transformers import AutoTokenizer

@@ -326,8 +326,6 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
     assert f"--load-adapter {adapter} has --lora-rank 3" in refused([*flags, "x", "--lora-rank", "8"], capsys)
     path = adapter / "adapter_config.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"use_dora": True}))
-    assert "adapter_config.json says use_dora: pairs alone are read" in refused([*flags, "x"], capsys)
     if name == "phi3":  # as peft makes it: one pair of the rank that the others have
         pairs = _tensors(adapter / "adapter_model.safetensors")
         one = {key: x[:RANK] if "lora_A" in key else x[:, :RANK].contiguous() for key, x in pairs.items()}
@@ -369,11 +367,15 @@ def tuned(folder: Path, **more: Any) -> tuple[Any, Any]:
     return base, peft.PeftModel.from_pretrained(copy.deepcopy(base), folder)
 
 
-def adapter_of(folder: Path, base: Any) -> tuple[Adapter, dict[str, Any], list[Any]]:
+def merged(folder: Path, base: Any) -> dict[str, torch.Tensor]:
+    """The library's weights of a model with the adapter in `folder`, as we read it."""
     content = base.config.to_dict()
-    family = of_config(content)
-    values = family.values(content)
-    return Adapter(folder, family.links(values)), values, family.links(values)
+    values = of_config(content).values(content)
+    links = of_config(content).links(values)
+    adapter, ours = Adapter(folder, links), Mapped(Tensors(base.state_dict()), links, to_ours=True)
+    both = Together({name: (source, name) for source in (ours, adapter) for name in source.infos})
+    back = Mapped(folded(both, with_values(RunConfig(), values | adapter.flags))[0], links, to_ours=False)
+    return {name: whole(back, name) for name in back.infos}
 
 
 @pytest.mark.parametrize(
@@ -391,12 +393,8 @@ def adapter_of(folder: Path, base: Any) -> tuple[Adapter, dict[str, Any], list[A
 def test_a_model_with_an_adapter_answers_as_with_peft(more: dict[str, Any], tmp_path: Path) -> None:
     base, model = tuned(tmp_path, **more)
     tokens = torch.arange(2, 30)[None]
-    adapter, values, links = adapter_of(tmp_path, base)
-    ours = Mapped(Tensors(base.state_dict()), links, to_ours=True)
-    both = Together({name: (source, name) for source in (ours, adapter) for name in source.infos})
-    merged = Mapped(folded(both, with_values(RunConfig(), values | adapter.flags))[0], links, to_ours=False)
     plain, expected = base(tokens).logits, model(tokens).logits
-    base.load_state_dict({name: whole(merged, name) for name in merged.infos})
+    base.load_state_dict(merged(tmp_path, base))
     assert (plain - expected).abs().max() > 0.01
     assert (base(tokens).logits - expected).abs().max() <= 1e-10 * expected.abs().max()
 
@@ -411,7 +409,7 @@ def test_what_is_more_than_pairs_is_refused_by_its_name(tmp_path: Path) -> None:
     for named, more in ({name: {name: value} for name, value in REFUSED.items()} | CONTRADICTIONS).items():
         path.write_text(json.dumps(content | more))
         with pytest.raises(ValueError, match=named):
-            adapter_of(tmp_path, base)
-    head, _ = tuned(tmp_path, target_modules=["q_proj", "lm_head"])
+            merged(tmp_path, base)
+    tuned(tmp_path, target_modules=["q_proj", "lm_head"])
     with pytest.raises(ValueError, match="lm_head"):
-        adapter_of(tmp_path, head)
+        merged(tmp_path, base)

@@ -129,19 +129,21 @@ LISTED = {
     "<tool>": {"special": False, "normalized": True, "rstrip": True},
     "word": {"special": False, "single_word": True},
 }
-BESIDE: dict[str, tuple[str, dict[str, Any]]] = {
-    "SentencePiece, a list": ("bpe", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}),
-    "SentencePiece, older files": ("unigram", {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}),
-    "GPT-2's files": ("gpt2", {"tokenizer_class": "Qwen2Tokenizer"}),
-}
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    ("kind", "settings", "older"),
+    [
+        ("bpe", {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}, False),
+        ("unigram", {"tokenizer_class": "T5Tokenizer", "extra_ids": 0}, True),
+        ("gpt2", {"tokenizer_class": "Qwen2Tokenizer"}, False),
+    ],
+)
 def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, settings: dict[str, Any], older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (kind, settings), folder = BESIDE[name], tmp_path / "model"
+    folder = tmp_path / "model"
     folder.mkdir()
     if kind == "gpt2":
         byte_level(folder)
@@ -149,26 +151,25 @@ def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
     else:
         Path(train(folder, kind, **PLAIN)).rename(folder / "tokenizer.model")
     plain = load_tokenizer(str(folder), "reference")
-    own = "</s>" if kind != "gpt2" else "<|endoftext|>"
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": own}))
-    assert load_tokenizer(str(folder), "reference").sha256 == plain.sha256, "nothing but its own tokens is named"
+    config: dict[str, Any] = {**settings, "eos_token": "<|endoftext|>" if kind == "gpt2" else "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(str(folder), "reference").sha256 == plain.sha256, "its own tokens alone are named"
     ids = {text: plain.vocab_size + i for i, text in enumerate(LISTED)}
-    config: dict[str, Any] = {**settings, "eos_token": "<|im_end|>"}
-    if "older" in name:
+    if older:
         (folder / "added_tokens.json").write_text(json.dumps(ids))
         (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     else:
         listed = {str(ids[text]): {"content": text, **flags} for text, flags in LISTED.items()}
-        config["added_tokens_decoder"] = listed
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        config |= {"added_tokens_decoder": listed, "eos_token": "<|im_end|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     found = load_tokenizer(str(folder))
     library = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
-    assert found.vocab_size == len(library) and found.eos_id == library.eos_token_id == ids["<|im_end|>"]
+    assert (found.vocab_size, found.eos_id) == (len(library), library.eos_token_id)
     parts, draw = [*LISTED, *LINES[:40], " ", "  ", "\n", "swords word", "\u00e9"], random.Random(0)
     texts = ["".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(200)]
     for text, mine in zip(texts, found.encode(texts), strict=True):
         assert mine.tolist() == library.encode(text, add_special_tokens=False), text
-    assert found.sha256 not in (plain.sha256, "") and load_tokenizer(str(found.files[0])).sha256 == found.sha256
+    assert found.sha256 != plain.sha256 and load_tokenizer(str(found.files[0])).sha256 == found.sha256
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "gpt2"])

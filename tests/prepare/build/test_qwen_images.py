@@ -251,7 +251,8 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     assert "built with --vision-family qwen3_5" in image_misfits("d", rules, VisionConfig(vision_num_layers=2))[0]
     page = tool("inspect", tmp_path / "d", "--pack", 1, "--html", tmp_path / "pack.html")
     assert page.returncode == 0 and "frame 3" in (tmp_path / "pack.html").read_text()
-    folder = write_tokenizer(tmp_path / "model").parent
+    folder, other = (write_tokenizer(tmp_path / name).parent for name in ("model", "other"))
+    (other / "config.json").write_text('{"model_type": "qwen2_5_vl", "vision_config": {}}')
     (folder / "config.json").write_text('{"model_type": "qwen3_5"}')
     done = built("--tokenizer", folder, *sizes, "--oversize", "drop", "--overwrite")
     assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr
@@ -262,6 +263,7 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
         (["--resize-pixels", "1,2"], "unknown keys resize_pixels"),
         (["--tokenizer", folder, "--vision-family", "molmo2"], "config.json is of a qwen3_5"),
         (["--tokenizer", folder, "--max-crops", 2], "unknown keys max_crops"),
+        (["--tokenizer", other], "config.json is of a qwen2_5_vl"),
     ):
         refused = built(*flags)
         assert refused.returncode == 2 and told in refused.stderr
