@@ -24,17 +24,6 @@ from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, files, run, write_records
 
 
-def test_every_document_is_stored_once_and_whole(tmp_path: Path) -> None:
-    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    records = write_records(a, 120, 1, 0) + write_records(b, 30, 2, 1000)
-    summary = run([a, b], tmp_path / "d")
-    assert documents(tmp_path / "d") == expected(records)
-    assert summary.documents == 150 and len(summary.results) > 3
-    assert len(summary.manifest.shards) == len(summary.results)
-    assert verify(tmp_path / "d") == []
-    assert not list((tmp_path / "d").rglob("*ids*"))
-
-
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     write_records(a, 150)
