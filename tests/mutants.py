@@ -526,6 +526,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
     ],
+    ("prepare/build/unit.py", "tests/prepare/build/test_folders.py"): [
+        ("document.weights[start:stop]", "document.weights[: stop - start]", "all pieces are learned as the first"),
+        ("(place.extent) + place.line", "(place.extent) + 1", "every reject stands in the first line of its unit"),
+    ],
     ("prepare/records/tables.py", "tests/prepare/records/test_read.py"): [
         ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
         ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
