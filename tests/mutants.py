@@ -75,6 +75,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/ops/flex.py", "tests/ops/test_flex.py tests/ops/test_blocks.py"): [
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
+        ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "depths of queries and keys are exchanged"),
         ("q_depth[i] - k_depth[j] < window", "q_depth[i] - k_depth[j] <= window", "a window is a token longer"),
         ("np.where(k.span != 0, k.span, _NOBODY)", "k.span", "text of no span sees the future on a GPU"),
         ("np.where(q.leave > 0, q.order, _NOBODY)", "q.order", "padding in a document sees its prefix"),
