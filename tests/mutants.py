@@ -75,6 +75,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/ops/flex.py", "tests/ops/test_flex.py tests/ops/test_blocks.py"): [
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
+        ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "depths of queries and keys are exchanged"),
         ("q_depth[i] - k_depth[j] < window", "q_depth[i] - k_depth[j] <= window", "a window is a token longer"),
         ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "a query has the depth of a key on a GPU"),
         ("np.where(k.span != 0, k.span, _NOBODY)", "k.span", "text of no span sees the future on a GPU"),
@@ -561,6 +562,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
+    ],
+    ("prepare/build/unit.py", "tests/prepare/build/test_folders.py"): [
+        ("document.weights[start:stop]", "document.weights[: stop - start]", "all pieces are learned as the first"),
+        ("(place.extent) + place.line", "(place.extent) + 1", "every reject stands in the first line of its unit"),
     ],
     ("prepare/records/tables.py", "tests/prepare/records/test_read.py"): [
         ("others.isdisjoint(names) and others", "False", "halves of a record are records"),

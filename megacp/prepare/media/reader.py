@@ -41,7 +41,6 @@ class _Below:
     """A middleware of the web client, which hands it each URL as it is asked for, of redirects too."""
 
     places: tuple[str, ...]
-    """They end with a slash."""
 
     async def __call__(self, request: Any, handler: Any) -> Any:
         """Ask for it; ValueError, before anything is sent, where it lies below none of the places."""

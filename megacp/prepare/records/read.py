@@ -218,14 +218,14 @@ def _read_lines(
             if len(content) > max_record_bytes and not data.endswith(b"\n"):
                 size += _skip_line(stream)
         except (EOFError, OSError, zlib.error) as error:
-            reason = f"the compressed file is damaged or cut short here, nothing after it can be read ({error})"
-            yield Refusal(path, line, offset, reason)
+            yield Refusal(path, line, offset, f"the compressed file is damaged or cut short from here on ({error})")
             return
         if not size:
             return
         if len(content) > max_record_bytes:
-            reason = f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}"
-            yield Refusal(path, line, offset, reason)
+            yield Refusal(
+                path, line, offset, f"a line of {size} bytes, more than --max-record-bytes {max_record_bytes}"
+            )
         else:
             try:
                 content = content.removeprefix(b"\xef\xbb\xbf") if offset == 0 else content
@@ -265,8 +265,7 @@ def _read_array(
                     line, offset = line + text.count("\n", at, begin), offset + begin - at
                     limit = "" if fits else f", or an element has more than --max-record-bytes {max_record_bytes}"
                     if end is None:
-                        reason = f"the array cannot be read on: {json_fault(error)}{limit}"
-                        yield Refusal(path, line, offset, reason)
+                        yield Refusal(path, line, offset, f"the array cannot be read on: {json_fault(error)}{limit}")
                     return
                 line, offset = line + text.count("\n", at, begin), offset + begin - at
                 if stop is not None and offset >= stop:
@@ -281,8 +280,7 @@ def _read_array(
                     yield Refusal(path, line, offset, str(error))
                 line, offset = line + element.count("\n"), offset + size
         except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-            reason = f"the file is damaged or cut short, nothing after it can be read ({error})"
-            yield Refusal(path, line, offset, reason)
+            yield Refusal(path, line, offset, f"the file is damaged or cut short from here on ({error})")
 
 
 def _skip_line(stream: IO[bytes]) -> int:

@@ -82,8 +82,7 @@ def _size(value: Any) -> int:
 def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record | Refusal]:
     """Records of a WebDataset tar; `line` is the record's number from 1, `offset` where its first member begins.
 
-    Refusals: unsafe members, members of a record that stand apart, images unless `media`, a record without text, a cut
-    archive.
+    Refusals: unsafe members, those of a record that stand apart, images unless `media`, no text, a cut archive.
     """
     number, offset, found, seen = 1, 0, list[Record | Refusal](), dict[str, tuple[int, set[str]]]()
     try:
@@ -95,9 +94,7 @@ def read_tar(path: str, max_record_bytes: int, media: bool) -> Iterator[Record |
                 offset, names = parts[0].offset, {member.name for member in parts}
                 before, others = seen.setdefault(key, (offset, set()))
                 if others.isdisjoint(names) and others:  # with a name again it is another record, as in webdataset
-                    reason = (
-                        f"members of record {key!r} stand apart, at bytes {before} and {offset}: place them together"
-                    )
+                    reason = f"members of record {key!r} stand apart, at bytes {before} and {offset}: join them"
                     found = [Refusal(path, number, offset, reason)]
                 else:
                     found = [_tar_record(path, number, key, parts, archive, max_record_bytes, media)]

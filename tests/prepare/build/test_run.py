@@ -24,17 +24,6 @@ from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, files, run, write_records
 
 
-def test_every_document_is_stored_once_and_whole(tmp_path: Path) -> None:
-    a, b = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    records = write_records(a, 120, 1, 0) + write_records(b, 30, 2, 1000)
-    summary = run([a, b], tmp_path / "d")
-    assert documents(tmp_path / "d") == expected(records)
-    assert summary.documents == 150 and len(summary.results) > 3
-    assert len(summary.manifest.shards) == len(summary.results)
-    assert verify(tmp_path / "d") == []
-    assert not list((tmp_path / "d").rglob("*ids*"))
-
-
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     write_records(a, 150)
@@ -170,16 +159,6 @@ def test_a_bad_line_ends_the_build_with_its_place(tmp_path: Path, line: bytes, w
     assert not (tmp_path / "d/manifest.json").exists()
 
 
-def test_skipped_records_are_listed_and_all_others_stored(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    records = spoiled(a, 50, b"{oops")
-    summary = run([a], tmp_path / "d", on_error="skip")
-    assert documents(tmp_path / "d") == expected(records) and summary.manifest.num_rejected == 1
-    (rejected,) = map(json.loads, (tmp_path / "d/rejects.jsonl").read_text().splitlines())
-    assert (rejected["file"], rejected["line"]) == (str(a), 51) and "invalid JSON" in rejected["reason"]
-    assert a.read_bytes()[rejected["offset"] :].startswith(b"{oops")
-
-
 def test_more_bad_records_than_max_errors_end_the_build(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     spoiled(a, 50, b"{\n{\n{")
@@ -211,22 +190,14 @@ def test_input_without_a_usable_record_makes_no_dataset(tmp_path: Path) -> None:
 # ---- lengths
 
 
-def test_oversize_documents_are_dropped_split_or_truncated_as_told(tmp_path: Path) -> None:
+def test_a_piece_says_whether_its_document_was_split_or_truncated(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     a.write_text(json.dumps({"text": "x" * 300}) + "\n" + json.dumps({"text": "short"}) + "\n")
-    long, short = [*b"x" * 300, 256], [*b"short", 256]
-    run([a], tmp_path / "drop", oversize="drop")
-    assert documents(tmp_path / "drop") == [short]
-    assert "dropped by --oversize drop" in (tmp_path / "drop/rejects.jsonl").read_text()
-    run([a], tmp_path / "split", oversize="split", pad_multiple=16)
-    assert documents(tmp_path / "split") == [long, short]
-    run([a], tmp_path / "truncate", oversize="truncate")
-    assert documents(tmp_path / "truncate") == [long[:128], short]
     for name, flag, count in (("split", FLAG_SPLIT, 3), ("truncate", FLAG_TRUNCATED, 1)):
+        run([a], tmp_path / name, oversize=name)
         dataset = PackedDataset(tmp_path / name)
         flags = np.concatenate([dataset.pack(i).segments["flags"] for i in range(len(dataset))])
         assert sorted(flags.tolist()) == [0] + [flag] * count
-        assert verify(tmp_path / name) == []
 
 
 class CountedFile(io.FileIO):
