@@ -22,9 +22,9 @@ from tests.prepare.media.pictures import TINY, encoded, noise
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS: dict[str, tuple[str, set[str]]] = {
     "train": ("megacp.train", {"data", "log", "fla", "gpu", "hf", "store"}),
-    "preprocess": ("megacp.prepare.command", {"data", "ray", "store"}),
+    "preprocess": ("megacp.prepare.command", {"data", "hf", "ray", "store"}),
     "convert": ("megacp.huggingface.convert_command", {"data", "fla", "gpu", "hf", "store"}),
-    "generate": ("megacp.huggingface.generate_command", {"data", "fla", "gpu", "store"}),
+    "generate": ("megacp.huggingface.generate_command", {"data", "fla", "gpu", "hf", "store"}),
     "parity": ("megacp.verify.command", {"data", "fla", "gpu", "store"}),
     "plot": ("megacp.verify.plot", {"log"}),
 }
