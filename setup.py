@@ -50,7 +50,7 @@ EXTRAS = {
     "log": ["matplotlib", "tensorboard", "wandb"],
     "processor": ["torchvision"],
     "ray": ["ray"],
-    "store": ["aiohttp", "yarl", "fsspec"],
+    "store": ["aiohttp>=3.12", "yarl", "fsspec"],
     "fla": ["fla-core==0.6.0"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }

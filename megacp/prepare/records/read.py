@@ -187,8 +187,6 @@ class LinesBefore:
         self._path, self._offset, self._lines = "", 0, 0
 
     def __call__(self, extent: Extent) -> int:
-        if not extent.start:
-            return 0
         if extent.path != self._path or extent.start < self._offset:
             self._path, self._offset, self._lines = extent.path, 0, 0
         with open_input(extent.path) as stream:
