@@ -661,8 +661,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("[:, data_rank.index]", "[:, data_rank.index - 1]", "ranks read the packs of others"),
         ("len(found)), constant_values=-1", "len(found)), constant_values=0", "a short step counts pack 0 again"),
         (
-            "self.consumed_samples += self._options",
-            "self.consumed_samples += 0 * self._options",
+            "min(self.consumed_samples + self._options",
+            "min(self.consumed_samples + 0 * self._options",
             "the loader's state stays",
         ),
         ("self._requested = consumed_samples", "self._requested = 0", "a resumed loader reads from the start"),
