@@ -524,7 +524,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("train.py", "tests/training/test_start.py"): [
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
-        ("= min(failed), ", "= max(failed), ", "a rank that was killed is not named"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
     ],
     ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [

@@ -306,6 +306,7 @@ SAVES = "trap 'exit 3' TERM; touch $READY/$$; while :; do sleep 0.02; done"
         (["exit 0", "exit 0"], 0, ""),
         (["exit 3", "exit 3"], 3, ""),
         (["exit 2", "sleep 0.2; exit 1"], 2, ""),
+        (["exit 3", "sleep 0.2; exit 1"], 1, ""),
         (["sleep 0.3; exit 1", "kill -KILL $$"], 1, "error: rank 1 was ended by SIGKILL\n"),
         (["exit 1", "exec sleep 60"], 1, ""),
         ([SAVES, SAVES], 3, ""),
