@@ -19,7 +19,7 @@ from megacp.core.data.loader import DataRank
 from megacp.core.data.mock import MockRules
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.rows import Rows
-from megacp.verify.parity import ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
+from megacp.verify.parity import MODELS, ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
 from tests.ranks import run_ranks
 from tests.reference.packs import branched
 
@@ -27,6 +27,8 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 SHARDED, PARAMS = "data_parallel_sharding_strategy", "optim_grads_params"
 BETWEEN = {"seed": 8, "global_batch_size": 4}
 """The second of four rows of each step has no image, others have fewer units than there are ranks."""
+
+OFFLOADED = {"activation_offload": 0.5, "mlp_chunk_tokens": 7}
 
 CASES: list[Any] = [
     (2, {CP: 2}, "stored"),
@@ -70,6 +72,12 @@ CASES: list[Any] = [
     (4, {CP: 2, TP: 2, "lora_rank": 3, "recompute_granularity": "full"}, "computed"),
     (
         4,
+        {TP: 2, PP: 2, "lora_rank": 3, "lora_targets": "output,up,down", "norm_position": "after", **OFFLOADED},
+        "stored",
+    ),
+    (4, {CP: 2, PP: 2, SHARDED: PARAMS, "lora_rank": 3, **OFFLOADED, "tiny_biased": True}, "stored"),
+    (
+        4,
         {
             CP: 2,
             SHARDED: PARAMS,
@@ -107,7 +115,7 @@ CASES += [
 
 
 def setup_of(world: int, values: dict[str, Any]) -> ParitySetup:
-    model = next(iter(QWEN3_5.keys() & values.keys()), "tiny_vlm")
+    model = next(iter(MODELS.keys() & values.keys()), "tiny_vlm")
     values = {name: value for name, value in values.items() if name != model}
     config = with_values(RunConfig(), {"cp_comm_type": "p2p", **values})
     return prepare(config, frozenset(values), model=model, mask="mixed", world_size=world)
