@@ -185,10 +185,11 @@ def test_finetuning_takes_weights_alone_and_any_seed_and_dataset(
 
 @pytest.mark.slow
 def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path) -> None:
+    """Also under another sharding strategy."""
     base = [text if text != "float64" else "bfloat16" for text in TINY]
     run(1, [*base, "--save", str(tmp_path / "base")])
     flags = [*base, "--load", str(tmp_path / "base"), "--finetune", "--lr", "0", "--train-iters", "2"]
-    run(1, [*flags, "--save", str(tmp_path / "still")])
+    run(2, [*flags, "--save", str(tmp_path / "still"), "--data-parallel-sharding-strategy", "optim_grads_params"])
     before = dict(load_checkpoint(tmp_path / "base", WORLD).whole_tensors())
     after = load_checkpoint(tmp_path / "still", WORLD)
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.whole_tensors())
