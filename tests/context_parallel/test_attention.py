@@ -187,7 +187,7 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
 def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
     """Every transport with every layout and mask.
 
-    On more than 4 ranks each pair of a transport, a layout and a mask meets, not each three of them.
+    On more than 2 ranks each pair of a transport, a layout and a mask meets, not each three of them.
     """
     return [
         Case(
@@ -202,7 +202,7 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
         for i, layout in enumerate(LAYOUTS)
         for m, mask in enumerate([*MASKS, "video"])
         for n, count in enumerate(tokens)
-        if world_size <= 4 or (t + m + n) % len(LAYOUTS) == i
+        if world_size <= 2 or (t + m + n) % len(LAYOUTS) == i
     ]
 
 
@@ -254,7 +254,7 @@ Windows and chunks are of one token to more than the row.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(drawn=DRAWN, groups=st.sampled_from([1, 2, 0]))
 def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
@@ -278,7 +278,7 @@ def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
     ids=["fp32", "bf16"],
 )
 def test_lower_precisions_accumulate_over_ranks_in_fp32(dtype: torch.dtype, tolerance: float | None) -> None:
-    cases = [replace(case, dtype=dtype) for case in all_cases(4, (48,)) if case.layout in ("zigzag", "balanced")]
+    cases = [replace(case, dtype=dtype) for case in all_cases(4, (48,))]
     if dtype == torch.bfloat16:  # the reference sees the same rounded inputs
         cases = [case for case in cases if case.mask != "one-token documents"]
     compare(run_ranks(on_ranks, 4, cases), cases, tolerance)
