@@ -176,11 +176,9 @@ def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
         time.sleep(0.3 * (rank == slow))
         return real(self, *arguments, **named)
 
-    ParallelModel._moved = moved  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelModel, "_moved", moved)
         return train_on_rank(rank, world, flags)
-    finally:
-        ParallelModel._moved = real  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

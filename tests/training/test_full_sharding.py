@@ -41,26 +41,22 @@ def _calls(rank: int, world_size: int, shape: dict[str, int], values: Values, pa
     place = grid(**shape)
     model = ParallelModel(config_of(values, shape), place)
     found: Counter[str] = Counter()
-    real = {name: getattr(fully_shard, name) for name in ("gather_into", "reduce_scatter_into")}
 
-    def counted(name: str) -> Any:
+    def counted(name: str, real: Any) -> Any:
         def call(out: torch.Tensor, x: torch.Tensor, axis: Axis) -> Any:
             found[name] += 1
-            return real[name](out, x, axis)
+            return real(out, x, axis)
 
         return call
 
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("gather_into", "reduce_scatter_into"):
+            patch.setattr(fully_shard, name, counted(name, getattr(fully_shard, name)))
         for step in (1, 2):
             found.clear()
-            for name in real:
-                setattr(fully_shard, name, counted(name))
             batches = step_batches(packs, step)
             model.gradients(batches[place.dp.rank :: place.dp.size], step, 1.0)
             model.optimizer.step(1e-3)
-    finally:
-        for name, function in real.items():
-            setattr(fully_shard, name, function)
     return dict(found)
 
 
