@@ -118,7 +118,7 @@ def trained(rank: int, world_size: int, smallest: int, values: dict) -> tuple[li
 
 CASES = {
     "one process": (1, {"hidden_dropout": 0.1, "activation_offload": 1, "recompute_granularity": "selective"}),
-    "tp x cp": (4, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
+    "tp": (2, {"tensor_model_parallel_size": 2}),
     "a2a": (2, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
     "zero bubble": (2, {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero_bubble"}),
 }

@@ -26,11 +26,9 @@ from megacp.core.models.block import Block, BlockInputs
 from megacp.core.ops.mask import Metadata, Reach
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.tensor_parallel import linear
-from megacp.core.training.step import ParallelModel
 from tests.backends.engine_math import thd_get_partitioned_indices
 from tests.backends.engine_stub import claimed_cuda, engine, needs_engine
-from tests.ranks import grid, run_ranks
-from tests.reference.training import config_of, step_batches
+from tests.ranks import grid
 
 
 def padded_row(document: list[int], cp: int, layout: str, span: int = 0, branch: int = 0) -> Metadata:
@@ -249,30 +247,6 @@ def test_a_tile_is_computed_twice_and_its_last_product_once(
     run(block, 12)
     assert counts[4, 2 * FFN] == 3 * times
     assert counts[4, HIDDEN] == 3 * (times - 1)
-
-
-def gradients(rank: int, world: int, shape: dict[str, int], values: dict[str, Any], tile: int) -> list[np.ndarray]:
-    """Summed gradients of two microbatches, this rank's slices."""
-    config = config_of({"attention_kernel": "flash", **values, "mlp_chunk_tokens": tile}, shape)
-    model = ParallelModel(config, grid(**shape))
-    batches = step_batches(2, 1)
-    model.gradients(batches, 1, sum(batch.weight_sum for batch in batches))
-    return [model.parameters.grad_shard(i).numpy().copy() for i in range(len(model.parameters.shards))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(
-    "shape, values",
-    [({"dp": 2}, {}), ({"tp": 2}, {"add_mlp_bias": True}), ({"tp": 2}, {"sequence_parallel": False}), ({"pp": 2}, {})],
-)
-def test_gradients_reach_the_buckets_once_and_whole(shape: dict[str, int], values: dict[str, Any], fused: bool) -> None:
-    values = {**values, "ddp_bucket_size": 2000, "gradient_accumulation_fusion": fused}
-    plain = run_ranks(gradients, 2, shape, values, 0)
-    tiled = run_ranks(gradients, 2, shape, values, 10)
-    for expected, found in zip(plain, tiled, strict=True):
-        for a, b in zip(expected, found, strict=True):
-            np.testing.assert_allclose(b, a, rtol=1e-12, atol=1e-14)
 
 
 def test_weight_gradients_of_halves_are_summed_in_float32() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megacp.core.context_parallel import ring
 from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
-from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_of, needed_rows
+from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_of
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
@@ -187,7 +187,7 @@ def compare(results: list[list], cases: list[Case], tolerance: float | None) -> 
 def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
     """Every transport with every layout and mask.
 
-    On more than 4 ranks each pair of a transport, a layout and a mask meets, not each three of them.
+    On more than 2 ranks each pair of a transport, a layout and a mask meets, not each three of them.
     """
     return [
         Case(
@@ -202,7 +202,7 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
         for i, layout in enumerate(LAYOUTS)
         for m, mask in enumerate([*MASKS, "video"])
         for n, count in enumerate(tokens)
-        if world_size <= 4 or (t + m + n) % len(LAYOUTS) == i
+        if world_size <= 2 or (t + m + n) % len(LAYOUTS) == i
     ]
 
 
@@ -254,7 +254,7 @@ Windows and chunks are of one token to more than the row.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(drawn=DRAWN, groups=st.sampled_from([1, 2, 0]))
 def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
@@ -278,7 +278,7 @@ def test_all_that_a_mask_holds_is_exact_together_with_sinks_and_a_cap(
     ids=["fp32", "bf16"],
 )
 def test_lower_precisions_accumulate_over_ranks_in_fp32(dtype: torch.dtype, tolerance: float | None) -> None:
-    cases = [replace(case, dtype=dtype) for case in all_cases(4, (48,)) if case.layout in ("zigzag", "balanced")]
+    cases = [replace(case, dtype=dtype) for case in all_cases(4, (48,))]
     if dtype == torch.bfloat16:  # the reference sees the same rounded inputs
         cases = [case for case in cases if case.mask != "one-token documents"]
     compare(run_ranks(on_ranks, 4, cases), cases, tolerance)
@@ -411,28 +411,6 @@ def quiet(rank: int, world_size: int) -> tuple[int, bool]:
     cp.traffic.clear()
     attend(batch, KVExchange(cp, MathKernel()), qkv_and_gradient(Case("", "", ""), 64))
     return cp.traffic.total(), exchange_of(batch.plan) is None
-
-
-@pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.slow
-def test_the_exchange_moves_each_needed_row_once_and_ranks_agree(layout: str) -> None:
-    for mask in MASKS:
-        row = batch_of(Case("", layout, mask, 61))
-        axes = [Axis("cp", 8, rank, tuple(range(8)), group=object()) for rank in range(8)]  # type: ignore[arg-type]
-        plans = [shard_batch(row, axis, LAYOUTS[layout]).plan for axis in axes]
-        found = [exchange_of(plan) for plan in plans]
-        whole = allowed(plans[0].metadata, plans[0].metadata)
-        if found[0] is None:
-            assert found == [None] * 8
-            continue
-        for receiver, plan in enumerate(plans):
-            needed = whole[plan.local].any(0)
-            assert np.array_equal(needed_rows(plans[0])[receiver], needed)
-            remote = needed.copy()
-            remote[plan.local] = False
-            assert sum(found[receiver].in_splits) == remote.sum()
-            for sender in range(8):
-                assert found[receiver].in_splits[sender] == found[sender].out_splits[receiver]
 
 
 @pytest.mark.parametrize("kernel", ["auto", "math"])

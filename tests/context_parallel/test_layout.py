@@ -153,17 +153,6 @@ def test_the_keys_that_cross_a_cut_are_counted_exactly(tokens: int, seed: int) -
     assert keys_crossing(lined_up).tolist() == expected
 
 
-def test_positions_and_labels_travel_with_their_tokens() -> None:
-    """A row of two documents under zigzag: positions made from the rank, or for the whole row, would differ."""
-    batch = random_batch(np.random.default_rng(1), 16, documents=2)
-    for rank, shard in enumerate(all_shards(batch, "zigzag", 4, 1)):
-        index = LAYOUTS["zigzag"].deal(plain(16), 4)[rank]
-        assert np.array_equal(shard.position_ids.numpy(), batch.position_ids[index])
-        assert np.array_equal(shard.labels.numpy(), batch.labels[index])
-        assert not np.array_equal(batch.position_ids[index], index) or rank == 0
-    assert shard.key == 5
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([1, 2, 4]), st.integers(1, 60), st.integers(0, 99))
 def test_tables_of_all_sources_and_of_the_row_cover_the_mask_once(name: str, cp: int, tokens: int, seed: int) -> None:
@@ -204,17 +193,6 @@ def test_values_of_one_rank_are_put_into_the_order_of_the_row_and_those_of_a_par
     assert whole.in_row_order(whole.tokens).tolist() == row.tokens.tolist()
     with pytest.raises(ValueError, match="a rank of 2 holds a part of the row"):
         all_shards(row, "contiguous", 2, 1)[0].in_row_order(whole.tokens)
-
-
-def test_padding_is_seen_by_nobody_and_counts_nothing() -> None:
-    batch = random_batch(np.random.default_rng(2), 13, documents=2)
-    for name in LAYOUTS:
-        shards = all_shards(batch, name, 4, 2)
-        weights = torch.cat([shard.loss_weights for shard in shards])[np.argsort(shards[0].plan.indices.reshape(-1))]
-        assert len(weights) >= 16 and (weights[13:] == 0).all()
-        meta = shards[0].plan.metadata
-        mask = allowed(meta, meta)
-        assert not mask[13:].any() and not mask[:, 13:].any()
 
 
 AUTO = {"cp_comm_type": "auto", "cp_layout": "auto"}

@@ -62,7 +62,7 @@ def _both_ways(rank: int, world_size: int) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [3, 4])
 @pytest.mark.slow
 def test_every_call_brings_the_bits_that_gloo_brings(world_size: int) -> None:
     assert run_ranks(_both_ways, world_size) == [True] * world_size

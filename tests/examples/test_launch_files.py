@@ -34,10 +34,15 @@ def read(name: str) -> dict[str, Any]:
     return yaml.safe_load((EXAMPLES / name).read_text(encoding="utf-8"))
 
 
-def launched(script: Sequence[str], settings: dict[str, str], folder: Path, program: str) -> list[str]:
-    """What a script gives to `program`, which stands in `folder` and prints its arguments."""
+ARGUMENTS = 'printf "%s\\n" "$@"'
+
+
+def launched(
+    script: Sequence[str], settings: dict[str, str], folder: Path, program: str, told: str = ARGUMENTS
+) -> list[str]:
+    """What a script gives to `program`, which stands in `folder` and prints its arguments, or what is `told`."""
     folder.mkdir(exist_ok=True)
-    (folder / program).write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (folder / program).write_text(f"#!/bin/sh\n{told}\n")
     (folder / program).chmod(0o755)
     environment = {**os.environ, **settings, "PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(script, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=60)
@@ -51,18 +56,14 @@ def launched(script: Sequence[str], settings: dict[str, str], folder: Path, prog
     [("4", "optim", "1"), ("1", "optim", ""), ("4", "optim_grads_params", "")],
 )
 def test_one_hardware_queue_is_asked_for_where_it_helps(
-    script: str, tp: str, strategy: str, expected: str, tmp_path: Path
+    script: str, tp: str, strategy: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one queue the gathers of full sharding would stand before all products."""
     settings = {"TP": tp, "SHARD": strategy, "SLURM_SUBMIT_DIR": str(EXAMPLES.parent)}
-    program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho "queues=$CUDA_DEVICE_MAX_CONNECTIONS"\n')
-    program.chmod(0o755)
-    environment = {**os.environ, **settings, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    told = 'echo "queues=$CUDA_DEVICE_MAX_CONNECTIONS"'
     command = ["bash", str(EXAMPLES / script), "--dry-run"]
-    done = subprocess.run(command, cwd=EXAMPLES.parent, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"queues={expected}\n", done.stderr
+    assert launched(command, settings, tmp_path, "python", told) == [f"queues={expected}"]
 
 
 def dataset(folder: Path) -> str:
@@ -155,14 +156,13 @@ def test_the_arrays_build_in_parts_and_finish(tmp_path: Path) -> None:
     assert preprocess.main(["build", *common, "--output", str(tmp_path / "pods"), "--units", "7/16"]) == 0
 
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ("pretrain_vlm.sh", "long_context.sh", "slurm/pretrain_vlm.sbatch", "slurm/long_context.sbatch")
 ROW = re.compile(r"^# +(\d+) GPUs  ((?:[A-Z]+=[\w.]+ +)+)([\d.]+) GiB$(?:\n# +(weights .*) GiB$)?", re.MULTILINE)
 
 
 def estimates(script: str) -> list[tuple[str, ...]]:
     """(GPUs, settings of the environment, GiB, terms or nothing) of each row."""
-    return ROW.findall((ROOT / "examples" / script).read_text(encoding="utf-8"))
+    return ROW.findall((EXAMPLES / script).read_text(encoding="utf-8"))
 
 
 def settings_of(row: tuple[str, ...]) -> dict[str, str]:
@@ -171,13 +171,9 @@ def settings_of(row: tuple[str, ...]) -> dict[str, str]:
 
 def dry_run_flags(script: str, row: tuple[str, ...], folder: Path) -> list[str]:
     """The flags that a dry run of the script gives to `python -m megacp.train`, told by a `python` that prints them."""
-    (folder / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    (folder / "python").chmod(0o755)
-    settings = {**settings_of(row), "PATH": f"{folder}:{os.environ['PATH']}"}
     command = ["bash", f"examples/{script}", "--dry-run", "--world-size", row[0]]
-    printed = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True)
-    assert printed.returncode == 0, printed.stderr
-    program, *flags = printed.stdout.split("-m\n")[1].splitlines()
+    printed = launched(command, settings_of(row), folder, "python")
+    program, *flags = printed[printed.index("-m") + 1 :]
     assert program == "megacp.train"
     return flags
 
@@ -195,7 +191,7 @@ def test_a_script_tells_the_memory_of_several_sizes(script: str) -> None:
 def test_the_memory_in_a_script_is_what_its_dry_run_estimates(
     script: str, row: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(EXAMPLES.parent)
     assert main(dry_run_flags(script, row, tmp_path)) == 0
     _, head, *stages = capsys.readouterr().out.split("Memory of one rank")[1].split("\n\n")[0].splitlines()
     names = re.split(" {2,}", head.strip())

@@ -18,16 +18,7 @@ from tests.training.runs import TINY, losses
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = [sys.executable, "-m", "megacp.train"]
-TORCHRUN = [
-    sys.executable,
-    "-m",
-    "torch.distributed.run",
-    "--standalone",
-    "--nproc-per-node",
-    "2",
-    "-m",
-    "megacp.train",
-]
+TORCHRUN = [sys.executable, *"-m torch.distributed.run --standalone --nproc-per-node 2 -m megacp.train".split()]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 

@@ -50,9 +50,8 @@ def survivors(tmp_path: Path, fault: str, where: int, size: int, flags: list[str
         ("stop in step", 1, 2, grid_flags(tp=1), "no word from rank 1 in step 3: stopped, dead, or still computing"),
         ("hang in step", 1, 4, grid_flags(tp=2), "no word from rank 1 in step 3: stopped, dead, or still computing"),
         ("hang in step", 1, 4, grid_flags(pp=2), "no word from rank 1 in step 3: stopped, dead, or still computing"),
-        ("hang in step", 1, 4, grid_flags(cp=2), "no word from rank 1 in step 3: stopped, dead, or still computing"),
     ],
-    ids=["a frozen machine with the store", "a frozen rank", "tp", "pp", "cp"],
+    ids=["a frozen machine with the store", "a frozen rank", "tp", "pp"],
 )
 def test_a_rank_that_hangs_ends_the_others_and_is_named(
     tmp_path: Path, fault: str, where: int, size: int, flags: list[str], told: str

@@ -41,22 +41,11 @@ def test_a_rank_with_another_learning_rate_is_refused_on_every_rank_with_both_va
     }
 
 
-SILENT = [
-    *(
-        "--seed",
-        "5",
-        "--hidden-dropout",
-        "0.2",
-        "--weight-decay",
-        "0.2",
-        "--clip-grad",
-        "0.5",
-        "--rotary-base",
-        "20000",
-    ),
-    *("--attention-mask", "causal", "--global-batch-size", "8", "--save", "elsewhere", "--dtype", "float32"),
-    *("--eval-iters", "2", "--save-interval", "3", "--distributed-timeout-minutes", "5", "--lr-warmup-iters", "1"),
-]
+SILENT = (
+    "--seed 5 --hidden-dropout 0.2 --weight-decay 0.2 --clip-grad 0.5 --rotary-base 20000 --attention-mask causal "
+    "--global-batch-size 8 --save elsewhere --dtype float32 --eval-iters 2 --save-interval 3 --lr-warmup-iters 1 "
+    "--distributed-timeout-minutes 5"
+).split()
 """Flags that ranks could have differed in without an end that says so."""
 
 

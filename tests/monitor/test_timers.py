@@ -80,13 +80,9 @@ def test_events_of_a_gpu_are_read_when_seconds_are_wanted_and_not_before(monkeyp
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
         ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA GeForce RTX 2060", None),
         ("NVIDIA A10G", None),
     ],
 )
@@ -180,11 +176,9 @@ def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
         time.sleep(0.3 * (rank == slow))
         return real(self, *arguments, **named)
 
-    ParallelModel._moved = moved  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ParallelModel, "_moved", moved)
         return train_on_rank(rank, world, flags)
-    finally:
-        ParallelModel._moved = real  # type: ignore[method-assign]
 
 
 @pytest.mark.slow

@@ -138,27 +138,6 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
         assert np.array_equal(read(mask, by_keys), filled)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_lists_are_those_that_torch_finds_itself(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    meta = metadata(random_batch(rng, 50, documents=4, branches=True, images=True))
-    mask = mask_of(tile_table(meta, meta.take(rng.permutation(50)[:37])), 4)
-    names = ("num_blocks", "indices")
-    partial, full = ([getattr(mask, f"{kind}kv_{name}") for name in names] for kind in ("", "full_"))
-    for lists in (partial, full):  # torch turns lists round by way of a matrix, and takes its width from them
-        lists[1] = torch.nn.functional.pad(lists[1], (0, 10 - lists[1].shape[-1]))
-    theirs = BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=4, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths
-    )
-    for kind in ("q", "full_q"):
-        (counts, blocks), (expected, others) = (
-            [getattr(x, f"{kind}_{name}") for name in names] for x in (mask, theirs)
-        )
-        assert torch.equal(counts, expected) and counts.dtype == expected.dtype and blocks.dtype == others.dtype
-        for line, count in enumerate(counts[0, 0].tolist()):
-            assert torch.equal(blocks[0, 0, line, :count], others[0, 0, line, :count])
-
-
 def test_the_lists_are_as_narrow_as_the_longest_of_them() -> None:
     tokens, blocks = 131072, 1024
     document = np.arange(tokens) // 4096
@@ -442,6 +421,8 @@ def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() ->
         select_kernel("flex", CPU)
     with pytest.raises(ValueError, match="--attention-kernel flash runs on the CPU, this run is on cuda"):
         kernel_name("flash", "cuda")
+    with pytest.raises(ValueError, match="--attention-kernel fast is unknown; choose auto, flash, math"):
+        select_kernel("fast", CPU)
     with pytest.raises(
         ValueError, match="--attention-kernel flex is for --dtype float32 or bfloat16, this run has --dtype fl"
     ):

@@ -13,7 +13,6 @@ from megacp.core.ops import device as compiled
 from megacp.core.ops import pointwise, tile_kernels
 from megacp.core.ops.device import fused, to_device, whole_graph
 from megacp.core.ops.kernel import Kernel, Saved, accumulation_dtype, empty_partial, merge_into
-from megacp.core.ops.kernels import select_kernel
 from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.core.ops.pointwise import keep_mask, rms_norm, swiglu
 from megacp.core.ops.rotary import rotate
@@ -179,16 +178,6 @@ def test_a_bf16_part_is_merged_in_fp32() -> None:
         merge_into(out, lse, torch.ones(2, 1, 4, dtype=torch.bfloat16), torch.zeros(2, 1))
     torch.testing.assert_close(out, torch.ones(2, 1, 4), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse, torch.full((2, 1), np.log(64.0), dtype=torch.float32))
-
-
-def test_kernels_are_chosen_from_a_table_and_the_choices_are_named() -> None:
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert isinstance(select_kernel("auto", cpu), FlashKernel)
-    assert isinstance(select_kernel("auto", meta), MathKernel)
-    with pytest.raises(ValueError, match="--attention-kernel fast is unknown; choose auto, flash, math"):
-        select_kernel("fast", cpu)
-    with pytest.raises(ValueError, match="--attention-kernel flash runs on the CPU, this run is on meta"):
-        select_kernel("flash", meta)
 
 
 BITS = {"rtol": 1e-14, "atol": 1e-14}  # float64; a graph may round a sum in another order

@@ -17,7 +17,7 @@ from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import Engine, FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
-from tests.reference.sharded_toy import Toy, WholeToy, local_of, values
+from tests.reference.sharded_toy import Toy, local_of, values
 
 SETTINGS = TrainingConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=10.0)
 STEPS, LR = 3, 0.01
@@ -51,48 +51,11 @@ def difference(parts: list[ParameterSlice], whole: dict[str, torch.Tensor], mode
     return worst
 
 
-def whole_run(ranks: int) -> tuple[WholeToy, list[float]]:
-    whole = WholeToy((SETTINGS.adam_beta1, SETTINGS.adam_beta2), SETTINGS.adam_eps, 0.1, SETTINGS.clip_grad)
-    norms = [whole.step([values((step, rank)) for rank in range(ranks)], LR) for step in range(STEPS)]
-    return whole, norms
-
-
-def _differences(rank: int, world_size: int, shape: dict[str, int]) -> list[float]:
-    place = grid(**shape)
-    model, optimizer, norms = train(place, torch.float64)
-    whole, expected = whole_run(place.over("dp", "cp").size)
-    state = optimizer.state_slices()
-    assert set(state) == {"exp_avg", "exp_avg_sq"}
-    found = [abs(a - b) / b for a, b in zip(norms, expected, strict=True)]
-    found.append(difference(optimizer.parameters.parameters_held(), dict(whole.parameters), model))
-    return found + [difference(parts, whole.state(kind), model) for kind, parts in state.items()]
-
-
 def test_a_slice_learns_at_its_own_rate_and_decays_by_it() -> None:
     slices = [torch.full((4,), 2.0, dtype=torch.float64) for _ in range(2)]
     FlatAdamW(slices, [(True, 1.0), (True, 0.25)], SETTINGS).update([torch.ones(4).double()] * 2, LR)
     torch.testing.assert_close(2.0 - slices[1], 0.25 * (2.0 - slices[0]), rtol=1e-12, atol=0)
     assert abs(2.0 - slices[0][0].item() - LR * (1 + 0.1 * 2.0)) < 1e-9  # the first step of AdamW has size 1
-
-
-GRIDS = [
-    {"dp": 2},
-    {"cp": 2},
-    {"tp": 2},
-    {"pp": 2},
-    {"dp": 4},
-    {"dp": 2, "cp": 2},
-    {"tp": 2, "dp": 2},
-    {"pp": 2, "dp": 2},
-]
-
-
-@pytest.mark.parametrize("shape", GRIDS, ids=lambda shape: "_".join(f"{k}{v}" for k, v in shape.items()))
-@pytest.mark.slow
-def test_every_grid_trains_like_torch_adamw_in_one_process(shape: dict[str, int]) -> None:
-    """Tolerance: float64 sums in another order, over three updates."""
-    results = run_ranks(_differences, math.prod(shape.values()), shape)
-    assert max(max(found) for found in results) < 1e-12
 
 
 def other_engine(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
@@ -129,26 +92,6 @@ def test_an_optimizer_is_given_no_empty_slice() -> None:
     assert [[len(s) for s in group["params"]] for group in mine._adamw.param_groups] == [[3], [2]]
     mine.update([torch.ones_like(s) for s in slices], LR)
     torch.testing.assert_close([1.0 - s[0].item() for s in (slices[0], slices[3])], [LR * 1.1, LR * 0.25])
-
-
-def _copies(rank: int, world_size: int, shape: dict[str, int], dtype: torch.dtype) -> dict[str, list[bytes]]:
-    model, _, _ = train(grid(**shape), dtype)
-    found = {"embedding": [], "replicated": []}  # type: dict[str, list[bytes]]
-    for name, parameter in model.named_parameters():
-        content = parameter.detach().float().numpy().tobytes()
-        if name in ("embedding", "head"):
-            found["embedding"].append(content)
-        elif name.endswith(("norm", "filter")):
-            found["replicated"].append(content)
-    return found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_copies_stay_bitwise_equal(dtype: torch.dtype) -> None:
-    tied = run_ranks(_copies, 4, {"pp": 2, "dp": 2}, dtype)
-    assert len({found["embedding"][0] for found in tied}) == 1
-    replicated = run_ranks(_copies, 4, {"tp": 2, "dp": 2}, dtype)
-    assert len({tuple(found["replicated"]) for found in replicated}) == 1
 
 
 def _half_gradient(master: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -244,25 +244,6 @@ def test_eight_ranks_are_shown_in_full() -> None:
     assert "..." not in text
 
 
-def test_four_thousand_ranks_fit_on_a_screen() -> None:
-    config = small(
-        tensor_model_parallel_size=8,
-        pipeline_model_parallel_size=64,
-        context_parallel_size=4,
-        num_virtual_stages_per_pipeline_rank=2,
-        num_layers=128,
-        global_batch_size=512,
-    )
-    stages = [[range(s, s + 1), range(64 + s, 65 + s)] for s in range(64)]
-    text = describe(config, 4096, stages)
-    assert text.startswith("Dry run: 4,096 ranks = pp 64 x dp 2 x cp 4 x tp 8\n")
-    assert len(text.splitlines()) < 80
-    assert max(len(line) for line in text.splitlines()) <= 130
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "... 52 more" in lines
-    assert any(line.startswith("63 63, 127 norm, head ") for line in lines)
-
-
 def test_columns_stand_where_a_run_asks_for_them() -> None:
     """Host memory behind the total; what is gathered under full sharding; the total is the largest phase's."""
     stages = [[range(0, 2)], [range(2, 4)]]

@@ -120,33 +120,3 @@ def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torc
         box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
         local[piece.start : piece.start + piece.shape[0]] = whole[piece.name][box]
     return local
-
-
-class WholeToy:
-    """The same model in one process, trained by `torch.optim.AdamW` and `clip_grad_norm_`."""
-
-    def __init__(self, betas: tuple[float, float], eps: float, weight_decay: float, clip_grad: float) -> None:
-        self.parameters = {name: nn.Parameter(value) for name, value in values("start").items()}
-        groups = [
-            {"params": [p for n, p in self.parameters.items() if decayed(n)], "weight_decay": weight_decay},
-            {"params": [p for n, p in self.parameters.items() if not decayed(n)], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(groups, betas=betas, eps=eps)
-        self.clip_grad = clip_grad
-
-    def step(self, coefficients: list[dict[str, torch.Tensor]], lr: float) -> float:
-        """One update on the losses of all data-parallel ranks; returns the gradient norm before clipping."""
-        for name, parameter in self.parameters.items():
-            parameter.grad = torch.zeros_like(parameter)
-            for of_rank in coefficients:
-                parameter.grad += of_rank[name] + parameter.detach()
-        limit = self.clip_grad or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit).item()
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
-        return norm
-
-    def state(self, kind: str) -> dict[str, torch.Tensor]:
-        """`exp_avg` or `exp_avg_sq` by global name."""
-        return {name: self.adamw.state[p][kind] for name, p in self.parameters.items()}

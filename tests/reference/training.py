@@ -129,9 +129,12 @@ def parameter_pieces(model: ParallelModel) -> Pieces:
 def train(
     grid: ProcessGrid, config: RunConfig, steps: Sequence[Sequence[PackedBatch]]
 ) -> tuple[list[tuple[float, float]], list[Pieces], Pieces, float]:
-    """Loss and gradient norm per step, gradients per step, final weights, and the last step's validation loss."""
+    """Loss and gradient norm per step, gradients per step, final weights, and the validation loss after the first step.
+
+    What follows it would show old weights in it, and what it leaves behind.
+    """
     model = ParallelModel(config, grid)
-    reports, gradients = [], []
+    reports, gradients, validation = [], [], 0.0
     for number, batches in enumerate(steps, 1):
         mine = batches[grid.dp.rank :: grid.dp.size]
         denominator = sum(batch.weight_sum for batch in batches)
@@ -139,4 +142,5 @@ def train(
         gradients.append(gradient_pieces(model))
         norm = model.optimizer.step(config.training.lr)
         reports.append((loss, norm))
-    return reports, gradients, parameter_pieces(model), model.evaluate(mine, denominator)
+        validation = model.evaluate(mine, denominator) if number == 1 else validation
+    return reports, gradients, parameter_pieces(model), validation

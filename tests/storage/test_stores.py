@@ -186,14 +186,6 @@ def test_what_is_written_is_read_back(folder: Url, tmp_path: Path) -> None:
     assert folder.is_dir() and (folder / "b").exists() and not (folder / "b").parent.name == "b"
 
 
-def test_a_stream_seeks(folder: Url) -> None:
-    (folder / "a").write(LARGE)
-    with open_stream(folder / "a", len(LARGE)) as stream:
-        for offset in (9_000_000, 5, 4_194_300, 10_239_990):
-            stream.seek(offset)
-            assert stream.read(50) == LARGE[offset : offset + 50]
-
-
 def test_a_failed_stream_leaves_no_object(folder: Url) -> None:
     def fails(out: object) -> None:
         out.write(LARGE)  # type: ignore[attr-defined]

@@ -127,18 +127,7 @@ def data(server: S3Server, packed_dataset: Path) -> tuple[Path, Url]:
     """One dataset built by two workers from an object of a failing store: in a folder, and copied into objects."""
     root = packed_dataset.parent
     (server.bucket / "raw" / "text.jsonl").write((root / "text.jsonl").read_bytes())
-    flags = [
-        "--tokenizer",
-        "byte",
-        "--seq-length",
-        "64",
-        "--oversize",
-        "split",
-        "--workers",
-        "2",
-        "--unit-bytes",
-        "1500",
-    ]
+    flags = "--tokenizer byte --seq-length 64 --oversize split --workers 2 --unit-bytes 1500".split()
     build = ["build", "--input", f"{server.bucket}/raw/*.jsonl", *flags]
     here, there = root / "here", server.bucket / "packs"
     server.faults.share = 0.05

@@ -95,8 +95,8 @@ def cases_of(shape: Shape, count: int) -> list[tuple[str, Values, Values]]:
 
 
 def microbatches(shape: Shape) -> int:
-    """Packs of a step, of all dp ranks together: each of the four kinds, at least one for each replica and stage."""
-    return max(4, shape["dp"] * shape["pp"])
+    """Packs of a step, as many on each replica: each of the four kinds, at least one for each replica and stage."""
+    return shape["dp"] * max(-(-4 // shape["dp"]), shape["pp"])
 
 
 def steps(count: int) -> list[list[Any]]:
@@ -130,6 +130,10 @@ def check(shape: Shape, count: int, done: int = 0) -> None:
     if count == 3 and done == 0 and shape["tp"] > 1:  # states over tp with and without sequence parallelism
         name, sizes, options = cases[-1]
         cases.append((name, sizes, {**options, "sequence_parallel": not options["sequence_parallel"]}))
+    compare_with_one_process(shape, cases)
+
+
+def compare_with_one_process(shape: Shape, cases: list[tuple[str, Values, Values]]) -> None:
     ranks = run_ranks(on_ranks, int(np.prod(list(shape.values()))), shape, cases, timeout=240)
     for number, (name, sizes, options) in enumerate(cases):
         results = [rank[number] for rank in ranks]
@@ -169,6 +173,26 @@ def test_more_options_on_four_ranks_equal_one_process(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", shapes(8), ids=name_of)
 def test_every_factorization_of_eight_ranks_equals_one_process(shape: Shape) -> None:
     check(shape, 1)
+
+
+V, STRATEGY = "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy"
+TIED, UNTIED, _ = MODELS
+ONE: Shape = dict.fromkeys(("dp", "tp", "pp", "cp"), 1)
+UNEVEN: list[tuple[Shape, str, Values, Values]] = [
+    ({"dp": 3, "tp": 2}, UNTIED, {}, {}),
+    ({"cp": 3}, UNTIED, {"hidden_dropout": 0.1}, {"recompute_granularity": "full"}),
+    ({"cp": 3, "pp": 2}, TIED, {}, {V: 2}),
+    ({"dp": 6}, UNTIED, {}, {"num_distributed_optimizer_instances": 2}),
+    ({"dp": 3, "cp": 2}, TIED, {}, {STRATEGY: "optim_grads", "ddp_bucket_size": 500}),
+]
+"""Widths of 32 and 48 and a vocabulary of 53 leave some ranks of 3 and 6 with fewer rows or none."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "name", "sizes", "options"), UNEVEN)
+def test_shards_of_uneven_rows_train_like_one_process(shape: Shape, name: str, sizes: Values, options: Values) -> None:
+    sharded = {STRATEGY: STRATEGIES[1], "cp_layout": "balanced", "cp_comm_type": "kv_exchange", **options}
+    compare_with_one_process({**ONE, **shape}, [(name, sizes, sharded)])
 
 
 def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:

@@ -72,14 +72,13 @@ def _with_writer(rank: int, world_size: int, flags: Sequence[str], broken: int, 
             raise OSError(28, "No space left on device")
         return real(folder, *rest)
 
-    commit.write_boxes = write
-    try:
-        train_on_rank(rank, world_size, flags)
-        return "finished"
-    except SaveError as error:
-        return str(error)
-    finally:
-        commit.write_boxes = real
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "write_boxes", write)
+        try:
+            train_on_rank(rank, world_size, flags)
+            return "finished"
+        except SaveError as error:
+            return str(error)
 
 
 @pytest.mark.slow
@@ -109,12 +108,10 @@ def test_what_ranks_tell_of_their_files_is_ordered() -> None:
 
 def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:
     """Train where the time of rank 1 alone is over, from its third look at the clock on."""
-    real, looks = StopSignal.reason, itertools.count(1)
-    StopSignal.reason = property(lambda self: 2 if next(looks) > 2 and rank == 1 else 0)  # type: ignore[method-assign]
-    try:
+    looks = itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopSignal, "reason", property(lambda self: 2 if next(looks) > 2 and rank == 1 else 0))
         return train_on_rank(rank, world_size, flags)
-    finally:
-        StopSignal.reason = real  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -194,10 +191,11 @@ def test_finetuning_a_run_with_pairs_takes_its_pairs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_finetuning_in_bfloat16_makes_its_masters_of_the_weights(tmp_path: Path) -> None:
+    """Also under another sharding strategy."""
     base = [text if text != "float64" else "bfloat16" for text in TINY]
     run(1, [*base, "--save", str(tmp_path / "base")])
     flags = [*base, "--load", str(tmp_path / "base"), "--finetune", "--lr", "0", "--train-iters", "2"]
-    run(1, [*flags, "--save", str(tmp_path / "still")])
+    run(2, [*flags, "--save", str(tmp_path / "still"), "--data-parallel-sharding-strategy", "optim_grads_params"])
     before = dict(load_checkpoint(tmp_path / "base", WORLD).whole_tensors())
     after = load_checkpoint(tmp_path / "still", WORLD)
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.whole_tensors())
@@ -238,7 +236,7 @@ def test_a_run_in_a_directory_in_use_is_refused_and_touches_nothing(
 
 def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> list[str]:
     """Train; in step 2 the loss, or only a gradient, of rank 1's first row is not finite. What was said of it."""
-    real_loss, real_train, real_say = OutputHead.forward, ParallelModel.train, RunLog.say
+    real_loss, real_train = OutputHead.forward, ParallelModel.train
     now = {"step": 0, "microbatch": 0}
     said: list[str] = []
 
@@ -259,13 +257,11 @@ def _skipping(rank: int, world_size: int, flags: Sequence[str], where: str) -> l
             Path(folder, "ids.json").write_text(json.dumps([batch.pack_ids for batch in batches]))
         return real_train(self, batches, step, *rest)
 
-    OutputHead.forward, ParallelModel.train = loss, train  # type: ignore[method-assign]
-    RunLog.say = lambda self, text: said.append(text)  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutputHead, "forward", loss)
+        patch.setattr(ParallelModel, "train", train)
+        patch.setattr(RunLog, "say", lambda self, text: said.append(text))
         train_on_rank(rank, world_size, flags)
-    finally:
-        OutputHead.forward, ParallelModel.train = real_loss, real_train  # type: ignore[method-assign]
-        RunLog.say = real_say  # type: ignore[method-assign]
     return [line for line in said if "skipped" in line]
 
 

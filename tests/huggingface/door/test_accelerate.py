@@ -70,8 +70,7 @@ llama = functools.partial(build, "Llama", "sdpa")
 WINDOWED = {
     row.name: row._replace(changes={**row.changes, "sliding_window": 4, "attention_chunk_size": 4})
     for row in test_matrix.MODELS
-    if row.name in "gemma2 gemma3_text gemma4_text gpt_oss llama4_text mistral olmo3".split()
-    and row.found == test_matrix.WINDOW
+    if row.name in "gemma4_text gpt_oss llama4_text mistral".split() and row.found == test_matrix.WINDOW
 }
 STATEFUL = {row.name: row for row in test_matrix.MODELS if row.found == test_matrix.STATES and "moe" not in row.name}
 """The library's own states and convolutions go on from one packed document to the next: it gets them one by one."""
@@ -228,16 +227,6 @@ def test_rows_are_shared_by_neighbours_and_batches_are_not(tmp_path: Path, kind:
         same(found, want, evaluated=False)
 
 
-def test_states_cross_four_ranks_in_the_stock_trainer_and_in_trl(tmp_path: Path) -> None:
-    """TRL packs itself: four ranks beside two."""
-    (want,) = run_ranks(with_trainer, 1, "qwen3_5_text", str(tmp_path), None, {}, timeout=120)
-    for found in run_ranks(with_trainer, 4, "qwen3_5_text", str(tmp_path), 4, {}, timeout=120):
-        same(found, want)
-    (two, _), _ = run_ranks(with_trl, 2, "qwen3_5_text", str(tmp_path / "two"), 2, timeout=120)
-    for found, _ in run_ranks(with_trl, 4, "qwen3_5_text", str(tmp_path / "four"), 4, timeout=120):
-        same(found, two)
-
-
 def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | None) -> tuple[Found, int]:
     """SFTTrainer that packs, with recomputed layers and for `packed` LoRA. Also the tokens it counts."""
     from datasets import Dataset
@@ -270,7 +259,7 @@ def with_trl(rank: int, world_size: int, kind: str, folder: str, cp_size: int | 
         return of_trainer(trainer), trainer._total_train_tokens
 
 
-@pytest.mark.parametrize("kind", ["packed", *(name for name in WINDOWED if name != "llama4_text")])
+@pytest.mark.parametrize("kind", ["packed", "gemma4_text", "gpt_oss"])
 def test_packing_of_trl_on_two_ranks_trains_and_evaluates_as_one_process_does(tmp_path: Path, kind: str) -> None:
     """TRL refuses packing under context parallelism of its own, and fails for Llama 4; PEFT reads the adapters."""
     from peft import PeftModel

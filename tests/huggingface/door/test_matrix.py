@@ -1,6 +1,6 @@
 """Every causal model of transformers in this table is exact over two ranks or refused by both: none silently wrong.
 
-Exact for rows of one document, and for packed ones: as the library alone does each document by itself.
+Exact for a row of one document and for a packed one: as the library alone does each document by itself.
 The table of docs/sdpa.md is what this test finds. `python -m tests.huggingface.door.test_matrix` prints it.
 """
 
@@ -123,20 +123,20 @@ def loss_of(model: Any, ids: torch.Tensor, positions: torch.Tensor, labels: torc
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
-def batch(packed: bool) -> tuple[torch.Tensor, ...]:
-    """Token ids, position ids, shifted labels and document ids `[2, 48]`."""
+def batch() -> tuple[torch.Tensor, ...]:
+    """Token ids, position ids, shifted labels and document ids `[2, 48]`: packed documents, and one document."""
     ids = torch.randint(3, VOCAB, (2, TOKENS), generator=torch.Generator().manual_seed(2))
-    lengths = [[7, 24, 17], [30, 18]] if packed else [[TOKENS]] * 2
+    lengths = [[7, 24, 17], [TOKENS]]
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     return ids, positions, shift_labels(ids, documents), documents
 
 
-def trained(row: Model, packed: bool, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def trained(row: Model, axis: Any = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of the ranks of `axis`, or of one process with the library's own attention."""
     with pytest.MonkeyPatch.context() as patch, float32_is_float64(patch):
         model = build(row, "sdpa" if axis is None else register_with_transformers())
-        *buffers, documents = batch(packed)
+        *buffers, documents = batch()
         if axis is None:
             parts = [(i, documents[i] == n) for i in range(2) for n in documents[i].unique()]
             loss = torch.stack([loss_of(model, *(x[i, here][None] for x in buffers)) for i, here in parts]).sum()
@@ -155,22 +155,21 @@ def trained(row: Model, packed: bool, axis: Any = None) -> tuple[torch.Tensor, d
 
 def compared(rank: int, world_size: int) -> list[str]:
     """What each model does; all ranks must agree."""
-    both = [[found(row, packed, world_size) for packed in (False, True)] for row in MODELS]
-    return [one if one != EXACT else packed for one, packed in both]
+    return [found(row, world_size) for row in MODELS]
 
 
-def found(row: Model, packed: bool, world_size: int) -> str:
+def found(row: Model, world_size: int) -> str:
     """EXACT, a refusal, or how wrong it is."""
     try:
-        loss, gradients = trained(row, packed, grid(cp=world_size).cp)
+        loss, gradients = trained(row, grid(cp=world_size).cp)
     except Exception as error:
         return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    want_loss, want = trained(row, packed)
+    want_loss, want = trained(row)
     largest = max(x.abs().max() for x in want.values())
     # of the largest gradient of the model: that of a bias of keys is 0 but for rounding
     error = max((gradients[name] - x).abs().max() / largest for name, x in want.items())
     right = gradients.keys() == want.keys() and abs(loss - want_loss) <= 1e-12 * want_loss and error <= 1e-10
-    return EXACT if right else f"WRONG, packed {packed}: loss {loss} for {want_loss}, gradients off by {error:.1e}"
+    return EXACT if right else f"WRONG: loss {loss} for {want_loss}, gradients off by {error:.1e}"
 
 
 def table(results: list[str]) -> str:

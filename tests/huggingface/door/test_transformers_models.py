@@ -421,7 +421,7 @@ def test_states_take_the_dtypes_of_autocast_and_backward_behind_it(weights: torc
     """As the Trainer calls it under bf16."""
     row = next(row for row in test_matrix.MODELS if row.name == "qwen3_5_text")
     model = test_matrix.build(row, register_with_transformers()).to(weights)
-    ids, positions, _, documents = (x.clone() for x in test_matrix.batch(packed=True))
+    ids, positions, _, documents = (x.clone() for x in test_matrix.batch())
     options = {"buffers": [ids, positions], "buffer_seq_dims": [1, 1], "document_ids": documents}
     with context_parallel(single_axis("cp"), model=model, **options):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -436,7 +436,7 @@ def test_states_of_the_library_take_the_kernel_of_the_table(monkeypatch: pytest.
     model = test_matrix.build(row, register_with_transformers()).double()
 
     def loss() -> torch.Tensor:
-        ids, positions, _, documents = (x.clone() for x in test_matrix.batch(packed=True))
+        ids, positions, _, documents = (x.clone() for x in test_matrix.batch())
         options = {"buffers": [ids, positions], "buffer_seq_dims": [1, 1], "document_ids": documents}
         with context_parallel(single_axis("cp"), model=model, **options):
             return model(ids, position_ids=positions).logits.square().mean()

@@ -36,17 +36,7 @@ RULES = {
 }
 SIZES = {
     "tiny": [(int(w), int(h)) for w, h in np.random.default_rng(0).integers(1, 120, (150, 2))],
-    "Molmo2": [
-        (378, 378),
-        (100, 100),
-        (640, 480),
-        (1, 1),
-        (112, 300),
-        (2000, 300),
-        (77, 1500),
-        (1024, 768),
-        (113, 112),
-    ],
+    "Molmo2": [(378, 378), (100, 100), (640, 480), (1, 1), (2000, 300), (77, 1500), (1024, 768), (113, 112)],
 }
 ONE_LEVEL = 2 / 255 * 1.001  # of 255 levels, over a deviation of 0.5, and a rounding of the last float32 digit
 
