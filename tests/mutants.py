@@ -109,8 +109,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/transport.py", ATTENTION): [
         (
-            ", k, v))\n        return _Att",
-            ", k, v)) and (q, k, v)\n        return _Att",
+            "for x in qkv)\n        return _Att",
+            "for x in qkv) and qkv\n        return _Att",
             "a transposed view is misread",
         ),
         ("out, lse, douts", "out, torch.zeros_like(lse), douts", "backward of a block without the merged log-sum-exp"),
@@ -660,10 +660,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),
-        (" + self.positions  #", "  #", "patches have no position"),
+        ("(x + self.positions).flatten", "x.flatten", "patches have no position"),
         (
-            "config.patches_per_crop, config.vision_head_dim**-0.5",
-            "config.patches_per_crop, config.vision_head_dim**-1",
+            "self.backend, self.scale = backend, config.vision_head_dim**-0.5",
+            "self.backend, self.scale = backend, config.vision_head_dim**-1",
             "scale",
         ),
         ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),

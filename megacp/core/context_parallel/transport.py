@@ -62,7 +62,10 @@ class KeysToQueries(ABC):
     """
 
     name: str
-    kernel: Kernel
+
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
+        self.axis = axis
+        self.kernel = kernel
 
     @abstractmethod
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:

@@ -185,11 +185,6 @@ ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
 """By the words of --mlp-activation, which are Transformer Engine's too."""
 
 
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation (Hendrycks and Gimpel, 2016); torch's saves its input alone."""
-    return F.gelu(x, approximate="tanh")
-
-
 _MASK32 = 0xFFFFFFFF
 
 
