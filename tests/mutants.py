@@ -109,7 +109,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(positions / wavelength - low) / (high - low)", "(positions / wavelength) / (high - low)", "llama3's blend"),
     ],
     ("core/context_parallel/transport.py", ATTENTION): [
-        ("k, v))\n        return _Att", "k, v)) and (q, k, v)\n        return _Att", "a transposed view is misread"),
+        (
+            "for x in qkv)\n        return _Att",
+            "for x in qkv) and qkv\n        return _Att",
+            "a transposed view is misread",
+        ),
         ("out, lse, douts", "out, torch.zeros_like(lse), douts", "backward of a block without the merged log-sum-exp"),
     ],
     ("core/context_parallel/transport.py", "tests/ops/test_flex.py"): [
@@ -598,8 +602,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),
-        (" + self.positions  #", "  #", "patches have no position"),
-        (".patches_per_crop, config.vision_head_dim**-0.5", ".patches_per_crop, config.vision_head_dim**-1", "scale"),
+        ("(x + self.positions).flatten", "x.flatten", "patches have no position"),
+        (
+            "self.backend, self.scale = backend, config.vision_head_dim**-0.5",
+            "self.backend, self.scale = backend, config.vision_head_dim**-1",
+            "scale",
+        ),
         ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),
     ],
     ("core/data/qwen_geometry.py", "tests/prepare/media/test_qwen_geometry.py"): [

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+from megacp.core.backends.native import AdamW
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.optim.lr_schedule import learning_rate
-from megacp.core.optim.sharded import Engine, FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares
+from megacp.core.optim.sharded import FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, local_of, values
 
@@ -68,7 +69,7 @@ def other_engine(groups: list[dict[str, Any]], betas: tuple[float, float], eps: 
     ids=["in the kernel", "float64", "another engine"],
 )
 def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
-    dtype: torch.dtype, engine: Engine | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, engine: AdamW | None, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0), dtype=dtype)
     parameter = torch.nn.Parameter(start.clone())

@@ -24,7 +24,7 @@ from spmd_types.types import partition_spec_get_shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from megacp.core.backends.native import LayerNorm, NormSpec, RMSNorm
+from megacp.core.backends.native import NormSpec, RMSNorm, layer_norm
 from megacp.core.distributed import collectives, differentiable
 from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.fake_world import fake_world
@@ -186,7 +186,7 @@ LAYERS: dict[str, tuple[bool, Callable[[LinearOptions], nn.Module], tuple[int, .
     "row": (True, row, (WIDE // 2,), True, False),
     "column_and_pairs": (False, lambda o: lora.ColumnPairs(column(o), COLUMN, PAIRS, o), (WIDTH,), False, True),
     "row_and_pair": (True, lambda o: lora.RowPair(row(o), ROW, PAIRS, o), (WIDE // 2,), True, False),
-    "LayerNorm": (True, lambda o: LayerNorm(NORM, o), (WIDTH,), False, False),
+    "LayerNorm": (True, lambda o: layer_norm(NORM, o), (WIDTH,), False, False),
     "RMSNorm": (False, lambda o: RMSNorm(NORM, None, o), (WIDTH,), False, False),
     "RMSNorm_of_heads": (False, lambda o: RMSNorm(HEADS, True, o), (2, 4), True, True),
     "ColumnNorm": (False, lambda o: linear.ColumnNorm("n", WIDE, 1e-6, o), (WIDE // 2,), True, True),

@@ -58,7 +58,8 @@ class NormMLP(nn.Module):
         return save(self.activation, self.gate_up(x if self.norm is None else save(self.norm, x)))
 
 
-def _plain(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """The `Save` of a block that recomputes nothing: just call the function."""
     return function(*inputs)
 
 
@@ -115,7 +116,7 @@ class TiledMLP(nn.Module):
         out = torch.empty_like(x)
         with torch.no_grad():
             for part, tile in zip(out.split(self.rows), x.split(self.rows), strict=True):
-                part.copy_(self.mlp(tile, _plain))
+                part.copy_(self.mlp(tile, keep))
         return out
 
     def gradients(self, x: torch.Tensor, grad: torch.Tensor, wants_input: bool) -> list[torch.Tensor | None]:
@@ -143,10 +144,10 @@ class TiledMLP(nn.Module):
         own: dict[nn.Parameter, torch.Tensor | None] = {}
         with torch.enable_grad(), self.precision():
             if isinstance(self.mlp, NormMLP) and isinstance(self.mlp.down, RowParallelLinear):
-                out = self.mlp.wide(tile, _plain)
+                out = self.mlp.wide(tile, keep)
                 grad, own = self.mlp.down.gradients(out.detach(), grad)
             else:
-                out = self.mlp(tile, _plain)
+                out = self.mlp(tile, keep)
         others = [p for p in trained if p not in own]
         inputs = [*([tile] if tile.requires_grad else []), *others]
         found = list(torch.autograd.grad(out, inputs, grad, allow_unused=True))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
@@ -73,23 +72,21 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.epsilon, self.zero_centered)
 
 
-class LayerNorm(nn.Module):
-    """LayerNorm with a weight and a bias that every tp rank holds."""
-
-    def __init__(self, norm: NormSpec, options: LinearOptions) -> None:
-        super().__init__()
-        self.epsilon = norm.epsilon
-        self.weight = options.parameter(replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", options))
-        self.bias = options.parameter(replicated_spec(f"{norm.name}.bias", (norm.size,), "zeros", options))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`x[..., size]` to the same shape."""
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.epsilon)
+def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
+    """LayerNorm over the last dim, with a weight and a bias that every tp rank holds."""
+    layer = nn.LayerNorm(norm.size, norm.epsilon, elementwise_affine=False)
+    layer.weight = options.parameter(replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", options))
+    layer.bias = options.parameter(replicated_spec(f"{norm.name}.bias", (norm.size,), "zeros", options))
+    return layer
 
 
 Tower = Literal["vision", "connector"]
 AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
-"""`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`."""
+"""`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`.
+
+Its moments are `exp_avg` and `exp_avg_sq` of a slice's state. torch counts updates there, Transformer Engine in the
+group.
+"""
 
 
 class NativeBackend:
@@ -183,10 +180,6 @@ class NativeBackend:
         """RMSNorm of `y[t, f/tp]`, what a column linear gives: over the columns of all tp ranks together."""
         return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options, self.norm_init)
 
-    def layer_norm(self, norm: NormSpec) -> nn.Module:
-        """LayerNorm with a bias over the last dim."""
-        return LayerNorm(norm, self.options)
-
     def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
         """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
         return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std))
@@ -216,7 +209,7 @@ class NativeBackend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
-        return self.transport.attend(q, k, v, plan, scale)
+        return self.transport.attend((q, k, v), plan, scale)
 
     def convolution(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`short_convolution` over the ranks of a row."""

@@ -13,9 +13,7 @@ import torch
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import reduce_scatter, start_all_gather
-from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import empty
-from megacp.core.ops.kernel import Kernel
 from megacp.core.ops.mask import TileTable, tile_table
 
 
@@ -30,10 +28,6 @@ class AllGatherAttention(KeysToQueries):
     """Transport `all_gather`."""
 
     name = "all_gather"
-
-    def __init__(self, axis: Axis, kernel: Kernel) -> None:
-        self.axis = axis
-        self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         own = plan.metadata.take(plan.local)

@@ -15,9 +15,7 @@ import torch
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import start_all_to_all
-from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import empty
-from megacp.core.ops.kernel import Kernel
 from megacp.core.ops.mask import TileTable, tile_table
 
 
@@ -68,10 +66,6 @@ class KVExchange(KeysToQueries):
     """Transport `kv_exchange`."""
 
     name = "kv_exchange"
-
-    def __init__(self, axis: Axis, kernel: Kernel) -> None:
-        self.axis = axis
-        self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         exchange = self._exchange(plan)

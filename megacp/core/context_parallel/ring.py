@@ -14,8 +14,6 @@ from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import Pending, start_shift
-from megacp.core.distributed.grid import Axis
-from megacp.core.ops.kernel import Kernel
 from megacp.core.ops.mask import TileTable
 
 
@@ -30,10 +28,6 @@ class RingAttention(KeysToQueries):
     """Transport `p2p`."""
 
     name = "p2p"
-
-    def __init__(self, axis: Axis, kernel: Kernel) -> None:
-        self.axis = axis
-        self.kernel = kernel
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         steps = plan.part("steps of the ring", lambda: _steps(plan))

@@ -317,10 +317,6 @@ class _Recurrence(torch.autograd.Function):
         return None, None, None, *(_out_of_chunks(d, states, x) for d, x in zip(found, inputs, strict=True))
 
 
-def _state_plan(plan: AttentionPlan, device: torch.device) -> StatePlan:
-    return plan.part(f"states on {device}", lambda: StatePlan(plan, device))
-
-
 def _taps_plan(plan: AttentionPlan, taps: int) -> TapsPlan:
     return plan.part(f"{taps} taps", lambda: TapsPlan(plan, taps))
 
@@ -336,7 +332,8 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
 
     Differentiable in the inputs. One message in forward and one in backward, where paths cross ranks.
     """
-    return _Recurrence.apply(rule, _state_plan(plan, inputs[0].device), axis, *inputs)
+    device = inputs[0].device
+    return _Recurrence.apply(rule, plan.part(f"states on {device}", lambda: StatePlan(plan, device)), axis, *inputs)
 
 
 def recur_by_heads(

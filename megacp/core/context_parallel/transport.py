@@ -18,6 +18,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import (
+    QKV,
     Heads,
     Kernel,
     Saved,
@@ -42,15 +43,7 @@ class Transport(Protocol):
 
     name: str
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
 
         `sinks[heads]`: see `merge_sinks`; of each its gradient from this rank's queries.
@@ -69,7 +62,10 @@ class KeysToQueries(ABC):
     """
 
     name: str
-    kernel: Kernel
+
+    def __init__(self, axis: Axis, kernel: Kernel) -> None:
+        self.axis = axis
+        self.kernel = kernel
 
     @abstractmethod
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
@@ -83,17 +79,9 @@ class KeysToQueries(ABC):
         for table in self.tables(plan):
             self.kernel.prepare(table, heads)
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in qkv)
         return _AttendBlocks.apply(q, k, v, sinks, self, plan, scale)
 
 
@@ -161,18 +149,10 @@ class WholeAttention(LocalAttention):
 
     kernel: WholeKernel
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if sinks is not None:  # they are merged by the log-sum-exp
-            return super().attend(q, k, v, plan, scale, sinks)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            return super().attend(qkv, plan, scale, sinks)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in qkv)
         return self.kernel.whole(q, k, v, plan.table_of_row, scale)
 
 
@@ -189,14 +169,6 @@ class DenseAttention:
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
         """See `Transport.prepare`: its mask is dense."""
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
-        return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale, sinks, self.cap)
+        return dense_attention(*qkv, to_device(allowed(mine, mine), qkv[0].device), scale, sinks, self.cap)

@@ -93,11 +93,6 @@ def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.T
     return exchange(sent, axis, out, into).index_select(0, _index(routes.arrival, features))
 
 
-def kept(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.Tensor:
-    """The rank takes the features of its tokens. It encoded all of them, so no message is sent."""
-    return features.index_select(0, _index(routes.position[routes.arriving], features))
-
-
 def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     return to_device(values, like.device)
 
@@ -138,8 +133,12 @@ def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.T
     All ranks of the axis call it together.
     """
     assert len(features) == vision.routes.counts[vision.routes.cp_rank].sum(), "features that no boundary counts"
-    bring = kept if vision.replicated else routed
-    return bring(features, vision.routes, vision.axis), vision.routes.row[vision.routes.arriving]
+    routes = vision.routes
+    if vision.replicated:  # it encoded those of all its tokens
+        own = features.index_select(0, _index(routes.position[routes.arriving], features))
+    else:
+        own = routed(features, routes, vision.axis)
+    return own, routes.row[routes.arriving]
 
 
 def add_features(

@@ -117,8 +117,17 @@ class ImageRules(VisionRules):
         return [(time_text(i, number / fps, self), frame_layout(self)) for i, number in enumerate(frames)]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """At most `video_fps` a second, and `max_frames` in all."""
-        return sample_frames(num_frames, fps, self)
+        """At most `video_fps` a second, and `max_frames` in all.
+
+        As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
+        """
+        target = self.max_frames
+        if fps > self.video_fps:
+            target = min(target, int(num_frames / fps * self.video_fps))
+        step = num_frames / max(min(target, num_frames), 1)
+        numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
+        kept: list[int] = numbers[numbers < num_frames].tolist()
+        return kept
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
         """In the size of a crop."""
@@ -220,20 +229,6 @@ def frame_layout(rules: ImageRules) -> ImageLayout:
     """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
     pool, in_columns = rules.video_pooling, rules.video_column_tokens
     return ImageLayout(1, *_layout(None, pool, rules, "frame", "frame_start", in_columns))
-
-
-def sample_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
-    """Numbers of the frames that are taken, rising, at least one; evenly spread over the video.
-
-    As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
-    """
-    target = rules.max_frames
-    if fps > rules.video_fps:
-        target = min(target, int(num_frames / fps * rules.video_fps))
-    step = num_frames / max(min(target, num_frames), 1)
-    numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
-    kept: list[int] = numbers[numbers < num_frames].tolist()
-    return kept
 
 
 def time_text(index: int, seconds: float, rules: ImageRules) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacp.core.backends.mlp import Save
+from megacp.core.backends.mlp import Save, keep
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
@@ -21,7 +21,7 @@ from megacp.core.models.attention import Angles, SelfAttention
 from megacp.core.models.delta_net import GatedDeltaNet
 from megacp.core.models.init import output_std
 from megacp.core.models.offload import BlockOffload, HostMemory
-from megacp.core.models.recompute import keep, run_block
+from megacp.core.models.recompute import run_block
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacp.core.backends.native import NativeBackend, NormSpec
+from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig, VisionConfig
 from megacp.core.models.vision import GridTower, VisionTower
 from megacp.core.ops.kernel import accumulation_dtype
@@ -63,7 +63,7 @@ class Merger(nn.Module):
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         hidden, std, mlp = config.vision_hidden_size, model.init_method_std, "connector.mlp"
-        self.norm = backend.layer_norm(NormSpec("connector.norm", hidden, 1e-6))
+        self.norm = layer_norm(NormSpec("connector.norm", hidden, 1e-6), backend.options)
         self.up = backend.column_linear(LinearSpec(mlp, (("up", 4 * hidden),), 4 * hidden, True, std))
         self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), 4 * hidden, True, std))
 

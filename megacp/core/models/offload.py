@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megacp.core.ops.device import pinned_bytes
-
 PLAIN: set[type] = {torch.Tensor}
 """Tensors that travel; a subclass may hold more than its storage."""
 SMALLEST = 2048
@@ -92,7 +90,7 @@ class HostMemory:
         if place < len(self.free) and self.free[place].size <= 2 * size:
             return self.free.pop(place)
         on_gpu = self.device.type == "cuda"
-        size = pinned_bytes(size) if on_gpu else size
+        size = 1 << (size - 1).bit_length() if on_gpu else size  # as torch's allocator rounds pinned memory up
         self.allocated += size
         return HostBuffer(torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu))
 

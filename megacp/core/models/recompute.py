@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megacp.core.backends.mlp import keep
+
 Recipe = Callable[[], torch.Tensor]
 Key = tuple[Any, ...]
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -67,11 +69,6 @@ class Recomputation:
 
     def _unpack(self, stored: Any) -> torch.Tensor:
         return stored() if callable(stored) else self._give(stored)
-
-
-def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """The way of a block that recomputes nothing: just call the function."""
-    return function(*inputs)
 
 
 def run_block(

@@ -19,13 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megacp.core.backends.native import NativeBackend, NormSpec
+from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import VisionConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import to_device
 from megacp.core.ops.mask import Metadata
-from megacp.core.ops.pointwise import gelu_tanh
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
@@ -44,13 +43,13 @@ class VisionBlock(nn.Module):
         residual_std = std / math.sqrt(2 * config.vision_num_layers)
         attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", 1e-6  # Molmo2's, in every LayerNorm
         tensors = (("q", hidden), ("k", hidden), ("v", hidden))
-        self.attention_norm = backend.layer_norm(NormSpec(f"{attention}_norm", hidden, epsilon))
+        self.attention_norm = layer_norm(NormSpec(f"{attention}_norm", hidden, epsilon), backend.options)
         self.qkv = backend.column_linear(LinearSpec(attention, tensors, hidden, True, std))
         self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), hidden, True, residual_std))
-        self.mlp_norm = backend.layer_norm(NormSpec(f"{mlp}_norm", hidden, epsilon))
+        self.mlp_norm = layer_norm(NormSpec(f"{mlp}_norm", hidden, epsilon), backend.options)
         self.up = backend.column_linear(LinearSpec(mlp, (("up", ffn),), hidden, True, std))
         self.down = backend.row_linear(LinearSpec(mlp, (("down", hidden),), ffn, True, residual_std))
-        self.activation = gelu_tanh
+        self.activation = nn.GELU("tanh")
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
@@ -63,22 +62,30 @@ class VisionBlock(nn.Module):
         return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
 
 
-class VisionTower(nn.Module):
-    """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
+class Tower(nn.Module):
+    """What all towers have; `patch`: the shape of a patch, as the weight of its embedding has it."""
 
-    def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
+    def __init__(
+        self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str, patch: tuple[int, ...]
+    ) -> None:
         super().__init__()
         hidden, name = config.vision_hidden_size, "vision.patch_embedding"
-        self.dtype = backend.dtype
-        self.weight = backend.replicated(f"{name}.weight", (hidden, config.patch_dim), "normal", std)
+        self.backend, self.scale = backend, config.vision_head_dim**-0.5
+        self.weight = backend.replicated(f"{name}.weight", (hidden, *patch), "normal", std)
         self.bias = backend.replicated(f"{name}.bias", (hidden,), "zeros")
         shape = (config.patches_per_crop, hidden)
         self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std)
         self.blocks = nn.ModuleList(
             VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
         )
-        self.feature_layers = config.feature_layers
-        self.patches, self.scale = config.patches_per_crop, config.vision_head_dim**-0.5
+
+
+class VisionTower(Tower):
+    """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
+
+    def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
+        super().__init__(config, std, backend, recompute, (config.patch_dim,))
+        self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """All patches of a crop see each other."""
@@ -88,8 +95,8 @@ class VisionTower(nn.Module):
 
     def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
         """Encode every crop; `patches` of any float dtype are turned into the model's."""
-        x = F.linear(patches.to(self.dtype), self.weight, self.bias) + self.positions  # [c, N, 3 p p] -> [c, N, h]
-        x = x.flatten(0, 1)  # [c, N, h] -> [c * N, h]
+        x = F.linear(patches.to(self.backend.dtype), self.weight, self.bias)  # [c, N, 3 p p] -> [c, N, h]
+        x = (x + self.positions).flatten(0, 1)  # [c, N, h] -> [c * N, h]
         outputs = []
         for block in self.blocks:
             x = block(x, self._attend)
@@ -128,21 +135,14 @@ def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     return taps.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
 
 
-class GridTower(nn.Module):
+class GridTower(Tower):
     """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with `grids[n, 2]` -> `[c, h]`."""
 
     def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
-        super().__init__()
-        hidden, name, patch = config.vision_hidden_size, "vision.patch_embedding", config.vision_patch_size
-        self.backend, self.side, self.scale = backend, config.patches_per_side, config.vision_head_dim**-0.5
+        patch = config.vision_patch_size
         # as torch's Conv3d has it: colours, frames, rows, columns
-        self.weight = backend.replicated(f"{name}.weight", (hidden, 3, 2, patch, patch), "normal", std)
-        self.bias = backend.replicated(f"{name}.bias", (hidden,), "zeros")
-        shape = (config.patches_per_crop, hidden)
-        self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std)
-        self.blocks = nn.ModuleList(
-            VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
-        )
+        super().__init__(config, std, backend, recompute, (3, 2, patch, patch))
+        self.side = config.patches_per_side
         self.frequencies = inverse_frequencies(config.vision_head_dim // 2, 1e4, RotaryScaling())
 
     def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
@@ -167,6 +167,6 @@ class GridTower(nn.Module):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
-            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
+            return self.backend.local_transport.attend((q, k, v), plan, self.scale)
 
         return attend

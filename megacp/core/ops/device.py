@@ -41,11 +41,6 @@ def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         return tensor.pin_memory()
 
 
-def pinned_bytes(size: int) -> int:
-    """What pinned memory of `size` bytes takes: torch's allocator rounds up to a power of two."""
-    return 1 << max(0, size - 1).bit_length()
-
-
 def whole_graph(
     function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:

@@ -10,6 +10,7 @@ block is computed again. Ranks of a cp or tp group draw other bits because they 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from megacp.core.large_blocks import empty
 from megacp.core.ops.device import fused, is_compiled
 from megacp.core.ops.kernel import accumulation_dtype
+
+Pass = Callable[..., Any]
 
 
 @fused
@@ -45,6 +48,20 @@ def _norm_backward(
     inward = (product @ wide_weight).unsqueeze(-1) * scale**3 / x.shape[-1]  # [..., 1]
     dx = (wide * wide_weight).mul_(scale).addcmul_(wide_x, inward, value=-1)
     return dx.to(x.dtype), d_weight.to(weight.dtype)
+
+
+class FromInputs(torch.autograd.Function):
+    """`forward(*inputs)`, which saves them alone; `backward(grad, *inputs)` gives the gradients of all."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Pass, backward: Pass, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = backward
+        ctx.save_for_backward(*inputs)
+        return forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, *ctx.gradients(grads[0], *ctx.saved_tensors)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -108,20 +125,9 @@ def _open_backward(grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> t
     return grad * part, torch.ops.aten.sigmoid_backward(grad * x, part)
 
 
-class _SigmoidGate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, gate)
-        return _open(x, gate)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _open_backward(grads[0], *ctx.saved_tensors)
-
-
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """`x * sigmoid(gate)`; saves the two."""
-    return _SigmoidGate.apply(x, gate)
+    return FromInputs.apply(_open, _open_backward, x, gate)
 
 
 @fused
@@ -136,35 +142,25 @@ def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1)
 
 
-def _swiglu_backward_in_place(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
-    """`_swiglu_backward` written to the halves of its result: on a CPU a quarter of the time, 5 % of a block's step.
+def _swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor]:
+    """On a CPU written to the halves of the result: a quarter of `_swiglu_backward`'s time, 5 % of a block's step.
 
     A graph cannot write so: its halves are no dense tensors.
     """
+    if is_compiled(grad):
+        return (_swiglu_backward(grad, gate_up),)
     gate, up = gate_up.chunk(2, -1)
     result = empty(gate_up.shape, gate_up)
     for_gate, for_up = result.chunk(2, -1)
     torch.mul(grad, up, out=for_gate)
     torch.ops.aten.silu_backward.grad_input(for_gate, gate, grad_input=for_gate)
     torch.ops.aten.silu.out(gate, out=for_up).mul_(grad)
-    return result
-
-
-class _SwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        return _swiglu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        (grad,), (gate_up,) = grads, ctx.saved_tensors
-        return _swiglu_backward(grad, gate_up) if is_compiled(grad) else _swiglu_backward_in_place(grad, gate_up)
+    return (result,)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) * up`: `[..., 2f] -> [..., f]`, gate first."""
-    return _SwiGLU.apply(gate_up)
+    return FromInputs.apply(_swiglu, _swiglu_gradient, gate_up)
 
 
 @fused
@@ -174,35 +170,19 @@ def _geglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @fused
-def _geglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+def _geglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor]:
     gate, up = gate_up.chunk(2, -1)
     d_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-    return torch.cat([d_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
-
-
-class _GeGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        return _geglu(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return _geglu_backward(grads[0], *ctx.saved_tensors)
+    return (torch.cat([d_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1),)
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     """`gelu_tanh(gate) * up`: `[..., 2f] -> [..., f]`, gate first (Shazeer, 2020)."""
-    return _GeGLU.apply(gate_up)
+    return FromInputs.apply(_geglu, _geglu_backward, gate_up)
 
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
 """By the words of --mlp-activation, which are Transformer Engine's too."""
-
-
-def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its tanh approximation (Hendrycks and Gimpel, 2016); torch's saves its input alone."""
-    return F.gelu(x, approximate="tanh")
 
 
 _MASK32 = 0xFFFFFFFF

@@ -11,13 +11,14 @@ states cross from rank to rank; backward is the same scan from the other end, wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from megacp.core.ops.device import fused
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.pointwise import FromInputs
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -118,17 +119,6 @@ def _taps_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) ->
     return dx.to(x.dtype), torch.stack(d_weight, 1).to(weight.dtype)
 
 
-class _Taps(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        return _taps(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return _taps_backward(grads[0], *ctx.saved_tensors)
-
-
 def causal_taps(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`x[t, c]` convolved with the rows before, a channel by itself: `weight[c, taps]`, the last for the row itself."""
-    return _Taps.apply(x, weight)
+    return FromInputs.apply(_taps, _taps_backward, x, weight)

@@ -9,23 +9,18 @@ anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from megacp.core.backends.native import AdamW
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis
 from megacp.core.monitor.timers import Phase, unmeasured
 
-Engine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
-"""`(groups, betas, epsilon)`: AdamW over groups with `params` and `weight_decay`, of torch or of Transformer Engine.
-
-Its moments are `exp_avg` and `exp_avg_sq` of a slice's state. Torch counts updates there, Transformer Engine in the
-group.
-"""
 _ROW = 4096
 """Elements of a partial sum of squares."""
 
@@ -42,7 +37,7 @@ class FlatAdamW:
         slices: Sequence[torch.Tensor],
         rules: Sequence[tuple[bool, float]],
         settings: TrainingConfig,
-        engine: Engine | None = None,
+        engine: AdamW | None = None,
     ) -> None:
         self.slices = list(slices)
         members: dict[tuple[bool, float], list[torch.Tensor]] = {}
@@ -134,7 +129,7 @@ class ShardedAdamW:
         settings: TrainingConfig,
         world: Axis,
         device: torch.device,
-        engine: Engine | None = None,
+        engine: AdamW | None = None,
     ) -> None:
         self.parameters = parameters
         self._clip_grad, self._world, self._device = settings.clip_grad, world, device

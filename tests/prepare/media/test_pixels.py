@@ -21,7 +21,7 @@ from megacp.core.data.decoding import (
     video_info,
     video_pixels,
 )
-from megacp.core.data.geometry import ImageRules, sample_frames, time_text
+from megacp.core.data.geometry import ImageRules, time_text
 from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
@@ -164,11 +164,11 @@ def test_the_frames_taken_are_those_of_the_transformers_library() -> None:
         for num_frames in (*range(1, 140), 1000, 4711):
             for fps in (1.0, 2.0, 23.976, 25.0, 30000 / 1001, 60.0):
                 expected = [n for n in reference.sampled_frames(num_frames, fps, rules) if n < num_frames]
-                assert sample_frames(num_frames, fps, rules) == expected, (num_frames, fps)
+                assert rules.sampled(num_frames, fps) == expected, (num_frames, fps)
 
 
 def test_times_are_written_as_the_library_does() -> None:
-    numbers = sample_frames(43, 10.0, TINY)
+    numbers = TINY.sampled(43, 10.0)
     text = "".join(time_text(i, n / 10.0, TINY) + "F" for i, n in enumerate(numbers))
     frame = "<frame_start><im_patch><frame_end>"
     assert text.replace("F", frame) == reference.video_text([len(numbers), 1, 1], [n / 10.0 for n in numbers], TINY)
@@ -180,7 +180,7 @@ def test_every_range_of_frames_has_the_pixels_of_the_whole(container: str, codec
     data = video(43, container, codec)
     info = video_info(data, TINY)
     assert info == (43, 10.0)
-    taken = sample_frames(43, 10.0, TINY)
+    taken = TINY.sampled(43, 10.0)
     with av.open(io.BytesIO(data)) as source:  # all frames in order, the slow way
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in source.decode(video=0)])[taken]
     assert len(taken) == 12 and np.array_equal(np.stack(list(video_pixels(data, TINY))), frames)
@@ -233,7 +233,7 @@ def test_part_of_a_video_is_refused_also_where_no_index_misses(container: str, l
 def test_a_rate_that_the_frames_contradict_is_not_believed() -> None:
     data = video(20, "matroska", every=10)
     _, fps = video_info(data, TINY)
-    assert fps == pytest.approx(1.0, rel=0.01) and len(sample_frames(20, fps, TINY)) == 12
+    assert fps == pytest.approx(1.0, rel=0.01) and len(TINY.sampled(20, fps)) == 12
 
 
 def in_order(data: bytes) -> np.ndarray:
@@ -271,7 +271,7 @@ def test_a_sound_video_is_read_frame_by_frame_as_in_order(name: str) -> None:
     data = SOUND[name]()
     expected = in_order(data)
     num_frames, fps = video_info(data, EVERY)
-    assert num_frames == len(expected) == len(sample_frames(num_frames, fps, EVERY))
+    assert num_frames == len(expected) == len(EVERY.sampled(num_frames, fps))
     assert np.array_equal(np.stack(list(video_pixels(data, EVERY))), expected)
     for number in range(len(expected)):
         (found,) = video_pixels(data, EVERY, [number])
