@@ -248,24 +248,6 @@ def test_an_exhausted_dataset_begins_its_next_epoch_in_a_new_order(tmp_path: Pat
     assert shares == [("large", 0.5, 42 / 40), ("small", 0.5, 6.0)]
 
 
-@pytest.mark.slow
-@settings(max_examples=40)
-@given(data=st.data())
-def test_resumed_at_any_sample_on_any_dp_size_the_order_goes_on(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "resumed"
-    blend = blended(folder, {"a": 5, "b": 11, "c": 3}, ["0.6", "0.3", "0.1"])
-    start, batch, seed = data.draw(st.integers(0, 300)), 8, data.draw(st.integers(0, 9))
-    options = LoaderOptions(data.draw(st.sampled_from([1, 2])), batch, seed=seed)
-    seen = []
-    for step in range(3):
-        dp = data.draw(st.sampled_from([1, 2, 4]))
-        ranks = [step_batches(blend, options, DataRank(r, dp), start + step * batch) for r in range(dp)]
-        seen += [i for microbatches in zip(*ranks, strict=True) for one in microbatches for i in one.pack_ids]
-    assert seen == blend.samples(start, 3 * batch, seed).tolist()
-
-
 def test_a_pack_keeps_its_tokens_and_weights_and_content_make_the_fingerprint(tmp_path: Path) -> None:
     sizes = {"a": 4, "b": 6}
     blend = blended(tmp_path, sizes, ["1", "2"])

@@ -231,22 +231,3 @@ def test_step_lines_have_epoch_seconds_and_time_left_after_a_resume_too(
         assert f"  {row['seconds']:.3g} s  " in line and "  left 0:" in line
         assert row["seconds_left"] <= (6 - number) * 60
     assert rows(tmp_path, "train")[-1]["seconds_left"] == 0
-
-
-@pytest.mark.slow
-def test_a_step_looks_at_no_clock_but_its_own_where_nobody_asks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What phases cost when off: one reading for each wait of a step; would catch a timer in every forward."""
-    from megacp.train import main
-
-    read: list[str] = []
-    real = Timers.measure
-
-    def measure(self: Timers, name: str) -> Any:
-        read.append(name)
-        return real(self, name)
-
-    monkeypatch.setattr(Timers, "measure", measure)
-    assert main([*TINY, "--save", str(tmp_path)]) == 0
-    assert Counter(read) == {"step": 4, "data": 4, "plan": 4}

@@ -1,4 +1,4 @@
-"""Sharded AdamW on several grids against `torch.optim.AdamW` in one process."""
+"""Sharded AdamW against `torch.optim.AdamW`; on every grid it is compared by the golden gradients."""
 
 from __future__ import annotations
 

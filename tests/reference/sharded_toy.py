@@ -1,4 +1,4 @@
-"""A model of parameters only, cut like a transformer over tp and pp, and the same model whole in one process.
+"""A model of parameters only, cut like a transformer over tp and pp.
 
 Its loss is `sum(p * c + p * p / 2)` with given coefficients c per data-parallel rank and step, so the true gradient is
 known without a forward pass. It has every kind of parameter: cut by rows, by columns, three pieces fused in one, a

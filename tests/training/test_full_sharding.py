@@ -220,7 +220,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), TABLE[9::2], ids=str)
+@pytest.mark.parametrize(("before", "after"), TABLE[9::4], ids=str)
 def test_the_next_losses_are_those_of_the_uninterrupted_run(
     tmp_path: Path, checkpoints: dict[str, Path], uninterrupted: dict[int, float], before: Case, after: Case
 ) -> None:
