@@ -83,7 +83,7 @@ def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
     q, k, v, dout = (x.double() for x in tensors(len(metadata), case.heads, case.dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     real = torch.from_numpy(metadata.document >= 0)
-    out = dense_attention(q, k, v, torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
+    out = dense_attention((q, k, v), torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout * real[:, None, None])]
 
 
