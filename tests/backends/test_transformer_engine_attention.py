@@ -118,7 +118,7 @@ def packed_errors(rank: int, world: int, case: Case, ours: bool = False) -> list
         else:
             packed = packed_attention(model, single_axis("tp"), axis, case.comm_type, case.inner, cpu)
             with asked() as params:
-                asking = packed, heads, case.dtype, len(metadata), sequences.longest, case.window
+                asking = packed, heads, case.dtype, len(metadata), int(sequences.padded.max()), case.window
                 assert selector_problem(*asking) is None and isinstance(packed.sequences(plan), Sequences)
                 out = packed(q, k, v, plan, sequences)
             assert not (found := differences(*params)), found
