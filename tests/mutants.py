@@ -201,7 +201,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/vision.py", "tests/context_parallel/test_vision.py"): [
         ("(cp), stops - starts", "(cp)[::-1], (stops - starts)[::-1]", "features come from the wrong rank"),
-        ("features.index_select(0, _index(here, x))", "features[: len(here)]", "a tp slice takes the first features"),
+        (
+            "features.index_select(0, to_device(here, x.device))",
+            "features[: len(here)]",
+            "a tp slice takes the first features",
+        ),
         ("    features = copy_to(features, tp)\n", "", "the features' gradient is not summed over tp"),
         ('np.argsort(self.target[mine], kind="stable")', "np.arange(len(mine))", "features leave in their own order"),
     ],

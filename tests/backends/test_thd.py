@@ -80,7 +80,7 @@ def test_its_own_function_deals_a_row_as_our_layout_does(world: int, monkeypatch
     for rank in range(world):
         plan = plan_of(metadata, world, "zigzag_document", rank)
         sequences = thd_sequences(plan)
-        assert isinstance(sequences, Sequences) and not sequences.has_padding
+        assert isinstance(sequences, Sequences) and np.array_equal(sequences.true, sequences.padded)
         monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
         with engine():
             from transformer_engine.pytorch.attention.dot_product_attention.context_parallel import (
@@ -98,7 +98,7 @@ def test_lengths_are_true_and_padded_and_the_rest_is_a_sequence_without_tokens()
     assert sequences.cu_lengths.tolist() == [0, 5, 13, 13]
     assert sequences.cu_padded.tolist() == [0, 8, 16, 24]
     assert sequences.cu_lengths.dtype == sequences.cu_padded.dtype == np.int32
-    assert sequences.longest == 8 and sequences.has_padding
+    assert sequences.padded.max() == 8 and not np.array_equal(sequences.true, sequences.padded)
 
 
 def test_one_rank_takes_a_row_as_it_stands() -> None:

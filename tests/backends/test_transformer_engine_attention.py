@@ -83,7 +83,7 @@ def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
     q, k, v, dout = (x.double() for x in tensors(len(metadata), case.heads, case.dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     real = torch.from_numpy(metadata.document >= 0)
-    out = dense_attention(q, k, v, torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
+    out = dense_attention((q, k, v), torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout * real[:, None, None])]
 
 
@@ -118,7 +118,7 @@ def packed_errors(rank: int, world: int, case: Case, ours: bool = False) -> list
         else:
             packed = packed_attention(model, single_axis("tp"), axis, case.comm_type, case.inner, cpu)
             with asked() as params:
-                asking = packed, heads, case.dtype, len(metadata), sequences.longest, case.window
+                asking = packed, heads, case.dtype, len(metadata), int(sequences.padded.max()), case.window
                 assert selector_problem(*asking) is None and isinstance(packed.sequences(plan), Sequences)
                 out = packed(q, k, v, plan, sequences)
             assert not (found := differences(*params)), found

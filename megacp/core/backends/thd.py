@@ -37,16 +37,6 @@ class Sequences:
         """int32 `[n + 1]`: `cu_seqlens_padded`, of places."""
         return np.concatenate([[0], np.cumsum(self.padded)]).astype(np.int32)
 
-    @property
-    def longest(self) -> int:
-        """Places of the longest sequence."""
-        return int(self.padded.max())
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether some place holds no token."""
-        return bool((self.true != self.padded).any())
-
     def order(self, cp: int) -> np.ndarray:
         """Places `[cp, t]` that each rank holds, in Transformer Engine's order."""
         if cp == 1:
@@ -188,8 +178,8 @@ class PackedAttention:
         """
         device = q.device
         places = plan.on_device("thd cu_padded", device, lambda: sequences.cu_padded)
-        lengths = places
-        if sequences.has_padding:
+        lengths, longest = places, int(sequences.padded.max())
+        if (sequences.true != sequences.padded).any():
             lengths = plan.on_device("thd lengths", device, lambda: sequences.cu_lengths)
         padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.leave[plan.local] == 0))
         empty = plan.on_device("thd padding", device, lambda: padding) if len(padding) else None
@@ -204,8 +194,8 @@ class PackedAttention:
             cu_seqlens_kv=lengths,
             cu_seqlens_q_padded=places,
             cu_seqlens_kv_padded=places,
-            max_seqlen_q=sequences.longest,
-            max_seqlen_kv=sequences.longest,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
             attn_mask_type="padding_causal",
             window_size=window_of(plan.metadata.reach.window),
         ).view(q.shape)  # [t, heads * d] -> [t, heads, d]

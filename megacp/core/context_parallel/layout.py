@@ -41,10 +41,6 @@ class Layout:
         return -(-self.padded(metadata, cp) // multiple) * multiple
 
 
-def _contiguous(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
-    return np.arange(len(metadata)).reshape(cp, -1)
-
-
 def zigzag_chunks(cp: int, rank: int) -> tuple[int, int]:
     """The two of 2 cp chunks that a rank holds: equal causal area for one long document."""
     return rank, 2 * cp - 1 - rank
@@ -93,7 +89,7 @@ def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
 LAYOUTS = {
     layout.name: layout
     for layout in (
-        Layout("contiguous", 1, _contiguous),
+        Layout("contiguous", 1, lambda metadata, cp, mix: np.arange(len(metadata)).reshape(cp, -1)),
         Layout("zigzag", 2, _zigzag),
         Layout("zigzag_document", 2, _zigzag_document, _zigzag_document_length),
         Layout("balanced", 1, deal_balanced),

@@ -171,4 +171,4 @@ class DenseAttention:
 
     def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
-        return dense_attention(*qkv, to_device(allowed(mine, mine), qkv[0].device), scale, sinks, self.cap)
+        return dense_attention(qkv, to_device(allowed(mine, mine), qkv[0].device), scale, sinks, self.cap)

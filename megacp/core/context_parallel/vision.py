@@ -88,13 +88,9 @@ def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.T
 
     `[m, h]` encoded here -> `[k, h]` needed here, in feature order; the gradient goes back the same way.
     """
-    sent = features.index_select(0, _index(routes.leaving, features))
+    sent = features.index_select(0, to_device(routes.leaving, features.device))
     out, into = routes.counts[routes.cp_rank].tolist(), routes.counts[:, routes.cp_rank].tolist()
-    return exchange(sent, axis, out, into).index_select(0, _index(routes.arrival, features))
-
-
-def _index(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    return to_device(values, like.device)
+    return exchange(sent, axis, out, into).index_select(0, to_device(routes.arrival, features.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +131,7 @@ def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.T
     assert len(features) == vision.routes.counts[vision.routes.cp_rank].sum(), "features that no boundary counts"
     routes = vision.routes
     if vision.replicated:  # it encoded those of all its tokens
-        own = features.index_select(0, _index(routes.position[routes.arriving], features))
+        own = features.index_select(0, to_device(routes.position[routes.arriving], features.device))
     else:
         own = routed(features, routes, vision.axis)
     return own, routes.row[routes.arriving]
@@ -154,8 +150,8 @@ def add_features(
         features = copy_to(features, tp)
         first = tp.rank * len(x)
         here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
-        features, rows = features.index_select(0, _index(here, x)), rows[here] - first
-    places = _index(rows, x)
+        features, rows = features.index_select(0, to_device(here, x.device)), rows[here] - first
+    places = to_device(rows, x.device)
     return (x.index_fill(0, places, 0) if replaces else x).index_add(0, places, features.to(x.dtype))
 
 

@@ -29,15 +29,11 @@ Draw = Callable[..., torch.Tensor]
 """`(*shape, generator=...)`: numbers that a spec's `std` scales."""
 
 
-def _uniform(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    return (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0)
-
-
-def _log_rate(*shape: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.log(0.01 + 15.99 * torch.rand(*shape, generator=generator))
-
-
-DRAWS: dict[str, Draw] = {"normal": torch.randn, "uniform": _uniform, "log_rate": _log_rate}
+DRAWS: dict[str, Draw] = {
+    "normal": torch.randn,
+    "uniform": lambda *shape, generator: (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0),
+    "log_rate": lambda *shape, generator: torch.log(0.01 + 15.99 * torch.rand(*shape, generator=generator)),
+}
 """By `ParameterSpec.init`."""
 
 

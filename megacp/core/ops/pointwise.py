@@ -177,7 +177,7 @@ def _geglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Te
 
 
 def geglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """`gelu_tanh(gate) * up`: `[..., 2f] -> [..., f]`, gate first (Shazeer, 2020)."""
+    """`gelu(gate) * up` by GELU's tanh approximation: `[..., 2f] -> [..., f]`, gate first (Shazeer, 2020)."""
     return FromInputs.apply(_geglu, _geglu_backward, gate_up)
 
 

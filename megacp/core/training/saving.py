@@ -92,8 +92,8 @@ class Saver:
 
     def settle(self, of_all: int, say: Callable[[str], None]) -> None:
         """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it failed on any."""
-        if self._pending is not None and of_all != WRITING:
-            self._commit(say)
+        if of_all != WRITING:
+            self.finish(say)
 
     def save(self, model: ParallelModel, state: RunState, say: Callable[[str], None], reason: str) -> None:
         """Save the state after `state.step`, in the background with --async-save; waits for an earlier one first."""
@@ -101,8 +101,7 @@ class Saver:
         if self._config.checkpoint.save is None:
             say(f"{reason} after step {step}; no --save, so nothing was written")
             return
-        if self._pending is not None:
-            self._commit(say)
+        self.finish(say)
         if self._step == step:
             say(f"{reason} after step {step}: {self.newest}")
             return
@@ -118,20 +117,12 @@ class Saver:
         if background:
             say(f"saving step {step} in the background")
         else:
-            self._commit(say)
+            self.finish(say)
 
     def finish(self, say: Callable[[str], None]) -> None:
-        """Wait for what is pending and commit it."""
-        if self._pending is not None:
-            self._commit(say)
-
-    def close(self) -> None:
-        """Let another run have the directory; what is still pending is never committed."""
-        if self._lock is not None:
-            self._lock.release()
-
-    def _commit(self, say: Callable[[str], None]) -> None:
-        assert self._pending is not None
+        """Wait for what is pending, if anything is, and commit it."""
+        if self._pending is None:
+            return
         pending, self._pending = self._pending, None
         keep_last = 0 if self.keeps_all else self._config.checkpoint.keep_last
         self.newest = pending.commit(keep_last)
@@ -139,3 +130,8 @@ class Saver:
         say(f"{self._reason} after step {pending.step}: {self.newest}")
         for note in pending.notes:
             say(note)
+
+    def close(self) -> None:
+        """Let another run have the directory; what is still pending is never committed."""
+        if self._lock is not None:
+            self._lock.release()
