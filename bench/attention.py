@@ -105,7 +105,7 @@ def attention_work(
 
     def step() -> None:
         leaves = [x.clone().requires_grad_() for x in inputs]
-        way.attend(leaves[:3], plan, WIDTH**-0.5).backward(dout)
+        way.attend(leaves[0], leaves[1], leaves[2], plan, WIDTH**-0.5).backward(dout)
 
     step()  # makes tables and index tensors, as the first layer of a model does
     barrier(axis)

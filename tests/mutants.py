@@ -109,11 +109,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(positions / wavelength - low) / (high - low)", "(positions / wavelength) / (high - low)", "llama3's blend"),
     ],
     ("core/context_parallel/transport.py", ATTENTION): [
-        (
-            "for x in qkv)\n        return _Att",
-            "for x in qkv) and qkv\n        return _Att",
-            "a transposed view is misread",
-        ),
+        ("k, v))\n        return _Att", "k, v)) and (q, k, v)\n        return _Att", "a transposed view is misread"),
         ("out, lse, douts", "out, torch.zeros_like(lse), douts", "backward of a block without the merged log-sum-exp"),
     ],
     ("core/context_parallel/transport.py", "tests/ops/test_flex.py"): [

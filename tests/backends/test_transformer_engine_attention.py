@@ -83,7 +83,7 @@ def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
     q, k, v, dout = (x.double() for x in tensors(len(metadata), case.heads, case.dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     real = torch.from_numpy(metadata.document >= 0)
-    out = dense_attention((q, k, v), torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
+    out = dense_attention(q, k, v, torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout * real[:, None, None])]
 
 
@@ -114,7 +114,7 @@ def packed_errors(rank: int, world: int, case: Case, ours: bool = False) -> list
     q, k, v = (x[mine].requires_grad_() for x in whole[:3])
     with emulated(case.release, case.dtype):
         if ours:
-            out = select_transport(case.comm_type, "math", axis, cpu).attend((q, k, v), plan, heads.dim**-0.5)
+            out = select_transport(case.comm_type, "math", axis, cpu).attend(q, k, v, plan, heads.dim**-0.5)
         else:
             packed = packed_attention(model, single_axis("tp"), axis, case.comm_type, case.inner, cpu)
             with asked() as params:

@@ -106,7 +106,7 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], case: Ca
     if case.rotary:
         angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
         q, k = rotate(q, *angles), rotate(k, *angles)
-    out = transport.attend((q, k, v), batch.plan.within(case.reach), DIM**-0.5, *leaves[3:])
+    out = transport.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, *leaves[3:])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -422,7 +422,7 @@ def test_tensors_whose_last_dim_is_not_dense_are_read_right(kernel: str) -> None
     assert turned[0].stride(-1) != 1
     transport = select_transport("p2p", kernel, single_axis("cp"), torch.device("cpu"))
     q, k, v = (x.detach().requires_grad_() for x in turned[:3])
-    out = transport.attend((q, k, v), batch.plan, DIM**-0.5)
+    out = transport.attend(q, k, v, batch.plan, DIM**-0.5)
     found = [out.detach(), *torch.autograd.grad(out, (q, k, v), turned[3])]
     for one, other in zip(found, attend(batch, transport, tensors), strict=True):
         assert (one - other).abs().max() <= 1e-12
@@ -476,7 +476,7 @@ def watched(rank: int, world_size: int) -> tuple[list[int], list[int]]:
     leaves = [torch.ones(64 // world_size, 2, 8, requires_grad=True) for _ in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ring, "start_shift", kernel.start_shift)
-        RingAttention(cp, kernel).attend(leaves, plan, 1.0).sum().backward()
+        RingAttention(cp, kernel).attend(*leaves, plan, 1.0).sum().backward()
     return kernel.messages
 
 

@@ -290,7 +290,7 @@ def copies_on_rank(rank: int, world_size: int) -> torch.Tensor:
     q, k, v = (torch.ones(1, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 1, 1))
     dout = torch.tensor([256.0, 0, 1, 0, 1, 0, 1, 0], dtype=torch.bfloat16)[None, :, None].expand(1, 8, 8)
     transport = HeadsForSequence("a2a", cp, WholeAttention(FlexKernel((Once(), flex_backward), 8)))
-    return torch.autograd.grad(transport.attend((q, k, v), batch.plan, 1.0), v, dout)[0]
+    return torch.autograd.grad(transport.attend(q, k, v, batch.plan, 1.0), v, dout)[0]
 
 
 class Once:

@@ -111,7 +111,7 @@ def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAtten
     tensors = [torch.randn(300, heads, 64).to(dtype) for heads in (4, 2, 2, 4)]
     q, k, v = (x.cuda().requires_grad_() for x in tensors[:3])
     chosen = transport(select_kernel(name, torch.device("cuda")))
-    out = chosen.attend((q, k, v), plan, 0.2)
+    out = chosen.attend(q, k, v, plan, 0.2)
     out.backward(tensors[3].cuda())
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 0.2)
     for got, expected in zip((out.detach(), q.grad, k.grad, v.grad), exact, strict=True):

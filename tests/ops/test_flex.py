@@ -278,7 +278,7 @@ def test_a_layer_is_differentiated_through_the_kernel(
     plan = AttentionPlan(np.arange(tokens)[None], meta, 0, np.arange(tokens))
     leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *[torch.linspace(-2, 2, 4).double()] * sinks)]
     chosen = transport(flex.FlexKernel(DENSE, 8, cap=cap))
-    out = chosen.attend(leaves[:3], plan, 0.3, *leaves[3:])
+    out = chosen.attend(*leaves[:3], plan, 0.3, *leaves[3:])
     found = (out.detach(), *torch.autograd.grad(out, leaves, tensors[3]))
     for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3, cap, *leaves[3:]), strict=True):
         torch.testing.assert_close(got, exact, **EXACT)
@@ -293,7 +293,7 @@ def test_a_row_whose_keys_are_all_here_is_computed_once(full: bool) -> None:
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
 
     def layer(*inputs: torch.Tensor) -> torch.Tensor:
-        return transport.attend(inputs, plan, 0.3)
+        return transport.attend(*inputs, plan, 0.3)
 
     out = checkpoint(layer, q, k, v, use_reentrant=False) if full else layer(q, k, v)
     found = torch.autograd.grad(out, (q, k, v), tensors[3])
@@ -324,7 +324,7 @@ def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(mo
     transport = WholeAttention(flex.FlexKernel((launch, flex.flex_backward), 8))
 
     def layer() -> None:
-        transport.attend(tensors[:3], plan, 0.3)
+        transport.attend(*tensors[:3], plan, 0.3)
 
     layer()
     with concurrent.futures.ThreadPoolExecutor(1) as autograd:

@@ -51,7 +51,7 @@ def by_autograd(
 ) -> Tensors:
     """out, dq, dk, dv, and the sinks' gradient, of the dense reference."""
     leaves = [x.clone().requires_grad_() for x in (*tensors[:3], *sinks)]
-    out = dense_attention(leaves[:3], torch.from_numpy(visible), scale, *leaves[3:] or [None], cap)
+    out = dense_attention(*leaves[:3], torch.from_numpy(visible), scale, *leaves[3:] or [None], cap)
     return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
 

@@ -209,7 +209,7 @@ class NativeBackend:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
     ) -> torch.Tensor:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
-        return self.transport.attend((q, k, v), plan, scale)
+        return self.transport.attend(q, k, v, plan, scale)
 
     def convolution(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`short_convolution` over the ranks of a row."""

@@ -16,7 +16,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import Transport
 from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.kernel import QKV, Heads
+from megacp.core.ops.kernel import Heads
 
 
 class HeadsForSequence:
@@ -32,8 +32,15 @@ class HeadsForSequence:
         groups = heads.groups * key_copies(heads.heads, heads.groups, ranks)
         self.inner.prepare(plan.grouped(ranks), Heads(heads.heads // ranks, groups // ranks, heads.dim))
 
-    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        q, k, v = qkv
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         n, (t, heads, d), groups = self.axis.size, q.shape, k.shape[1]
         copies = key_copies(heads, groups, n)
         # copy i of group g serves the i-th part of the group's queries; backward sums copies as sum() does, in fp32
@@ -42,9 +49,9 @@ class HeadsForSequence:
         outgoing = torch.cat([x.unflatten(1, (n, -1)).transpose(0, 1) for x in (q, k, v)], 2)
         arrived = exchange(outgoing.flatten(0, 1), self.axis)  # [n * t, c, d]: all tokens, this rank's heads
         whole = arrived.index_select(0, plan.arrival(n, q.device))  # rank by rank -> the order of the grouped plan
-        of_heads = whole.split([heads // n, groups * copies // n, groups * copies // n], 1)
+        q, k, v = whole.split([heads // n, groups * copies // n, groups * copies // n], 1)
         own = None if sinks is None else sinks.chunk(n)[self.axis.rank]  # of its heads
-        out = self.inner.attend(of_heads, plan.grouped(n), scale, own)  # [n * t, heads / n, d]
+        out = self.inner.attend(q, k, v, plan.grouped(n), scale, own)  # [n * t, heads / n, d]
         # back: the tokens of each rank together, and then each rank's heads side by side
         back = exchange(out.index_select(0, plan.departure(n, q.device)), self.axis)  # [n * t, heads / n, d]
         return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)  # [n, t, heads / n, d] -> [t, heads, d]

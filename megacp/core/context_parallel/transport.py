@@ -18,7 +18,6 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import (
-    QKV,
     Heads,
     Kernel,
     Saved,
@@ -43,7 +42,15 @@ class Transport(Protocol):
 
     name: str
 
-    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
 
         `sinks[heads]`: see `merge_sinks`; of each its gradient from this rank's queries.
@@ -79,9 +86,17 @@ class KeysToQueries(ABC):
         for table in self.tables(plan):
             self.kernel.prepare(table, heads)
 
-    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in qkv)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return _AttendBlocks.apply(q, k, v, sinks, self, plan, scale)
 
 
@@ -149,10 +164,18 @@ class WholeAttention(LocalAttention):
 
     kernel: WholeKernel
 
-    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if sinks is not None:  # they are merged by the log-sum-exp
-            return super().attend(qkv, plan, scale, sinks)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in qkv)
+            return super().attend(q, k, v, plan, scale, sinks)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         return self.kernel.whole(q, k, v, plan.table_of_row, scale)
 
 
@@ -169,6 +192,14 @@ class DenseAttention:
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
         """See `Transport.prepare`: its mask is dense."""
 
-    def attend(self, qkv: QKV, plan: AttentionPlan, scale: float, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
-        return dense_attention(qkv, to_device(allowed(mine, mine), qkv[0].device), scale, sinks, self.cap)
+        return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale, sinks, self.cap)

@@ -167,6 +167,6 @@ class GridTower(Tower):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
-            return self.backend.local_transport.attend((q, k, v), plan, self.scale)
+            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
 
         return attend

@@ -319,13 +319,18 @@ class MathKernel(TileKernel):
 
 
 def dense_attention(
-    qkv: QKV, visible: torch.Tensor, scale: float, sinks: torch.Tensor | None = None, cap: float = 0.0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+    cap: float = 0.0,
 ) -> torch.Tensor:
     """The obvious reference: softmax over an explicit bool mask `visible[n, m]`, differentiated by autograd.
 
     Rows that see nothing give zero output and zero gradient. Returns `out[n, heads, d]`.
     """
-    q, k, v = qkv
     repeat = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # [m, groups, d] -> [m, heads, d]
     scores = torch.einsum("nhd,mhd->hnm", q, keys).to(accumulation_dtype(q.dtype)) * scale

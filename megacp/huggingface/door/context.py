@@ -140,7 +140,7 @@ class ContextParallel:
 
         def of_rows(plan: AttentionPlan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             scaled = width**-0.5 if scale is None else float(scale)
-            return transport.attend((q, k, v), plan.within(reach), scaled, layer.sinks)
+            return transport.attend(q, k, v, plan.within(reach), scaled, layer.sinks)
 
         return self.along(of_rows, q, k, v, causal=is_causal, spans=layer.spans)[..., :narrow].transpose(1, 2)
 

@@ -112,7 +112,7 @@ def dense(mask: str, tokens: int, causal: bool) -> list[Tensor]:
             row = Metadata.of_row(row.leave, row.leave)
         seen = visible(row, row)
         q, k, v = (x[number].transpose(0, 1) for x in leaves)  # [H, S, D] -> [S, H, D]
-        outs.append(dense_attention((q, k, v), torch.from_numpy(seen), 0.3).transpose(0, 1))
+        outs.append(dense_attention(q, k, v, torch.from_numpy(seen), 0.3).transpose(0, 1))
     out = torch.stack(outs)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
