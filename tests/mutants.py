@@ -1,4 +1,4 @@
-"""Breaks the code in more than 200 places, one at a time, and says which of them the fast tests do not see.
+"""Breaks the code in more than 350 places, one at a time, and says which of them the fast tests do not see.
 
 `make mutants` takes half an hour on two cores. `python tests/mutants.py ring mask` takes the breaks whose file or
 sentence holds one of these words. Each is made in a copy of the tree, whose tests are first run unbroken. The exit

@@ -276,6 +276,17 @@ def test_packing_of_trl_on_two_ranks_trains_and_evaluates_as_one_process_does(tm
     assert torch.equal(dict(read.named_parameters())[name].float(), found[0][name].float())
 
 
+@pytest.mark.long
+def test_states_cross_four_ranks_in_the_stock_trainer_and_in_trl(tmp_path: Path) -> None:
+    """TRL packs itself: four ranks beside two."""
+    (want,) = run_ranks(with_trainer, 1, "qwen3_5_text", str(tmp_path), None, {}, timeout=120)
+    for found in run_ranks(with_trainer, 4, "qwen3_5_text", str(tmp_path), 4, {}, timeout=120):
+        same(found, want)
+    (two, _), _ = run_ranks(with_trl, 2, "qwen3_5_text", str(tmp_path / "two"), 2, timeout=120)
+    for found, _ in run_ranks(with_trl, 4, "qwen3_5_text", str(tmp_path / "four"), 4, timeout=120):
+        same(found, two)
+
+
 def with_accelerate(rank: int, world_size: int, kind: str, sharded: bool) -> tuple[dict[str, Tensor], float]:
     """A loop of one's own; `sharded`: weights over FSDP2, which Accelerate itself has on GPUs alone."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
