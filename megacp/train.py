@@ -33,7 +33,7 @@ from megacp.core.checkpoint.agree import reason_of
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
-from megacp.core.config.cli import given_names, parse
+from megacp.core.config.cli import given_flags, given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, ProcessGrid
@@ -102,7 +102,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     given = given_names(arguments)
     config, note = with_stored_model(_parsed(arguments, world), given)
     config, weights, other = _started(config, given, world.rank)
-    config, length = with_stored_length(config, given)
+    config, length = with_stored_length(config, given, given_flags(arguments))
     for line in filter(None, (note, other, length) if world.rank == 0 else ()):
         print(line, flush=True)
     if config.dry_run:
@@ -195,26 +195,29 @@ def _nproc(arguments: Sequence[str]) -> tuple[int, list[str]]:
 
 
 def _run_ranks(arguments: Sequence[str], count: int) -> int:
-    """Start the ranks and wait for them; the exit status of the run."""
-    _store, environments = launch.ranks_of_one_machine(count)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in ranks until they train: Ctrl-C would be a traceback of each
-    command = [sys.executable, "-m", "megacp.train", *arguments]
-    return _wait_for([subprocess.Popen(command, env=environment) for environment in environments])
-
-
-def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Pass signals on to the ranks until all have ended; the status of the first one that failed, else the highest.
+    """Start the ranks, pass signals on and wait; the exit status.
 
     A Ctrl-C reaches them from the terminal, or as SIGTERM.
     """
+    _store, environments = launch.ranks_of_one_machine(count)
+    ranks: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         for one in ranks:
             one.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
     hangup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set()  # as under nohup
-    for number in {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1} | hangup:
+    for number in {signal.SIGTERM, signal.SIGUSR1} | hangup:
         signal.signal(number, pass_on)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in ranks until they train: Ctrl-C would be a traceback of each
+    command = [sys.executable, "-m", "megacp.train", *arguments]
+    ranks.extend(subprocess.Popen(command, env=environment) for environment in environments)
+    signal.signal(signal.SIGINT, pass_on)
+    return _wait_for(ranks)
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Wait until all ranks have ended; the status of the first one that failed, else the highest."""
     first: tuple[int, int] | None = None  # status and rank of the first failure
     deadline, ended = math.inf, list[tuple[int, int]]()
     while len(ended) < len(ranks):

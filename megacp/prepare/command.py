@@ -203,7 +203,8 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
     """The family of the model in whose folder the tokenizer is. ValueError where --vision-family says another."""
     from megacp.prepare.tokenize.beside import read_object
 
-    config = Path(args.tokenizer) / "config.json"
+    first = Path(args.tokenizer.partition(",")[0])  # a folder, or a file in it
+    config = (first.parent if first.is_file() else first) / "config.json"
     content = read_object(config) if config.is_file() else {}
     found = str(content.get("model_type"))
     if found not in families:

@@ -315,18 +315,20 @@ SAVES = "trap 'exit 3' TERM; touch $READY/$$; while :; do sleep 0.02; done"
 def test_the_status_of_nproc_is_that_of_its_ranks(
     ranks: list[str], status: int, said: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sleep, handlers = time.sleep, list[Any]()
+    sleep, start, handlers = time.sleep, subprocess.Popen, dict[int, Any]()
 
     def wait(seconds: float) -> None:
         sleep(seconds)
         if len([*tmp_path.iterdir()]) == 2:  # ranks that can be stopped
-            handlers[1](signal.SIGINT, None)
+            handlers[signal.SIGINT](signal.SIGINT, None)
 
     monkeypatch.setattr(train, "_SECONDS_OF_OTHERS", 0.5)
     monkeypatch.setattr("megacp.train.time.sleep", wait)
-    monkeypatch.setattr("megacp.train.signal.signal", lambda number, handler: handlers.append(handler))
+    monkeypatch.setattr("megacp.train.signal.signal", handlers.__setitem__)
+    monkeypatch.setattr("megacp.train.subprocess.Popen", lambda command, env: start(["sh", "-c", env]))
+    monkeypatch.setattr("megacp.train.launch.ranks_of_one_machine", lambda count: (None, ranks))
     monkeypatch.setenv("READY", str(tmp_path))
-    assert train._wait_for([subprocess.Popen(["sh", "-c", text]) for text in ranks]) == status
+    assert train._run_ranks([], len(ranks)) == status
     assert capfd.readouterr().err == said
 
 
@@ -353,6 +355,11 @@ def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.
     assert main([*LONG, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
     assert main([*flags, "--train-epochs", "2", "--train-iters", "4"]) == 2
     assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
+    for name, text in (("steps", "train-iters: 5"), ("epochs", "train-epochs: 2")):
+        (tmp_path / f"{name}.yaml").write_text(text)
+    for file, flag, value in (("steps", "--train-epochs", "2"), ("epochs", "--train-iters", "5")):
+        assert main([*flags, "--config", str(tmp_path / f"{file}.yaml"), flag, value]) == 0, "a flag wins over a file"
+        assert "step 5/5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("epochs", "steps"), [("1.1", 11), ("1.04", 10), ("1.06", 11), ("2", 20), ("0.9999", 10)])
@@ -360,5 +367,5 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(tmp_path: P
     """1.1 x 10 is 11.000000000000002 in floating point."""
     flags = ["--train-epochs", epochs, "--global-batch-size", "1"]
     flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
-    config, _ = with_stored_length(parse(flags), given_names(flags))
+    config, _ = with_stored_length(parse(flags), given_names(flags), given_names(flags))
     assert config.training.train_iters == steps

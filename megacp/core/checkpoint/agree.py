@@ -56,8 +56,10 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
 
 def sharers(folders: Iterable[Place], world: Axis) -> list[int]:
     """The ranks that see the same local folders as this one, on the same machine: it is one of them."""
-    found = [folder.stat() for folder in folders if isinstance(folder, Path) and folder.is_dir()]
-    own = [(socket.gethostname(), one.st_dev, one.st_ino) for one in found]
+    boot = Path("/proc/sys/kernel/random/boot_id")  # for machines of one name
+    machine = socket.gethostname(), boot.read_text() if boot.exists() else ""
+    found = [folder.stat() for folder in folders if isinstance(folder, Path) and os.path.isdir(folder)]
+    own = [(*machine, one.st_dev, one.st_ino) for one in found]
     return [rank for rank, other in enumerate(gather_objects(own, world)) if other == own]
 
 

@@ -117,10 +117,10 @@ def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) ->
     return step + max(0, -(-(end - consumed) // training.global_batch_size)), end
 
 
-def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
+def with_stored_length(config: RunConfig, given: Collection[str], flags: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
     a note; both as they were where there is no such dataset, which is told later. ValueError for a step or less, and
-    for a length said twice.
+    for a length that `flags` of the command line, or else files, say twice.
     """
     try:
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -129,14 +129,18 @@ def with_stored_length(config: RunConfig, given: Collection[str]) -> tuple[RunCo
     found, training = dict[str, Value](), config.training
     if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
         found["seq_length"] = manifests[0].seq_length
-    if training.train_epochs is not None and "train_iters" in given:
-        both = f"--train-epochs {training.train_epochs:g} and --train-iters {training.train_iters}"
-        raise ValueError(f"{both} are two lengths of the run: give one of them")
-    if manifests and training.train_epochs is not None:
+    epochs, lengths = training.train_epochs, {"train_epochs", "train_iters"}
+    if epochs is not None and lengths <= {*given}:
+        if len(lengths & {*flags}) != 1:
+            both = f"--train-epochs {epochs:g} and --train-iters {training.train_iters}"
+            raise ValueError(f"{both} are two lengths of the run: give one of them")
+        if "train_iters" in flags:  # in place of a file's epochs
+            epochs, config = None, with_values(config, {"train_epochs": None})
+    if manifests and epochs is not None:
         packs, batch = sum(one.num_packs for one in manifests), training.global_batch_size
         found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]
         if steps <= 1:  # the last step has --min-lr, which may be 0
-            told = f"--train-epochs {training.train_epochs:g} is {steps} step of --global-batch-size {batch}"
+            told = f"--train-epochs {epochs:g} is {steps} step of --global-batch-size {batch}"
             raise ValueError(f"{told}, as --data-path has {packs} packs: lower --global-batch-size")
     note = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
     return with_values(config, found), f"{note}, as --data-path was packed" if note else ""

@@ -168,8 +168,9 @@ class Trainer:
             else:  # no token counts: nothing is computed, nothing changes
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
+        before = self.state.consumed_samples
         self.state = dataclasses.replace(self.state, step=step, consumed_samples=loader.consumed_samples)
-        self._report(result, agreed)
+        self._report(result, agreed, before)
         if self.trace and self.trace.is_over(step):
             self._end_trace()
         if self.grid.device.type == "cpu" and step % STEPS_BETWEEN_TRIMS == 0:
@@ -201,8 +202,8 @@ class Trainer:
             self.log.note(step, f"left out a document: {reason}")
         return batches, len(reasons)
 
-    def _report(self, result: StepResult, agreed: StepAgreement) -> None:
-        """All that is said of a step; AnomalyError when the run ends with it."""
+    def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
+        """All that is said of a step that began after `before` samples; AnomalyError when the run ends with it."""
         step, consumed = self.state.step, self.state.consumed_samples
         decision, taken = result.decision, self.timers.take()
         for line in self.model.backend.warnings():
@@ -229,7 +230,6 @@ class Trainer:
             )
         )
         if isinstance(self.sources.train, PackBlend):
-            before = max(0, consumed - self.config.training.global_batch_size)
             self.log.figures("blend", step, *blend_figures(self.sources.train, before, consumed, left == 0))
         if self.timers.detailed:
             found = breakdown(taken, self.grid.world, self.grid.device)

@@ -215,10 +215,11 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     if not names:
         return ""
     tokenizer = load_tokenizer(",".join(str(loaded.folder / name) for name in names), engine="reference")
-    for name in (*names, "tokenizer_config.json"):
-        if (loaded.folder / name).is_file():
-            hf_files.copy_file(loaded.folder / name, folder / name)
-    copy_companions(loaded.folder, folder)
+    source = tokenizer.files[0].parent  # another one than the folder where the library has made one of its files
+    for name in (*(path.name for path in tokenizer.files), "tokenizer_config.json"):
+        if (source / name).is_file():
+            hf_files.copy_file(source / name, folder / name)
+    copy_companions(source, folder)
     rows = loaded.config.model.embedding_rows
     if tokenizer.vocab_size > rows:
         raise ValueError(f"{loaded.folder}: the tokenizer has {tokenizer.vocab_size} ids, the model has {rows} rows")

@@ -126,6 +126,8 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--image-root {root} is not a directory")
     if paths_only := [url for url in settings.image_urls if not is_url(url)]:
         found.append(f"--image-urls {','.join(paths_only)}: no URL; paths are relative to --image-root")
+    if queries := [url for url in settings.image_urls if {*url} & {*"?#"}]:
+        found.append(f"--image-urls {','.join(queries)}: URLs begin with a place, without a query or a fragment")
     if not 0 <= settings.valid_share < 1:
         found.append(f"--valid-share is {settings.valid_share:g}, it must be at least 0 and below 1")
     return found

@@ -46,7 +46,8 @@ class _Below:
         """Ask for it; ValueError, before anything is sent, where it lies below none of the places."""
         url = request.url
         tops = [type(url)(place) for place in self.places if place.startswith("http")]
-        inside = tuple(top.raw_path for top in tops if top.origin() == url.origin())
+        server = url.scheme, url.host, url.port  # a port that is not written is that of the scheme
+        inside = tuple(top.raw_path for top in tops if (top.scheme, top.host, top.port) == server)
         if not url.raw_path.startswith(inside) or _climbs(url.raw_path):
             raise ValueError(f"leads to {url}, {ALLOWED} or --image-root")
         return await handler(request)

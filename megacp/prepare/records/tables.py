@@ -43,7 +43,12 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
         with parquet.ParquetFile(open_input(path) if is_url(path) else path) as file:
             columns = arrow_module("").struct(file.schema_arrow)
             for found in (each for batch in file.iter_batches(batch_size=_ROWS) for each in batch.to_pylist()):
-                value = _value(found, columns)
+                try:
+                    value = _value(found, columns)
+                except RecordError as error:
+                    yield Refusal(path, row + 1, row, str(error))
+                    row += 1
+                    continue
                 size = max(1, _size(value))
                 if size > max_record_bytes:
                     reason = f"a row of {size} bytes, more than --max-record-bytes {max_record_bytes}"
@@ -53,14 +58,15 @@ def read_parquet(path: str, max_record_bytes: int) -> Iterator[Record | Refusal]
                 row += 1
     except UnreachableError:
         raise
-    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError, RecordError) as error:
+    except (arrow_module("").ArrowException, OSError, UnicodeDecodeError) as error:
         yield Refusal(path, row + 1, row, f"the Parquet file is damaged or cut short ({' '.join(str(error).split())})")
 
 
 def _value(value: Any, kind: Any) -> Any:
     """A value of an Arrow type, without null keys of objects, and what a text of JSON (`Json` of datasets) holds."""
     if isinstance(value, dict):
-        return {key: _value(item, kind.field(key).type) for key, item in value.items() if item is not None}
+        kinds = {field.name: field.type for field in kind}  # of two of one name the last, as in the value
+        return {key: _value(item, kinds[key]) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_value(item, getattr(kind, "value_type", kind)) for item in value]
     is_json = isinstance(value, str) and getattr(kind, "extension_name", "") == "arrow.json"

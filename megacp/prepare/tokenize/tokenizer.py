@@ -8,7 +8,6 @@ to the reference.
 from __future__ import annotations
 
 import abc
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -309,8 +308,11 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
                 library.save_pretrained(f"{made}/whole")
             except Exception as error:  # files of a foreign folder may fail anywhere in it
                 raise ValueError(f"{begin}, and transformers does not read them: {error}") from error
-            with contextlib.suppress(OSError):  # another process was first
+            try:
                 Path(made, "whole").rename(kept)
+            except OSError:
+                if not kept.is_dir():  # else another process was first
+                    raise
     return _from_files(str(kept / "tokenizer.json"), engine)
 
 

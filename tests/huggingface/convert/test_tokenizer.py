@@ -7,11 +7,13 @@ import io
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp.huggingface.convert.source import copy_tokenizer
 from megacp.huggingface.convert.tokenizer import are_tied, spm_model, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, load_tokenizer
 from tests.huggingface.convert.models import given
@@ -170,6 +172,10 @@ def test_tokens_beside_a_vocabulary_have_the_ids_of_the_library(
     for text, mine in zip(texts, found.encode(texts), strict=True):
         assert mine.tolist() == library.encode(text, add_special_tokens=False), text
     assert found.sha256 != plain.sha256 and load_tokenizer(str(found.files[0])).sha256 == found.sha256
+    (tmp_path / "run").mkdir()
+    model = SimpleNamespace(folder=folder, config=SimpleNamespace(model=SimpleNamespace(embedding_rows=1 << 20)))
+    assert copy_tokenizer(model, tmp_path / "run") == found.sha256 == load_tokenizer(str(tmp_path / "run")).sha256
+    assert (tmp_path / "run" / "tokenizer.json").is_file(), "what it is read from depends on a config.json too"
 
 
 @pytest.mark.parametrize("kind", ["byte", "huggingface", "gpt2"])

@@ -257,6 +257,8 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     done = built("--tokenizer", folder, *sizes, "--oversize", "drop", "--overwrite")
     assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr
     assert PackedDataset(tmp_path / "d").manifest.image_rules["family"] == "qwen3_5"
+    done = built("--tokenizer", folder / "tokenizer.json", *sizes, "--oversize", "drop", "--overwrite")
+    assert done.returncode == 0 and "--vision-family qwen3_5: as " in done.stderr, "a file in the folder"
     for flags, told in (
         (["--vision-family", "llava"], "--vision-family is 'llava', allowed are molmo2, qwen3_5"),
         (["--vision-family", "qwen3_5", "--max-crops", 2], "unknown keys max_crops"),

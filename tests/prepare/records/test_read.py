@@ -127,6 +127,12 @@ def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path) -> No
         path.write_bytes(whole[:size])
         records, refusals = read(path)
         assert len(records) <= 6 and len(refusals) == 1
+    arrow = pytest.importorskip("pyarrow")
+    texts = arrow.array(["1", "{", "3"]).cast(arrow.json_())
+    columns = [arrow.array(["a", "b", "c"]), arrow.array([1, 2, 3]), texts]
+    pq.write_table(arrow.Table.from_arrays(columns, names=["text", "id", "id"]), path)
+    records, (refusal,) = read(path)
+    assert [r.value for r in records] == [{"text": "a", "id": 1}, {"text": "c", "id": 3}] and refusal.line == 2
 
 
 def test_images_of_a_table_are_those_of_its_bytes(tmp_path: Path) -> None:
