@@ -357,8 +357,8 @@ def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.
     assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
     for name, text in (("steps", "train-iters: 5"), ("epochs", "train-epochs: 2")):
         (tmp_path / f"{name}.yaml").write_text(text)
-    for file, flag, value in (("steps", "--train-epochs", "2"), ("epochs", "--train-iters", "5")):
-        assert main([*flags, "--config", str(tmp_path / f"{file}.yaml"), flag, value]) == 0, "a flag wins over a file"
+    for file, one, value in (("steps", "--train-epochs", "2"), ("epochs", "--train-iters", "5")):
+        assert main([*flags, "--config", str(tmp_path / f"{file}.yaml"), one, value]) == 0, "a flag wins over a file"
         assert "step 5/5" in capsys.readouterr().out
 
 
