@@ -11,6 +11,7 @@ model does not learn to think nothing.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ _LINKS = ("role", "type", "id", "index", "tool_call_id")
 """Keys that say what stands there or what belongs together: a template need not write them."""
 _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
-_EMPTY_THOUGHT = re.compile(rf"\s*{THOUGHT}\s*{THOUGHT_END}\s*")
+_EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
 """At the beginning of a content, whatever the template makes of it."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
@@ -118,11 +119,11 @@ class WrittenTalk:
         message, where, ignored = self._talk.messages[i], self._talk.paths[i], self._rules.ignore_keys
         self._weights.append(role_and_weight(message, where, self._rules)[1])
         given = {k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored}
-        if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
-            raise RecordError(f"`{where}` says nothing: it has no `content`")
         if "tool_calls" in given:
             calls, takes = objects_at(given["tool_calls"], f"{where}.tool_calls"), self._template.takes_objects
             given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
+        if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
+            raise RecordError(f"`{where}` says nothing: it has no `content`")
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
@@ -158,16 +159,24 @@ class WrittenTalk:
                     f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
                     "writes images, or build without --chat-template"
                 )
-            thought, thoughtless = _thought_apart(message) if self._weights[i] and writes_thoughts else ("", {})
-            named = {**thoughtless, REASONING[0]: thought}
-            bare, read = (self._with(i, m, self._talk.tools) if thought else None for m in (thoughtless, named))
-            if bare == self.text:
+            answer, written, empty = message, self.text, None
+            if answers := self._weights[i] > 0 and writes_thoughts:
+                empty = _EMPTY_THOUGHT.match(_words(message))
+            if empty is not None:  # it is read where another thought would be
+                answer = {**message, "content": _words(message).replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}
+                written = self._with(i, answer, self._talk.tools) or ""
+            thought, thoughtless = _thought_apart(answer) if answers else ("", {})
+            bare, read = "", ""
+            if thought:
+                bare = _solid(self._with(i, thoughtless, self._talk.tools) or "")
+                read = _solid(self._with(i, {**thoughtless, REASONING[0]: thought}, self._talk.tools) or "")
+            if thought and empty is None and bare == _solid(self.text):
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
                     raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
                 self._weights[i] = 0.0
                 self.in_context += 1
-            elif read not in (None, bare) and _solid(read or "") != _solid(self.text):
+            elif read not in ("", bare, _solid(written)):
                 said = f"`{where}.content`: the chat template reads no thought there"
                 raise RecordError(f"{said}; give it as `{REASONING[0]}`")
             for key in message.keys() - {*_LINKS}:
@@ -224,21 +233,29 @@ class WrittenTalk:
                     "or otherwise once more follows; give earlier answers a `weight` of 0, make a record of each, or "
                     "take a template with generation blocks"
                 )
-            if not said:
+            if not said and here == prompt:
                 raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
             start, stop = len(here), len(here) + len(said)
             first = min(start, len(prompt.rstrip().removesuffix(THOUGHT)))  # the prompt may open the thought
             for key in ("content", *REASONING):
                 self._refuse_unsaid(i, key, self.text[first:stop])
-            learned.append((start, stop, weight))
+            learned += [(start, stop, weight)] * bool(said)
         return learned
 
-    def _before_words(self, i: int, prompt: str | None = None) -> tuple[str, str] | None:
+    def _until(self, i: int, message: dict[str, Any]) -> str:
+        """The text up to message i like this, or with those behind it where it cannot be the last, as without a user."""
+        until = [*self._messages[:i], message]
+        try:
+            return self._render(until).text
+        except RecordError:
+            return self._render([*until, *self._messages[i + 1 :]]).text
+
+    def _before_words(self, i: int, prompt: str) -> tuple[str, str] | None:
         """What stands before the first word of an answer without a thought: where it is the last message, and here.
 
-        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked.
+        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked, if it can be.
         """
-        message, before = self._messages[i], self._messages[:i]
+        message = self._messages[i]
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
             self.before_answers = ""
@@ -250,19 +267,20 @@ class WrittenTalk:
         thinking = {key: value for key, value in wordless.items() if key not in REASONING}
         thinking |= {"content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE} if own else {REASONING[0]: PLACE}
         try:
-            prompt = self._render(before, prompt=True).text if prompt is None else prompt
-            alone = self._render([*before, wordless]).text.partition(PLACE)[0]
-            *around, _ = self._render([*before, thinking]).text.split(PLACE)
-            if len(around) != 2 or _solid("".join(around)) != _solid(alone):
-                return None
-            here = next((each for each in (alone, prompt) if self.text.startswith(each)), None)
-            if here is None:  # the prompt opens a thought, and an earlier answer has none
-                here = self._render([*before, wordless, *self._messages[i + 1 :]]).text.partition(PLACE)[0]
+            alone = self._until(i, wordless).partition(PLACE)[0]
+            *around, _ = self._until(i, thinking).split(PLACE)
         except RecordError:  # it writes no such answer
             return None
-        if not (self.text.startswith(here) and (here == alone or prompt.startswith(here))):
+        if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
-        if self.before_answers is None and not prompt.startswith(here):
+        alone = next(filter(self.text.startswith, (alone, alone.rstrip())), alone)  # a blank answer ends with its mark
+        here = next((each for each in (alone, prompt) if each and self.text.startswith(each)), None)
+        if here is None:  # an earlier answer has none, or another
+            here = (self._with(i, wordless, self._talk.tools) or "").partition(PLACE)[0]
+        asked = prompt.startswith(here)
+        if not (self.text.startswith(here) and (_solid(here) == _solid(alone) or asked)):
+            return None
+        if self.before_answers is None and prompt and not asked:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
         return alone, here
 
@@ -282,13 +300,18 @@ class WrittenTalk:
                 "together cannot be told"
             )
         each = weights if different else weights[:1] * len(blocks)
-        begins = [len(found[1]) for i in answering if self._weights[i] and (found := self._before_words(i))]
+        prompts = dict.fromkeys((i for i in answering if self._weights[i]), "")
+        for i in prompts:
+            with contextlib.suppress(RecordError):  # blocks need none
+                prompts[i] = self._render(self._messages[:i], prompt=True).text
+        begins = [len(found[1]) for i, prompt in prompts.items() if (found := self._before_words(i, prompt))]
         starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
         return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
 
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
-        for word in _EMPTY_THOUGHT.sub("", _words(self._messages[i], key, " "), count=1).split():
+        words = _words(self._messages[i], key, " ")
+        for word in (_EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
             found = said.find(word, start)
             if found < 0:
                 raise RecordError(
@@ -327,7 +350,10 @@ def _thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """The thought of an answer, by itself or in the content, and the answer without; no thought is blank."""
     given = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
-    if isinstance(content := message.get("content"), str) and THOUGHT_END in content:
+    content, parts = _words(message), message.get("content")
+    has_text_alone = not isinstance(parts, list) or all("text" in part for part in parts)
+    begins = content.lstrip().startswith(THOUGHT) or THOUGHT not in content  # the prompt may open it
+    if THOUGHT_END in content and has_text_alone and begins:
         thought, _, said = content.rpartition(THOUGHT_END)
         given["content"] = said.lstrip("\n")
         thoughts.append(thought.replace(THOUGHT, ""))
