@@ -11,7 +11,6 @@ model does not learn to think nothing.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -159,26 +158,18 @@ class WrittenTalk:
                     f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
                     "writes images, or build without --chat-template"
                 )
-            answer, written, empty = message, self.text, None
-            if answers := self._weights[i] > 0 and writes_thoughts:
-                empty = _EMPTY_THOUGHT.match(_words(message))
-            if empty is not None:  # it is read where another thought would be
-                answer = {**message, "content": _words(message).replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}
-                written = self._with(i, answer, self._talk.tools) or ""
-            thought, thoughtless = _thought_apart(answer) if answers else ("", {})
-            bare, read = "", ""
-            if thought:
-                bare = _solid(self._with(i, thoughtless, self._talk.tools) or "")
-                read = _solid(self._with(i, {**thoughtless, REASONING[0]: thought}, self._talk.tools) or "")
-            if thought and empty is None and bare == _solid(self.text):
+            answers = self._weights[i] > 0 and writes_thoughts
+            thought, thoughtless = _thought_apart(message) if answers else ("", {})
+            if thought and _solid(self._with(i, thoughtless, self._talk.tools)) == _solid(self.text):
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
                     raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
                 self._weights[i] = 0.0
                 self.in_context += 1
-            elif read not in ("", bare, _solid(written)):
-                said = f"`{where}.content`: the chat template reads no thought there"
-                raise RecordError(f"{said}; give it as `{REASONING[0]}`")
+            elif answers and not self._reads_thought(i):
+                raise RecordError(
+                    f"`{where}.content`: the template reads no thought there; give it as `{REASONING[0]}`"
+                )
             for key in message.keys() - {*_LINKS}:
                 by_rule = key in REASONING and writes_thoughts and not self._weights[i]
                 by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
@@ -196,6 +187,17 @@ class WrittenTalk:
         if self._talk.tools:
             self._refuse_same("tools", 0, self._messages[0], None)
 
+    def _reads_thought(self, i: int) -> bool:
+        """Whether a thought in content i is one for the template: written as by its own key, or left out."""
+        message, words = self._messages[i], _words(self._messages[i])
+        told = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}  # as an empty one is read too
+        thought, thoughtless = _thought_apart(told)
+        if THOUGHT_END not in words or not thought:
+            return True
+        named = {**thoughtless, REASONING[0]: thought}
+        read, bare, written = (_solid(self._with(i, m, self._talk.tools)) for m in (named, thoughtless, told))
+        return read in ("", bare, written)
+
     def _refuse_same(self, what: str, i: int, message: dict[str, Any], tools: list[Any] | None) -> None:
         """RecordError where the template writes the same with message i and the tools like this, without `what`."""
         if self._with(i, message, tools) == self.text:
@@ -204,13 +206,16 @@ class WrittenTalk:
                 f"`{what}` would be lost: the chat template does not write it; --ignore-keys {key} leaves it out"
             )
 
-    def _with(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> str | None:
-        """The text with message i and the tools like this; None where the template refuses it."""
-        messages = [*self._messages[:i], message, *self._messages[i + 1 :]]
+    def _with(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> str:
+        """The text with message i and the tools like this; empty where the template refuses it."""
+        return self._tried([*self._messages[:i], message, *self._messages[i + 1 :]], tools)
+
+    def _tried(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+        """The text of messages; empty where the template refuses them, as where what is missing is read."""
         try:
-            return self._template.render(messages, tools, self._talk.variables).text
-        except RecordError:  # what is missing is read
-            return None
+            return self._template.render(messages, tools, self._talk.variables, prompt).text
+        except RecordError:
+            return ""
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """What each learned message adds to the rendering of those before it."""
@@ -242,20 +247,13 @@ class WrittenTalk:
             learned += [(start, stop, weight)] * bool(said)
         return learned
 
-    def _until(self, i: int, message: dict[str, Any]) -> str:
-        """The text up to message i like this, or with those behind it where it cannot be the last, as without a user."""
-        until = [*self._messages[:i], message]
-        try:
-            return self._render(until).text
-        except RecordError:
-            return self._render([*until, *self._messages[i + 1 :]]).text
-
     def _before_words(self, i: int, prompt: str) -> tuple[str, str] | None:
         """What stands before the first word of an answer without a thought: where it is the last message, and here.
 
-        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked, if it can be.
+        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked, if it
+        can be.
         """
-        message = self._messages[i]
+        message, before, tools = self._messages[i], self._messages[:i], self._talk.tools
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
             self.before_answers = ""
@@ -266,19 +264,17 @@ class WrittenTalk:
         wordless = {**message, "content": own + PLACE}
         thinking = {key: value for key, value in wordless.items() if key not in REASONING}
         thinking |= {"content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE} if own else {REASONING[0]: PLACE}
-        try:
-            alone = self._until(i, wordless).partition(PLACE)[0]
-            *around, _ = self._until(i, thinking).split(PLACE)
-        except RecordError:  # it writes no such answer
-            return None
+        both = (wordless, thinking)  # with what follows where none can be the last, as before any question
+        wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
+        alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
         if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
         alone = next(filter(self.text.startswith, (alone, alone.rstrip())), alone)  # a blank answer ends with its mark
         here = next((each for each in (alone, prompt) if each and self.text.startswith(each)), None)
         if here is None:  # an earlier answer has none, or another
-            here = (self._with(i, wordless, self._talk.tools) or "").partition(PLACE)[0]
+            here = self._with(i, wordless, tools).partition(PLACE)[0]
         asked = prompt.startswith(here)
-        if not (self.text.startswith(here) and (_solid(here) == _solid(alone) or asked)):
+        if not (here and self.text.startswith(here) and (_solid(here) == _solid(alone) or asked)):
             return None
         if self.before_answers is None and prompt and not asked:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
@@ -300,11 +296,8 @@ class WrittenTalk:
                 "together cannot be told"
             )
         each = weights if different else weights[:1] * len(blocks)
-        prompts = dict.fromkeys((i for i in answering if self._weights[i]), "")
-        for i in prompts:
-            with contextlib.suppress(RecordError):  # blocks need none
-                prompts[i] = self._render(self._messages[:i], prompt=True).text
-        begins = [len(found[1]) for i, prompt in prompts.items() if (found := self._before_words(i, prompt))]
+        learned = [(i, self._tried(self._messages[:i], self._talk.tools, True)) for i in answering if self._weights[i]]
+        begins = [len(found[1]) for i, prompt in learned if (found := self._before_words(i, prompt))]
         starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
         return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
 
@@ -347,13 +340,11 @@ def _words(message: dict[str, Any], key: str = "content", between: str = "") -> 
 
 
 def _thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The thought of an answer, by itself or in the content, and the answer without; no thought is blank."""
+    """The thought of an answer, by itself or before its words, opened there or by the prompt, and the answer without."""
     given = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
-    content, parts = _words(message), message.get("content")
-    has_text_alone = not isinstance(parts, list) or all("text" in part for part in parts)
-    begins = content.lstrip().startswith(THOUGHT) or THOUGHT not in content  # the prompt may open it
-    if THOUGHT_END in content and has_text_alone and begins:
+    content = _words(message)
+    if THOUGHT_END in content and (content.lstrip().startswith(THOUGHT) or THOUGHT not in content):
         thought, _, said = content.rpartition(THOUGHT_END)
         given["content"] = said.lstrip("\n")
         thoughts.append(thought.replace(THOUGHT, ""))
