@@ -167,9 +167,8 @@ class WrittenTalk:
                 self._weights[i] = 0.0
                 self.in_context += 1
             elif answers and not self._reads_thought(i):
-                raise RecordError(
-                    f"`{where}.content`: the template reads no thought there; give it as `{REASONING[0]}`"
-                )
+                said = f"`{where}.content`: the chat template reads no thought there"
+                raise RecordError(f"{said}; give it as `{REASONING[0]}`")
             for key in message.keys() - {*_LINKS}:
                 by_rule = key in REASONING and writes_thoughts and not self._weights[i]
                 by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
@@ -250,8 +249,7 @@ class WrittenTalk:
     def _before_words(self, i: int, prompt: str) -> tuple[str, str] | None:
         """What stands before the first word of an answer without a thought: where it is the last message, and here.
 
-        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked, if it
-        can be.
+        None unless the template writes there what it writes around a thought. `prompt`: what asks for it, or empty.
         """
         message, before, tools = self._messages[i], self._messages[:i], self._talk.tools
         empty = _EMPTY_THOUGHT.match(_words(message))
@@ -340,7 +338,7 @@ def _words(message: dict[str, Any], key: str = "content", between: str = "") -> 
 
 
 def _thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The thought of an answer, by itself or before its words, opened there or by the prompt, and the answer without."""
+    """The thought of an answer, by itself or before its words (the prompt may open it), and the answer without."""
     given = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
     content = _words(message)
