@@ -541,7 +541,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
         ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
-        ("elif read not in (None, bare) and", "elif False and", "marks of another template's thoughts are learned"),
+        ("elif answers and not", "elif False and not", "marks of another template's thoughts are learned"),
+        ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
+        ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),
         ("if takes else", "if True else", "an object stands where a string is meant"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [

@@ -43,7 +43,7 @@ _LINKS = ("role", "type", "id", "index", "tool_call_id")
 """Keys that say what stands there or what belongs together: a template need not write them."""
 _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
-_EMPTY_THOUGHT = re.compile(rf"\s*{THOUGHT}\s*{THOUGHT_END}\s*")
+_EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
 """At the beginning of a content, whatever the template makes of it."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
@@ -118,11 +118,11 @@ class WrittenTalk:
         message, where, ignored = self._talk.messages[i], self._talk.paths[i], self._rules.ignore_keys
         self._weights.append(role_and_weight(message, where, self._rules)[1])
         given = {k: v for k, v in message.items() if v is not None and k != "weight" and k not in ignored}
-        if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
-            raise RecordError(f"`{where}` says nothing: it has no `content`")
         if "tool_calls" in given:
             calls, takes = objects_at(given["tool_calls"], f"{where}.tool_calls"), self._template.takes_objects
             given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
+        if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
+            raise RecordError(f"`{where}` says nothing: it has no `content`")
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
@@ -158,16 +158,15 @@ class WrittenTalk:
                     f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
                     "writes images, or build without --chat-template"
                 )
-            thought, thoughtless = _thought_apart(message) if self._weights[i] and writes_thoughts else ("", {})
-            named = {**thoughtless, REASONING[0]: thought}
-            bare, read = (self._with(i, m, self._talk.tools) if thought else None for m in (thoughtless, named))
-            if bare == self.text:
+            answers = self._weights[i] > 0 and writes_thoughts
+            thought, thoughtless = _thought_apart(message) if answers else ("", {})
+            if thought and _solid(self._with(i, thoughtless, self._talk.tools)) == _solid(self.text):
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
                     raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
                 self._weights[i] = 0.0
                 self.in_context += 1
-            elif read not in (None, bare) and _solid(read or "") != _solid(self.text):
+            elif answers and not self._reads_thought(i):
                 said = f"`{where}.content`: the chat template reads no thought there"
                 raise RecordError(f"{said}; give it as `{REASONING[0]}`")
             for key in message.keys() - {*_LINKS}:
@@ -187,6 +186,17 @@ class WrittenTalk:
         if self._talk.tools:
             self._refuse_same("tools", 0, self._messages[0], None)
 
+    def _reads_thought(self, i: int) -> bool:
+        """Whether a thought in content i is one for the template: written as by its own key, or left out."""
+        message, words = self._messages[i], _words(self._messages[i])
+        told = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}  # as an empty one is read too
+        thought, thoughtless = _thought_apart(told)
+        if THOUGHT_END not in words or not thought:
+            return True
+        named = {**thoughtless, REASONING[0]: thought}
+        read, bare, written = (_solid(self._with(i, m, self._talk.tools)) for m in (named, thoughtless, told))
+        return read in ("", bare, written)
+
     def _refuse_same(self, what: str, i: int, message: dict[str, Any], tools: list[Any] | None) -> None:
         """RecordError where the template writes the same with message i and the tools like this, without `what`."""
         if self._with(i, message, tools) == self.text:
@@ -195,13 +205,16 @@ class WrittenTalk:
                 f"`{what}` would be lost: the chat template does not write it; --ignore-keys {key} leaves it out"
             )
 
-    def _with(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> str | None:
-        """The text with message i and the tools like this; None where the template refuses it."""
-        messages = [*self._messages[:i], message, *self._messages[i + 1 :]]
+    def _with(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> str:
+        """The text with message i and the tools like this; empty where the template refuses it."""
+        return self._tried([*self._messages[:i], message, *self._messages[i + 1 :]], tools)
+
+    def _tried(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
+        """The text of messages; empty where the template refuses them, as where what is missing is read."""
         try:
-            return self._template.render(messages, tools, self._talk.variables).text
-        except RecordError:  # what is missing is read
-            return None
+            return self._template.render(messages, tools, self._talk.variables, prompt).text
+        except RecordError:
+            return ""
 
     def _answers(self) -> list[tuple[int, int, float]]:
         """What each learned message adds to the rendering of those before it."""
@@ -224,21 +237,21 @@ class WrittenTalk:
                     "or otherwise once more follows; give earlier answers a `weight` of 0, make a record of each, or "
                     "take a template with generation blocks"
                 )
-            if not said:
+            if not said and here == prompt:
                 raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
             start, stop = len(here), len(here) + len(said)
             first = min(start, len(prompt.rstrip().removesuffix(THOUGHT)))  # the prompt may open the thought
             for key in ("content", *REASONING):
                 self._refuse_unsaid(i, key, self.text[first:stop])
-            learned.append((start, stop, weight))
+            learned += [(start, stop, weight)] * bool(said)
         return learned
 
-    def _before_words(self, i: int, prompt: str | None = None) -> tuple[str, str] | None:
+    def _before_words(self, i: int, prompt: str) -> tuple[str, str] | None:
         """What stands before the first word of an answer without a thought: where it is the last message, and here.
 
-        None unless the template writes there what it writes around a thought. `prompt`: behind which it is asked.
+        None unless the template writes there what it writes around a thought. `prompt`: what asks for it, or empty.
         """
-        message, before = self._messages[i], self._messages[:i]
+        message, before, tools = self._messages[i], self._messages[:i], self._talk.tools
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
             self.before_answers = ""
@@ -249,20 +262,19 @@ class WrittenTalk:
         wordless = {**message, "content": own + PLACE}
         thinking = {key: value for key, value in wordless.items() if key not in REASONING}
         thinking |= {"content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE} if own else {REASONING[0]: PLACE}
-        try:
-            prompt = self._render(before, prompt=True).text if prompt is None else prompt
-            alone = self._render([*before, wordless]).text.partition(PLACE)[0]
-            *around, _ = self._render([*before, thinking]).text.split(PLACE)
-            if len(around) != 2 or _solid("".join(around)) != _solid(alone):
-                return None
-            here = next((each for each in (alone, prompt) if self.text.startswith(each)), None)
-            if here is None:  # the prompt opens a thought, and an earlier answer has none
-                here = self._render([*before, wordless, *self._messages[i + 1 :]]).text.partition(PLACE)[0]
-        except RecordError:  # it writes no such answer
+        both = (wordless, thinking)  # with what follows where none can be the last, as before any question
+        wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
+        alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
+        if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
-        if not (self.text.startswith(here) and (here == alone or prompt.startswith(here))):
+        alone = next(filter(self.text.startswith, (alone, alone.rstrip())), alone)  # a blank answer ends with its mark
+        here = next((each for each in (alone, prompt) if each and self.text.startswith(each)), None)
+        if here is None:  # an earlier answer has none, or another
+            here = self._with(i, wordless, tools).partition(PLACE)[0]
+        asked = prompt.startswith(here)
+        if not (here and self.text.startswith(here) and (_solid(here) == _solid(alone) or asked)):
             return None
-        if self.before_answers is None and not prompt.startswith(here):
+        if self.before_answers is None and prompt and not asked:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
         return alone, here
 
@@ -282,13 +294,15 @@ class WrittenTalk:
                 "together cannot be told"
             )
         each = weights if different else weights[:1] * len(blocks)
-        begins = [len(found[1]) for i in answering if self._weights[i] and (found := self._before_words(i))]
+        learned = [(i, self._tried(self._messages[:i], self._talk.tools, True)) for i in answering if self._weights[i]]
+        begins = [len(found[1]) for i, prompt in learned if (found := self._before_words(i, prompt))]
         starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
         return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
 
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
-        for word in _EMPTY_THOUGHT.sub("", _words(self._messages[i], key, " "), count=1).split():
+        words = _words(self._messages[i], key, " ")
+        for word in (_EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
             found = said.find(word, start)
             if found < 0:
                 raise RecordError(
@@ -324,10 +338,11 @@ def _words(message: dict[str, Any], key: str = "content", between: str = "") -> 
 
 
 def _thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The thought of an answer, by itself or in the content, and the answer without; no thought is blank."""
+    """The thought of an answer, by itself or before its words (the prompt may open it), and the answer without."""
     given = {key: value for key, value in message.items() if key not in REASONING}
     thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
-    if isinstance(content := message.get("content"), str) and THOUGHT_END in content:
+    content = _words(message)
+    if THOUGHT_END in content and (content.lstrip().startswith(THOUGHT) or THOUGHT not in content):
         thought, _, said = content.rpartition(THOUGHT_END)
         given["content"] = said.lstrip("\n")
         thoughts.append(thought.replace(THOUGHT, ""))

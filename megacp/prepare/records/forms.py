@@ -251,8 +251,8 @@ def _json_at(value: Any, where: str) -> Any:
 
 
 def objects_at(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects, or that of a string of JSON."""
-    value = _json_at(value, where)
+    """A list of objects, or that of a string of JSON; a blank one has none."""
+    value = _json_at((value.strip() or "[]") if isinstance(value, str) else value, where)
     if not (isinstance(value, list) and all(isinstance(each, dict) for each in value)):
         raise RecordError(f"`{where}` must be a list of objects, found {described(value)}")
     return value

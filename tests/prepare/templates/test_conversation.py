@@ -71,6 +71,10 @@ STRING = "{% for m in messages %}{{ m.content or m.tool_calls[0].arguments }}{% 
 """Writes arguments as they are: an object would be Python's."""
 PART = {"type": "text", "text": "a"}
 THINKS = [{**TELL, **HM}, {**TELL, "content": f"<think>\nno\n</think>\n\n{ONE}"}]
+PARTS = {**TELL, "content": [{"type": "text", "text": f"<think>\nno\n</think>\n\n{ONE}"}]}
+TAGS = [{**message, "content": "Why <think></think> here?"} for message in (ASK, TELL)]
+NANO, SHORT = of_trl("nemotron_3_nano_training"), "<think>\nsix by seven\n</think>\n"
+EMPTY = {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}
 LAST = [("qwen_3", THOUGHT), ("ours_for_qwen3", THOUGHT.removesuffix("\n"))]
 """What is learned where an earlier answer had a thought too."""
 LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
@@ -101,6 +105,18 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(ONE, 1.0)]),
     ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    (of_trl("qwen3_5_think"), talk(ASK, PARTS), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    (of_trl("qwen3_6_training"), talk(ASK, PARTS), [(f"<think>\nno\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    (of_trl("qwen3_8"), talk(*TAGS), [("Why <think></think> here?<|im_end|>\n", 1.0)]),
+    ("chatml", talk(ASK, {**TELL, "tool_calls": " "}), [(f"{ONE}<|im_end|>\n", 1.0)]),
+    (of_trl("glm4moe_training"), talk(ASK, {**TELL, "content": " "}), [("<|user|>", 1.0)]),
+    (of_trl("glm4moe"), talk(ASK, {**TELL, "content": " "}, ASK_2, TELL_2), [(TWO, 1.0)]),
+    (NANO, talk(ASK, {**TELL, **HM}, ASK_2, {**TELL_2, **HM}), [(f"{SHORT}{TWO}<|im_end|>\n", 1.0)]),
+    *(
+        (text, talk(TELL, ASK_2, TELL_2), [(f"{ONE}<|im_end|>\n", 1.0), (f"{TWO}<|im_end|>\n", 1.0)])
+        for text in (of_trl("qwen3_training"), of_trl("qwen3_8_training"), NANO)
+    ),
+    (NANO, talk(ASK, EMPTY, ASK_2, EMPTY), [(f"{ONE}<|im_end|>\n", 1.0)] * 2),
     (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}', 1.0)]),
     *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
 ]
@@ -199,6 +215,7 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
     "blocks that belong to no answer": (TWO_BLOCKS, talk(ASK, {**TELL, "weight": 0}, ASK, TELL), "generation blocks"),
     "blocks within each other": (NESTED, talk(ASK, TELL), "a generation block within another"),
     "a thought that is not read": (of_trl("gemma4_v5"), talk(ASK, THINKS[1]), "give it as `reasoning_content`"),
+    "an empty one": (of_trl("qwen3_8_training"), talk(ASK, EMPTY), "give it as `reasoning_content`"),
     "an answer outside of blocks": (NO_BLOCK, talk(ASK, TELL), "`messages[1].content`"),
 }
 
