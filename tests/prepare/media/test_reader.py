@@ -53,6 +53,7 @@ def expand(
     [
         {"path": "sub/a.png"},
         {"image": "./sub//a.png"},
+        {"path": "ROOT/sub/a.png"},
         {"path": "in.png"},
         {"base64": base64.b64encode(PICTURE).decode()},
         {"base64": "data:image/png;base64," + base64.encodebytes(PICTURE).decode(), "path": None},
@@ -62,6 +63,7 @@ def expand(
     ],
 )
 def test_an_image_may_be_given_in_every_way(root: Path, part: dict[str, Any]) -> None:
+    part = {key: value.replace("ROOT", str(root)) if isinstance(value, str) else value for key, value in part.items()}
     content = [{"type": "text", "text": "see "}, {"type": "image", **part}, {"type": "text", "text": "!"}]
     (text, placed, after, end), items = expand(content, root, {"d/1.png": PICTURE})
     assert (
@@ -89,6 +91,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "climbing": ({"path": "../secret.png"}, r"`content\[0\].path` '../secret.png': the path climbs with `..`"),
     "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
     "absolute": ({"path": "/etc/passwd"}, "absolute"),
+    "absolute link": ({"path": "ROOT/out.png"}, "it is a URL or absolute"),
+    "absolute climbing": ({"path": "ROOT/../secret.png"}, "climbs with `..`"),
     "file url": ({"path": "file:///etc/passwd"}, "it is a URL or absolute, allowed are URLs below --image-urls"),
     "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),
@@ -126,6 +130,9 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     (root / "bad.mp4").write_bytes(whole[: len(whole) // 2])
     (root / "grey.mp4").write_bytes(GREY)
     with pytest.raises(RecordError, match=message):
+        part = {
+            key: value.replace("ROOT", str(root)) if isinstance(value, str) else value for key, value in part.items()
+        }
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
 
 
