@@ -502,6 +502,22 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
         ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
     ],
+    ("prepare/records/tables.py", "tests/prepare/build/test_images.py"): [
+        ("says and len(seen) == 1 and", "says and seen and", "the first of two images is the text's"),
+        ('if value.get("caption") == value["text"]:', "if False:", "a caption that stands twice is two forms"),
+    ],
+    ("prepare/records/forms.py", "tests/prepare/records/test_samples.py"): [
+        ("if not places and values and", "if False and values and", "an image without a place is refused"),
+        ("weight=each.weight * piece.weight)", "weight=each.weight)", "what is asked about an image is learned"),
+        (
+            '"\\n".join([instruction, given]',
+            '"".join([instruction, given]',
+            "the input of Alpaca is glued to its instruction",
+        ),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/media/test_reader.py"): [
+        ("if os.path.commonpath((path, str(self._root))) != self._root:", "if False:", "a path leads out of the root"),
+    ],
     ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
         ("if top.origin() == url.origin()", "", "a redirect leads to another host"),
         ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
@@ -543,6 +559,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
         ("elif read not in (None, bare) and", "elif False and", "marks of another template's thoughts are learned"),
         ("if takes else", "if True else", "an object stands where a string is meant"),
+        ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),

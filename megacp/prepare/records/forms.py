@@ -337,7 +337,7 @@ def said_by(
                 )
         if has_template:
             said, read = _with_tools(said, given), (*read, "tools", "chat_template_kwargs")
-    elif rules.media and present[0] != ("content",):
+    elif rules.media and all(piece.media is None for piece in said):
         said, media_keys = _texts_with_media(said, given, rules, f"{at}{present[0][0]}")
     rules.refuse_lost(given, (*read, *media_keys), f"`{where}`" if where else "", in_record=True)
     return said
@@ -416,11 +416,10 @@ def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if not places and values and rules.media and first is not None and not any(map(_names_media, messages)):
         line = "\n" * ("conversations" in record)  # LLaVA's
-        places_first = "".join(f"<{kind}>{line}" * len(of) for kind, of in values.items())
+        leading = "".join(f"<{kind}>{line}" * len(of) for kind, of in values.items())
         content = messages[first].get("content")
         parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        parts = [*parts_of(places_first), *parts]
-        messages[first] = {**messages[first], "content": parts}
+        messages[first] = {**messages[first], "content": [*parts_of(leading), *parts]}
     if not places:  # nothing in the messages reads them
         return talk, ()
     for kind, key in keys.items():

@@ -29,18 +29,15 @@ _DESCRIBING = set(
 _METADATA = set(
     "added attr attribute author byte categorie category char character charset checksum commit confidence config "
     "copyright country crawl crawled created creator dataset datetime day difficulty digest dir directory domain dump "
-    "encoding exif ext extension extra fetched file filename filepath fingerprint fork fraction genre guid head hexsha host "
-    "idx index info issue key keyword kind level licence license like line link locale meta metadata mime modified "
-    "month name nsfw num number origin owner path perplexity ppl prob probability propertie provenance published "
-    "publisher punsafe pwatermark "
-    "quality rank rating ratio region repo repository retrieved revision script sha shard similarity site snapshot source "
-    "split src star stat statu subset tag time timestamp title topic toxicity uid updated uri url username uuid version view vote "
-    "warc website year".split()
+    "encoding exif ext extension extra fetched file filename filepath fingerprint fork fraction genre guid head hexsha "
+    "host idx index info issue key keyword kind level licence license like line link locale meta metadata mime "
+    "modified month name nsfw num number origin owner path perplexity ppl prob probability propertie provenance "
+    "published publisher punsafe pwatermark quality rank rating ratio region repo repository retrieved revision script "
+    "sha shard similarity site snapshot source split src star stat statu subset tag time timestamp title topic "
+    "toxicity uid updated uri url username uuid version view vote warc website year".split()
 )
 """Last words, without their s, of keys of plain metadata, where no word of content stands before them."""
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
-
-
 _IMAGES = "names an image or a video"
 _TAKEN = (
     "A build with --image-root takes images as `image` or `images`, and videos alike, beside a text or messages with a "

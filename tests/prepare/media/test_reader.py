@@ -42,6 +42,7 @@ def root(tmp_path: Path) -> Path:
 def expand(
     content: list[dict[str, Any]], root: Path | None, members: dict[str, bytes] | None = None, **changes: Any
 ) -> tuple[tuple[Part, ...], list[bytes]]:
+    content = [{k: v.replace("ROOT", str(root)) if isinstance(v, str) else v for k, v in p.items()} for p in content]
     pieces = parse_record({"content": content}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     reader = MediaReader(dataclasses.replace(TINY, **changes), None if root is None else str(root))
@@ -63,7 +64,6 @@ def expand(
     ],
 )
 def test_an_image_may_be_given_in_every_way(root: Path, part: dict[str, Any]) -> None:
-    part = {key: value.replace("ROOT", str(root)) if isinstance(value, str) else value for key, value in part.items()}
     content = [{"type": "text", "text": "see "}, {"type": "image", **part}, {"type": "text", "text": "!"}]
     (text, placed, after, end), items = expand(content, root, {"d/1.png": PICTURE})
     assert (
@@ -130,9 +130,6 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     (root / "bad.mp4").write_bytes(whole[: len(whole) // 2])
     (root / "grey.mp4").write_bytes(GREY)
     with pytest.raises(RecordError, match=message):
-        part = {
-            key: value.replace("ROOT", str(root)) if isinstance(value, str) else value for key, value in part.items()
-        }
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
 
 

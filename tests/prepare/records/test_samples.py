@@ -165,6 +165,7 @@ def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any]
         ({"image": "a", "text": "x"}, {"text": "<image>x"}),
         ({"images": ["a", b"y"], "text": "x", "weight": 2}, {"text": "<image><image>x"}),
         ({"image": {"bytes": b"y", "path": "a"}, "caption": "x"}, {"caption": "<image>x"}),
+        ({"image": "a", "content": [X]}, {"content": [{"type": "text", "text": "<image>x"}]}),
         ({"video": "v", "caption": "x"}, {"caption": "<video>x"}),
         ({"image": "a", "prompt": "Q", "completion": "A"}, {"prompt": "<image>Q"}),
         (
