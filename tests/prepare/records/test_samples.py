@@ -168,10 +168,7 @@ def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any]
         ({"image": "a", "content": [X]}, {"content": [{"type": "text", "text": "<image>x"}]}),
         ({"video": "v", "caption": "x"}, {"caption": "<video>x"}),
         ({"image": "a", "prompt": "Q", "completion": "A"}, {"prompt": "<image>Q"}),
-        (
-            {"image": "a", "conversations": TURNS},
-            {"conversations": [{"from": "human", "value": "<image>\nQ"}, TURNS[1]]},
-        ),
+        ({"image": "a", "conversations": TURNS}, {"conversations": [{**TURNS[0], "value": "<image>\nQ"}, TURNS[1]]}),
         ({"images": ["a", "b"], "messages": [TELL, ASK]}, {"messages": [TELL, {**ASK, "content": "<image><image>Q"}]}),
     ],
 )
@@ -184,10 +181,8 @@ def test_images_without_a_place_stand_at_the_beginning_of_what_is_asked(record: 
 
 
 def test_a_caption_is_learned_around_its_images() -> None:
-    record = {"image": "image.bin", "text": "x<image>x"}
-    found = parse_record(record, IMAGES).prefix
+    found = parse_record({"image": "a", "text": "x<image>x"}, IMAGES).prefix
     assert [(piece.text, piece.weight) for piece in found] == [("x", 1), (None, 0), ("x", 1), (None, 1)]
-    assert found[1].media == Media("image", "path", "image.bin", "text[1].image")
     written = parse_record({"image": "a", "prompt": "Q", "completion": "A"}, IMAGES).prefix
     assert [(piece.text, piece.weight) for piece in written] == [(None, 0), ("Q", 0), ("A", 1), (None, 1)]
 
