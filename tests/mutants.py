@@ -498,9 +498,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("document.weights[start:stop]", "document.weights[: stop - start]", "all pieces are learned as the first"),
         ("(place.extent) + place.line", "(place.extent) + 1", "every reject stands in the first line of its unit"),
     ],
-    ("prepare/records/tables.py", "tests/prepare/records/test_read.py"): [
+    ("prepare/records/tables.py", "tests/prepare/records/test_read.py tests/prepare/build/test_images.py"): [
         ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
         ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
+        ("says and len(seen) == 1 and", "says and seen and", "the first of two images is the text's"),
+        ('if value.get("caption") == value["text"]:', "if False:", "a caption that stands twice is two forms"),
+    ],
+    ("prepare/records/forms.py", "tests/prepare/records/test_samples.py"): [
+        ("if not places and values and", "if False and values and", "an image without a place is refused"),
+        ("weight=each.weight * piece.weight)", "weight=each.weight)", "what is asked about an image is learned"),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/media/test_reader.py"): [
+        ("if os.path.commonpath((path, str(self._root))) != self._root:", "if False:", "a path leads out of the root"),
     ],
     ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
         ("if top.origin() == url.origin()", "", "a redirect leads to another host"),
@@ -545,6 +554,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
         ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),
         ("if takes else", "if True else", "an object stands where a string is meant"),
+        ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),

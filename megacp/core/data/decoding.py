@@ -30,7 +30,7 @@ from megacp.core.data.vision_rules import FIRST_FAMILY, ImageError, Pixels, Visi
 
 _IMAGE = re.compile(
     rb"(?P<Jpeg>\xff\xd8\xff)|(?P<Png>\x89PNG\r\n\x1a\n)|(?P<Gif>GIF8[79]a)|(?P<Bmp>BM)|(?P<Tiff>II\*\0|MM\0\*)"
-    rb"|(?P<WebP>RIFF....WEBP)",
+    rb"|(?P<WebP>RIFF....WEBP)|(?P<Avif>....ftypavi[fs])",
     re.DOTALL,
 )
 """How a file begins that Pillow's plugin of this name reads."""

@@ -133,7 +133,9 @@ class MediaReader:
 
     def _from_path(self, value: str) -> bytes:
         is_named, elsewhere = is_url(value), f"is a URL or absolute, {ALLOWED}, paths below --image-root"
-        if value.startswith(("file:", "/")) or "\0" in value or (is_named and not self._urls):
+        absolute = value.startswith("/")
+        at_url = absolute and is_url(self._root)
+        if value.startswith("file:") or "\0" in value or at_url or (is_named and not self._urls):
             raise ImageError(f"it {elsewhere}")
         if self._root is None and not is_named:
             raise ImageError("a path needs --image-root")
@@ -148,7 +150,7 @@ class MediaReader:
                 return url.content(LARGEST_ITEM)
             path = os.path.realpath(path)
             if os.path.commonpath((path, str(self._root))) != self._root:
-                raise ImageError("a symbolic link leads out of --image-root")
+                raise ImageError(f"it {elsewhere}" if absolute else "a symbolic link leads out of --image-root")
             return read_regular(path, LARGEST_ITEM)
         except UnreachableError as error:
             if not is_named:  # a store that does not answer has not lost this image alone

@@ -123,6 +123,8 @@ class WrittenTalk:
             given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
         if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
             raise RecordError(f"`{where}` says nothing: it has no `content`")
+        if given["role"] == "developer" and "developer" not in self._template.text:  # OpenAI's word for it
+            given["role"] = "system"
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
@@ -223,9 +225,10 @@ class WrittenTalk:
             if not weight:
                 continue
             try:
-                prompt = self._render(self._messages[:i], prompt=True).text
+                prompt = self._render(self._messages[:i], prompt=True).text if i else self._opened()
             except RecordError as error:
-                raise RecordError(f"`{where}`: what stands before it cannot be asked alone: {error}") from error
+                told = f"`{where}`: what stands before it cannot be asked alone: {error}"
+                raise RecordError(f"{told}; with a `weight` of 0 it is context") from error
             until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
             alone, here = self._before_words(i, prompt) or (prompt, prompt)
             own = until[len(alone) :]
@@ -245,6 +248,13 @@ class WrittenTalk:
                 self._refuse_unsaid(i, key, self.text[first:stop])
             learned += [(start, stop, weight)] * bool(said)
         return learned
+
+    def _opened(self) -> str:
+        """What stands before an answer that is the first message, up to where a question would have asked for it."""
+        begin = self._render([{**self._messages[0], "content": PLACE}]).text.partition(PLACE)[0]
+        opening = self._render([_ASK], prompt=True).text.removeprefix(self._render([_ASK]).text)
+        at = begin.rfind(opening) if opening else -1
+        return begin if at < 0 else begin[: at + len(opening)]
 
     def _before_words(self, i: int, prompt: str) -> tuple[str, str] | None:
         """What stands before the first word of an answer without a thought: where it is the last message, and here.

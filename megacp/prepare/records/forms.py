@@ -207,9 +207,26 @@ def _alpaca(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules
     instruction, given = (text_at(record.get(key, ""), at(key)) for key in ("instruction", "input"))
     if not instruction:
         raise RecordError(f"`{at('instruction')}` is empty")
+    if "history" in record or "system" in record:
+        return _talk_of_alpaca(record, at, "\n".join([instruction, given] if given else [instruction]))
     paired, shown = (_PAIRED, f"### Input:\n{given}\n\n") if given else ("", "")
     prompt = _ALPACA.format(paired=paired, instruction=instruction, input=shown)
     return _answered(prompt, plain_text(record["output"], at("output")))
+
+
+def _talk_of_alpaca(record: dict[str, Any], at: Callable[[str], str], asked: str) -> Talk:
+    """Alpaca with earlier turns or a system prompt, for which its text has no place: messages, as LLaMA-Factory's."""
+    history, system, key = record.get("history", []), text_at(record.get("system", ""), at("system")), at("history")
+    pairs = history if isinstance(history, list) else [history]
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise RecordError(f"`{key}` must be a list of pairs, each a question and its answer")
+    said = [("system", system, at("system"))] if system else []
+    for i, (question, answer) in enumerate(pairs):
+        said += [("user", question, f"{key}[{i}][0]"), ("assistant", answer, f"{key}[{i}][1]")]
+    said += [("user", asked, at("instruction")), ("assistant", record["output"], at("output"))]
+    return Talk(
+        [{"role": role, "content": text_at(text, where)} for role, text, where in said], tuple(w for *_, w in said)
+    )
 
 
 def _conversations(record: dict[str, Any], at: Callable[[str], str], rules: RecordRules) -> Said:
@@ -270,10 +287,11 @@ def with_object(call: dict[str, Any], key: str) -> dict[str, Any]:
 
 FORMS: dict[tuple[str, ...], tuple[Reader, tuple[str, ...]]] = {
     ("messages",): (lambda record, at, rules: talk_of(record["messages"], at("messages")), ()),
+    ("caption",): (lambda record, at, rules: plain_text(record["caption"], at("caption")), ()),
     ("content",): (lambda record, at, rules: from_content(record["content"], at("content"), rules), ()),
     ("conversations",): (_conversations, ("system",)),
     ("prompt", "completion"): (_prompt_and_completion, ()),
-    ("instruction", "output"): (_alpaca, ("input",)),
+    ("instruction", "output"): (_alpaca, ("input", "history", "system")),
 }
 """All but plain text: the keys that must be there, how they are read, keys that may be there too."""
 
@@ -306,8 +324,9 @@ def said_by(
     else:
         reader, beside = FORMS[present[0]]
         said, read = reader(given, lambda key: f"{at}{key}", rules), (*read, *beside)
+    media_keys: tuple[str, ...] = ()
     if isinstance(said, Talk):
-        said, media_keys = _with_media(said, given)
+        said, media_keys = _with_media(said, given, rules)
         for message, path in zip(said.messages, said.paths, strict=True):
             content = message.get("content")
             blind = isinstance(content, str) and message["role"] not in LEARNED_ROLES and _UNFILLED.search(content)
@@ -316,10 +335,11 @@ def said_by(
                     f"`{path}` has a place <image> and the record names no image; name it as `image` or `images`, or "
                     f"give --ignore-keys '{IMAGE_AS_TEXT}' to learn it as text"
                 )
-        read += media_keys
         if has_template:
             said, read = _with_tools(said, given), (*read, "tools", "chat_template_kwargs")
-    rules.refuse_lost(given, read, f"`{where}`" if where else "", in_record=True)
+    elif rules.media and all(piece.media is None for piece in said):
+        said, media_keys = _texts_with_media(said, given, rules, f"{at}{present[0][0]}")
+    rules.refuse_lost(given, (*read, *media_keys), f"`{where}`" if where else "", in_record=True)
     return said
 
 
@@ -337,8 +357,24 @@ def _with_tools(talk: Talk, record: dict[str, Any]) -> Talk:
 # ---- images of a record in the places that its texts leave for them
 
 
-def _with_media(talk: Talk, record: dict[str, Any]) -> tuple[Talk, tuple[str, ...]]:
-    """Messages with a record's images and videos in the places of their texts; the keys that name those."""
+def _texts_with_media(
+    texts: list[SamplePart], record: dict[str, Any], rules: RecordRules, key: str
+) -> tuple[list[SamplePart], tuple[str, ...]]:
+    """Texts at `key` with a record's images and videos, as those of messages; the keys that name those."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": piece.text}]} for piece in texts]
+    talk, keys = _with_media(Talk(messages, (key,) * len(messages)), record, rules)
+    pieces = []
+    for message, piece in zip(talk.messages, texts, strict=True):
+        found = from_content(message["content"], key, rules)
+        pieces += [replace(each, weight=each.weight * piece.weight) for each in found]
+    return pieces, keys
+
+
+def _with_media(talk: Talk, record: dict[str, Any], rules: RecordRules) -> tuple[Talk, tuple[str, ...]]:
+    """Messages with a record's images and videos in the places of their texts; the keys that name those.
+
+    Where no message has a place, they stand at the beginning of the first of a user, as LLaVA and TRL have it.
+    """
     keys: dict[str, str] = {}
     values: dict[str, list[Any]] = {}
     for kind in MEDIA_TYPES:
@@ -377,6 +413,13 @@ def _with_media(talk: Talk, record: dict[str, Any]) -> tuple[Talk, tuple[str, ..
     for message in talk.messages:
         before, parts = places.total(), list(parts_of(message.get("content")))
         messages.append({**message, "content": parts} if places.total() > before else message)
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if not places and values and rules.media and first is not None and not any(map(_names_media, messages)):
+        line = "\n" * ("conversations" in record)  # LLaVA's
+        leading = "".join(f"<{kind}>{line}" * len(of) for kind, of in values.items())
+        content = messages[first].get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        messages[first] = {**messages[first], "content": [*parts_of(leading), *parts]}
     if not places:  # nothing in the messages reads them
         return talk, ()
     for kind, key in keys.items():
@@ -386,3 +429,9 @@ def _with_media(talk: Talk, record: dict[str, Any]) -> tuple[Talk, tuple[str, ..
                 f"(<{kind}>, or a part of type {kind} that names none)"
             )
     return Talk(messages, talk.paths), tuple(keys.values())
+
+
+def _names_media(message: dict[str, Any]) -> bool:
+    """Whether parts of a message are no texts."""
+    content = message.get("content")
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") != "text" for part in content)

@@ -19,8 +19,9 @@ from typing import Any
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
 LEARNED_ROLES = ("assistant",)
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
-_MEDIA = {"image", "img", "picture", "photo", "frame", "video", "audio", "sound", "speech"}
-"""Words, without their s, of keys that name what is seen or heard beside the text."""
+_SEEN = set("image img picture photo frame video jpg jpeg png webp".split())
+"""Words, without their s, of keys that name what is seen beside the text."""
+_HEARD = {"audio", "sound", "speech"}
 _DESCRIBING = set(
     "id count size width height length len hash type format score date md5 sha1 sha256 sha512 language lang".split()
 )
@@ -28,15 +29,21 @@ _DESCRIBING = set(
 _METADATA = set(
     "added attr attribute author byte categorie category char character charset checksum commit confidence config "
     "copyright country crawl crawled created creator dataset datetime day difficulty digest dir directory domain dump "
-    "encoding ext extension extra fetched file filename filepath fingerprint fork fraction genre guid head hexsha host "
-    "idx index info issue key keyword kind level licence license like line link locale meta metadata mime modified "
-    "month name num number origin owner path perplexity ppl prob probability propertie provenance published publisher "
-    "quality rank rating ratio region repo repository retrieved revision script sha shard site snapshot source split "
-    "src star stat subset tag time timestamp title topic toxicity uid updated uri url username uuid version view vote "
-    "warc website year".split()
+    "encoding exif ext extension extra fetched file filename filepath fingerprint fork fraction genre guid head hexsha "
+    "host idx index info issue key keyword kind level licence license like line link locale meta metadata mime "
+    "modified month name nsfw num number origin owner path perplexity ppl prob probability propertie provenance "
+    "published publisher punsafe pwatermark quality rank rating ratio region repo repository retrieved revision script "
+    "sha shard similarity site snapshot source split src star stat statu subset tag time timestamp title topic "
+    "toxicity uid updated uri url username uuid version view vote warc website year".split()
 )
 """Last words, without their s, of keys of plain metadata, where no word of content stands before them."""
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
+_IMAGES = "names an image or a video"
+_TAKEN = (
+    "A build with --image-root takes images as `image` or `images`, and videos alike, beside a text or messages with a "
+    "user"
+)
+"""Where to write what such a key names."""
 
 
 class RecordError(ValueError):
@@ -159,7 +166,10 @@ class RecordRules:
         if lost:
             keys = [key for key in found if key in lost]
             told = "; ".join(f"`{key}` {lost[key]} and would be lost" for key in keys)
-            raise RecordError(f"{where and f'{where}: '}{told}. --ignore-keys {','.join(keys)} leaves it out")
+            others = [key for key in keys if lost[key] != _IMAGES]
+            advice = [f"--ignore-keys {','.join(others)} leaves it out"] if others else []
+            advice += [_TAKEN] if len(others) < len(keys) else []
+            raise RecordError(f"{where and f'{where}: '}{told}. {'. '.join(advice)}")
 
 
 FOR_PROMPTS = RecordRules(media=True, ignore_keys=("*",), context_roles=("*",), ignore_weights=True, asks=True)
@@ -175,8 +185,10 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
     counts = singular[0] in _METADATA_BEGINNINGS
     if singular[-1] in _DESCRIBING or (counts and is_number):
         return None
-    if not _MEDIA.isdisjoint(singular):
-        return "names an image, a video or a sound"
+    if not _SEEN.isdisjoint(singular):
+        return _IMAGES
+    if not _HEARD.isdisjoint(singular):
+        return "names a sound"
     if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in ignored):
         return None
     return "is unknown"
@@ -252,7 +264,7 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
     if not rules.media:
         raise RecordError(
             f"`{where}` is of type {kind}: this build makes text datasets, images need the vision build "
-            "(--image-root, --image-rules or another flag for images)"
+            "(--image-root or another flag for images)"
         )
     # nulls are what Parquet fills in for absent keys
     given = {key: part[key] for key in (*MEDIA_SOURCES, kind, *LINKS) if part.get(key) is not None}

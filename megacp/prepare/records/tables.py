@@ -2,7 +2,8 @@
 
 They are the `Record`s and `Refusal`s that JSONL gives. In a table a row is a record, columns are its keys, and what is
 null is absent. In a tar, members of one record follow each other and share their name up to the first dot of the last
-component: `.json` is the record, `.txt` its text, all others are images and videos that the record names.
+component: `.json` is the record, `.txt` its text, all others are images and videos that the record names. One beside a
+text or a caption that names none belongs to it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,12 @@ from megacp.prepare.records.record import Record, RecordError, Refusal, decode_j
 _ROWS = 16
 """Rows of a table that become Python values at a time."""
 _TEXTS = ("txt", "text")
+_SEEN = {
+    "image": ("avif", "bmp", "gif", "jpeg", "jpg", "png", "tif", "tiff", "webp"),
+    "video": ("avi", "mkv", "mov", "mp4", "webm"),
+}
+_NAMING = ("image", "images", "video", "videos", "branches")
+"""Keys of a record that may say by themselves where its members stand."""
 _TAR_BLOCK = 512
 
 
@@ -121,6 +128,11 @@ def _key(member: tarfile.TarInfo) -> str:
     return str(name.with_name(name.name.partition(".")[0] or name.name))
 
 
+def _extension(name: str) -> str:
+    """What a member is, by its last extension: `a.b.jpg` is a jpg."""
+    return PurePosixPath(name).suffix.removeprefix(".").lower()
+
+
 def _tar_record(
     path: str,
     number: int,
@@ -130,19 +142,20 @@ def _tar_record(
     limit: int,
     media: bool,
 ) -> Record | Refusal:
-    """The record of some members: its JSON and texts by extension, all others by whole name."""
+    """The record of some members: its JSON and texts by what follows their last dot, all others by whole name."""
     texts, others, size = dict[str, bytes](), dict[str, bytes](), sum(member.size for member in members)
     offset = members[0].offset
     try:
         for member in members:
-            what, extension = f"member {member.name!r}", PurePosixPath(member.name).name.partition(".")[2]
+            what, extension = f"member {member.name!r}", _extension(member.name)
             is_text = extension in ("json", *_TEXTS)
             if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
                 raise RecordError(f"{what} is named outside the archive")
             if not member.isfile():
                 raise RecordError(f"{what} is a link or a device, not a file")
             if extension in texts or member.name in others:
-                raise RecordError(f"{what} occurs twice")
+                same = f"members share their names up to the first dot, here {key!r}, as in webdataset"
+                raise RecordError(f"{what} is not the only .{extension} of its record: {same}")
             if not is_text and not media:
                 raise RecordError(f"{what} is no text: this build makes text datasets, images need the vision build")
             if size > limit:
@@ -158,6 +171,13 @@ def _tar_record(
                 if not isinstance(value, dict) or "text" in value:
                     raise RecordError(f"record {key!r} has its text in both .json and .{name}")
                 value["text"] = content_of.decode()
+                if value.get("caption") == value["text"]:  # img2dataset writes it twice
+                    del value["caption"]
+        seen = [(kind, name) for name in others for kind, of in _SEEN.items() if _extension(name) in of]
+        says = isinstance(value, dict) and not {"text", "caption"}.isdisjoint(value)
+        if says and len(seen) == 1 and value.keys().isdisjoint(_NAMING):
+            ((kind, name),) = seen
+            value[kind] = {"member": name}
     except UnicodeDecodeError as error:
         return Refusal(path, number, offset, f"record {key!r}: not UTF-8 at byte {error.start + 1} of its text")
     except RecordError as error:

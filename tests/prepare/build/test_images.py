@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +16,19 @@ from megacp.core.data.decoding import RulesDecoder, load_pixels
 from megacp.core.data.geometry import image_patches
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision_rules import VisionRules
 from megacp.prepare.build.unit import UnitBuilder
 from megacp.prepare.describe import statistics
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build import builds
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.prepare.media.test_qwen_geometry import SMALL
+from tests.prepare.records.test_read import write as write_table
+from tests.prepare.records.test_read import write_tar
 
 pytest.importorskip("av")
-RULES = dataclasses.replace(TINY, token_ids={})
+RULES, GIVEN = (dataclasses.replace(rules, token_ids={}) for rules in (TINY, SMALL))
 VISION: dict[str, Any] = {
     "image_rules": RULES,
     "seq_length": 512,
@@ -247,28 +249,42 @@ def test_a_text_that_spells_an_image_token_is_refused(tmp_path: Path) -> None:
     assert min(i for name, i in rules["token_ids"].items() if name != "image_patch") == tokenizer.vocab_size
 
 
+@pytest.mark.parametrize("rules", [RULES, GIVEN], ids=["molmo2", "qwen3_5"])
+def test_a_caption_is_learned_behind_its_image_from_every_container(tmp_path: Path, rules: VisionRules) -> None:
+    """Parquet as datasets writes it, a tar as img2dataset does, lines with an absolute path."""
+    (tmp_path / "a.jpg").write_bytes(encoded(noise(40, 20), "JPEG"))
+    picture = (tmp_path / "a.jpg").read_bytes()
+    parts = {"content": [{"type": "image", "path": "a.jpg"}, {"type": "text", "text": "A cat."}]}
+    (tmp_path / "parts.jsonl").write_text(json.dumps(parts))
+    (tmp_path / "path.jsonl").write_text(json.dumps({"image": str(tmp_path / "a.jpg"), "caption": "A cat."}))
+    write_table(tmp_path / "table.parquet", [{"image": {"bytes": picture, "path": None}, "text": "A cat."}])
+    told = {"caption": "A cat.", "url": "u", "status": "success", "error_message": None, "exif": "{}"}
+    members = [("1.v2.jpg", picture), ("1.v2.json", json.dumps(told).encode())]
+    write_tar(tmp_path / "json.tar", members)
+    write_tar(tmp_path / "both.tar", [*members, ("1.v2.txt", b"A cat.")])
+    found = []
+    for source in ("parts.jsonl", "path.jsonl", "table.parquet", "both.tar", "json.tar"):
+        output = tmp_path / f"of {source}"
+        builds.run([tmp_path / source], output, image_rules=rules, image_root=str(tmp_path), seq_length=512)
+        pack = PackedDataset(output).pack(0)
+        assert pack.weights is not None and pack.images is not None and pack.images.read(0) == picture
+        assert pack.tokens[pack.weights > 0].tolist() == [*b"A cat.", 256]
+        found.append((pack.tokens.tolist(), pack.weights.tolist(), pack.images.units.tolist()))
+    assert all(each == found[0] for each in found)
+
+
 def test_a_webdataset_tar_names_its_images_and_one_that_nobody_names_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.tar"
     picture = encoded(noise(20, 20))
     words = {"type": "text", "text": "a"}
     named = json.dumps({"content": [{"type": "image", "member": "png"}, words]}).encode()
     climbs = json.dumps({"content": [{"type": "image", "member": "../../secret.png"}]}).encode()
-    with tarfile.open(path, "w") as archive:
-        for name, data in {
-            "a/1.json": named,
-            "a/1.png": picture,
-            "a/2.txt": b"text",
-            "a/2.png": picture,
-            "a/3.json": climbs,
-            "a/3.png": picture,
-        }.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
+    members = {"1.json": named, "1.png": picture, "2.txt": b"text", "2.png": picture, "2.x.png": picture}
+    write_tar(path, [*members.items(), ("3.json", climbs), ("3.png", picture)])
     builds.run([path], tmp_path / "d", **VISION, on_error="skip")
     assert [row[:2] for row in units_of_records(PackedDataset(tmp_path / "d"))[0]] == [(picture, -1)]
     reasons = [json.loads(line)["reason"] for line in (tmp_path / "d/rejects.jsonl").read_text().splitlines()]
-    assert "does not name its member 'a/2.png'" in reasons[0] and "does not name its member 'a/3.png'" in reasons[1]
+    assert "does not name its member '2.png'" in reasons[0] and "does not name its member '3.png'" in reasons[1]
 
 
 @pytest.mark.parametrize("damage", ["units.npy", "images.bin", "shards_cp2.npy"])

@@ -42,6 +42,7 @@ def root(tmp_path: Path) -> Path:
 def expand(
     content: list[dict[str, Any]], root: Path | None, members: dict[str, bytes] | None = None, **changes: Any
 ) -> tuple[tuple[Part, ...], list[bytes]]:
+    content = [{k: v.replace("ROOT", str(root)) if isinstance(v, str) else v for k, v in p.items()} for p in content]
     pieces = parse_record({"content": content}, RecordRules(media=True)).prefix
     items: list[bytes] = []
     reader = MediaReader(dataclasses.replace(TINY, **changes), None if root is None else str(root))
@@ -53,6 +54,7 @@ def expand(
     [
         {"path": "sub/a.png"},
         {"image": "./sub//a.png"},
+        {"path": "ROOT/sub/a.png"},
         {"path": "in.png"},
         {"base64": base64.b64encode(PICTURE).decode()},
         {"base64": "data:image/png;base64," + base64.encodebytes(PICTURE).decode(), "path": None},
@@ -89,6 +91,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "climbing": ({"path": "../secret.png"}, r"`content\[0\].path` '../secret.png': the path climbs with `..`"),
     "climbing within": ({"path": "sub/../../secret.png"}, "climbs with `..`"),
     "absolute": ({"path": "/etc/passwd"}, "absolute"),
+    "absolute link": ({"path": "ROOT/out.png"}, "it is a URL or absolute"),
+    "absolute climbing": ({"path": "ROOT/../secret.png"}, "climbs with `..`"),
     "file url": ({"path": "file:///etc/passwd"}, "it is a URL or absolute, allowed are URLs below --image-urls"),
     "short file url": ({"path": "file:/etc/passwd"}, "it is a URL"),
     "web url": ({"path": "https://example.org/a.png"}, "it is a URL"),

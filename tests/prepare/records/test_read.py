@@ -168,7 +168,8 @@ def write_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_path: Path) -> None:
-    members = [("d/1.json", b'{"id": 1}'), ("d/1.txt", b"one"), ("d/2.json", b'{"text": "two"}'), ("d/3.txt", b"3")]
+    twice = b'{"id": 1, "caption": "one"}'  # as img2dataset has it
+    members = [("d/1.json", twice), ("d/1.txt", b"one"), ("d/2.json", b'{"text": "two"}'), ("d/3.v2.TXT", b"3")]
     path = write_tar(tmp_path / "a.tar", members)
     records, refusals = read(path)
     assert [r.value for r in records] == [{"id": 1, "text": "one"}, {"text": "two"}, {"text": "3"}] and not refusals
@@ -193,6 +194,7 @@ def test_members_of_one_name_in_a_tar_are_one_record_and_a_cut_one_is_told(tmp_p
         ([("1.json", b"{")], "column 2"),
         ([("1.txt", b"\xff")], "byte 1"),
         ([("1.txt", b"x"), ("1.txt", b"y")], "1.txt"),
+        ([("1.a.txt", b"x"), ("1.b.txt", b"y")], "'1.b.txt' is not the only .txt"),
         ([("1.json", b'{"text": "x"}'), ("1.txt", b"y")], ".txt"),
         ([("1.txt", b"x" * 300)], "--max-record-bytes 200"),
     ],

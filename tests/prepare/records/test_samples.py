@@ -93,6 +93,11 @@ def test_branches_continue_the_record_which_itself_does_not_end() -> None:
         ),
         ({"conversations": [TURNS[0], {**TURNS[1], "weight": 0.5}]}, [ASK, {**TELL, "weight": 0.5}]),
         ({"prompt": [ASK], "completion": [TELL]}, [ASK, TELL]),
+        (
+            {"instruction": "Q", "input": "x", "output": "A", "history": [["Q", "A"]], "system": "S"},
+            [{"role": "system", "content": "S"}, ASK, TELL, {**ASK, "content": "Q\nx"}, TELL],
+        ),
+        ({"instruction": "Q", "output": "A", "history": [], "system": ""}, [ASK, TELL]),
         ({"prompt": [ASK, TELL, ASK], "completion": [TELL]}, [ASK, {**TELL, "weight": 0}, ASK, TELL]),
         ({"prompt": [ASK, {**TELL, "weight": None}], "completion": [TELL]}, [ASK, {**TELL, "weight": 0}, TELL]),
     ],
@@ -154,6 +159,34 @@ def test_images_stand_where_a_text_leaves_a_place_for_them(named: dict[str, Any]
     assert shown(found) == shown(expected)
 
 
+@pytest.mark.parametrize(
+    ("record", "placed"),
+    [
+        ({"image": "a", "text": "x"}, {"text": "<image>x"}),
+        ({"images": ["a", b"y"], "text": "x", "weight": 2}, {"text": "<image><image>x"}),
+        ({"image": {"bytes": b"y", "path": "a"}, "caption": "x"}, {"caption": "<image>x"}),
+        ({"image": "a", "content": [X]}, {"content": [{"type": "text", "text": "<image>x"}]}),
+        ({"video": "v", "caption": "x"}, {"caption": "<video>x"}),
+        ({"image": "a", "prompt": "Q", "completion": "A"}, {"prompt": "<image>Q"}),
+        ({"image": "a", "conversations": TURNS}, {"conversations": [{**TURNS[0], "value": "<image>\nQ"}, TURNS[1]]}),
+        ({"images": ["a", "b"], "messages": [TELL, ASK]}, {"messages": [TELL, {**ASK, "content": "<image><image>Q"}]}),
+    ],
+)
+def test_images_without_a_place_stand_at_the_beginning_of_what_is_asked(record: Any, placed: Any) -> None:
+    """For LLaVA with a newline behind each, as its own code has it."""
+    pieces = parse_record(record, IMAGES).prefix
+    assert pieces == parse_record({**record, **placed}, IMAGES).prefix and any(piece.media for piece in pieces)
+    with pytest.raises(RecordError, match="names an image or a video .*--image-root"):
+        parse_record(record)
+
+
+def test_a_caption_is_learned_around_its_images() -> None:
+    found = parse_record({"image": "a", "text": "x<image>x"}, IMAGES).prefix
+    assert [(piece.text, piece.weight) for piece in found] == [("x", 1), (None, 0), ("x", 1), (None, 1)]
+    written = parse_record({"image": "a", "prompt": "Q", "completion": "A"}, IMAGES).prefix
+    assert [(piece.text, piece.weight) for piece in written] == [(None, 0), ("Q", 0), ("A", 1), (None, 1)]
+
+
 @pytest.mark.parametrize("text", ["<image>\nWhat is shown?", "What is shown?\n<image>", "<image> What?"])
 @pytest.mark.parametrize("images", [{}, {"images": []}, {"image": None}])
 def test_a_place_for_an_image_that_nothing_names_is_refused_where_images_may_be(text: str, images: Any) -> None:
@@ -169,7 +202,7 @@ def test_a_place_for_an_image_that_nothing_names_is_refused_where_images_may_be(
 def test_every_example_of_the_page_is_a_record_that_teaches() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
     examples = re.findall(r"^\|[^|]*\| `(\{.*\})` \|[^|]*\|$", page, re.MULTILINE)
-    assert len(examples) == 8
+    assert len(examples) == 10
     for example in examples:
         pieces = parse_record(json.loads(example), IMAGES).prefix
         assert any(piece.text and piece.weight for piece in pieces)
@@ -184,6 +217,8 @@ METADATA: list[dict[str, Any]] = [
     {"hexsha": "1", "ext": "py", "max_stars_repo_path": "p", "max_stars_repo_licenses": ["MIT"], "lang": "Py"},
     {"title": "t", "timestamp": "2019", "__key__": "1", "__url__": "u", "__index_level_0__": 3},
     {"image_id": 17, "imageId": "a7", "content_hash": "ab"},
+    {"key": "0001", "status": "success", "error_message": None, "original_width": 3, "exif": "{}", "sha256": "ab"},
+    {"similarity": 0.3, "punsafe": 0.1, "pwatermark": 0.2, "NSFW": "UNLIKELY", "LICENSE": "?"},
     {"images": [], "tools": None, "system": "", "reasoning_content": {}, "anything": None},
 ]
 LOST = {
@@ -202,13 +237,15 @@ def test_ordinary_metadata_may_stand_beside_the_text() -> None:
 @pytest.mark.parametrize("key", LOST)
 def test_a_key_that_would_be_lost_is_refused_unless_it_is_named(key: str) -> None:
     for record in ({"text": "see <image>"}, {"messages": [TELL]}):
-        with pytest.raises(RecordError, match=f"`{key}` .*--ignore-keys {key} "):
+        advice = "--image-root" if re.match("image|video", key) else f"--ignore-keys {key} "
+        with pytest.raises(RecordError, match=f"`{key}` .*{advice}") as refused:
             parse_record({**record, key: LOST[key]})
+        assert ("--ignore-keys" in str(refused.value)) == (advice != "--image-root")  # it would throw the image away
         assert parse_record({**record, key: LOST[key]}, RecordRules(ignore_keys=(key,))) == parse_record(record)
 
 
 def test_all_keys_that_would_be_lost_are_told_and_a_pattern_covers_all_but_images() -> None:
-    with pytest.raises(RecordError, match="--ignore-keys summary,images,zzz leaves it out"):
+    with pytest.raises(RecordError, match="--ignore-keys summary,zzz leaves it out"):
         parse_record({"text": "a", "summary": "s", "images": ["a"], "zzz": 1})
     pattern = RecordRules(ignore_keys=("my_*",))
     assert parse_record({"text": "a", "my_note": "s"}, pattern).prefix == (SamplePart("a", 1.0), END)
@@ -244,7 +281,7 @@ def test_a_record_that_is_asked_may_have_any_metadata_but_nothing_that_would_be_
     sample = parse_record({"text": "a", "branches": [{"text": "b", "weight": 0}]}, FOR_PROMPTS)
     assert sample.branches == ((SamplePart("b", 1.0), END),)
     with pytest.raises(RecordError):
-        parse_record({"text": "a", "images": ["b.png"]}, FOR_PROMPTS)
+        parse_record({"text": "a", "photos": ["b.png"]}, FOR_PROMPTS)
 
 
 PLACE = [{**ASK, "content": "<image>"}, TELL]
@@ -274,7 +311,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"text": "x", "branches": ["a", ""]}, "`branches[1]`"),
     ({"text": "x", "branches": [{"text": "a", "weight": -1}]}, "`branches[0].weight`"),
     ({"text": "x", "branches": [{"no": 1}]}, "branches[0] needs"),
-    ({"text": "x", "branches": ["b", {"text": "c", "images": ["x"]}]}, "`branches[1]`: `images`"),
+    ({"text": "x", "branches": ["b", {"text": "c", "photos": ["x"]}]}, "`branches[1]`: `photos`"),
     ({"text": "x", "conversations": TURNS}, "`text` and `conversations`"),
     ({"instruction": "a", "output": "b", "prompt": "a", "completion": "b"}, "`prompt` with `completion` and"),
     ({"prompt": "a"}, "`prompt`"),
@@ -283,14 +320,14 @@ REFUSED: list[tuple[Any, str]] = [
     ({"prompt": "a", "completion": ""}, "`completion`"),
     ({"instruction": "", "output": "b"}, "`instruction`"),
     ({"instruction": "a", "input": 3, "output": "b"}, "`input`"),
-    ({"instruction": "a", "output": "b", "history": [["x", "y"]]}, "`history`"),
+    ({"instruction": "a", "output": "b", "history": [["x"]]}, "`history`"),
     ({"conversations": "x"}, "`conversations`"),
     ({"conversations": [{"from": "gpt"}]}, "`conversations[0]`"),
     ({"conversations": [{"from": "function_call", "value": "x"}]}, "`conversations[0].value` is a string and no JSON"),
     ({"conversations": [{"from": "function_call", "value": "[3]"}]}, "must be a call with `name`"),
     ({"conversations": [{**TURNS[0], "loss": False}, TURNS[1]]}, "`conversations[0]`: `loss`"),
     ({"conversations": [{"from": "system", "value": "S"}], "system": "T"}, "`system` and `conversations[0]`"),
-    ({"images": ["a"], "messages": [ASK, TELL]}, "`images`"),
+    ({"images": ["a"], "messages": [TELL]}, "`images`"),
     ({"images": ["a", "b"], "messages": PLACE}, "`images` names 2"),
     ({"image": "a", "images": ["b"], "messages": PLACE}, "`image` and `images`"),
     ({"image": {"bytes": None, "path": None}, "messages": PLACE}, "`messages[0].content[0].image`"),

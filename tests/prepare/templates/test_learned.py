@@ -69,6 +69,11 @@ def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, 
     assert written(ASK, TELL, ASK, TELL)[1:] == ([answer, answer], before)
     assert written(ASK, CALL, RESULT, TELL)[1:] == ([call, answer], before)
     assert written(ASK, {**TELL, "reasoning_content": "Hm."})[1:] == ([thinking], "")
+    assert written({**ASK, "role": "developer"}, ASK, TELL)[1] == [answer]  # the system, where a template has no such
+    if name.startswith("qwen3_"):
+        assert written({**TELL, "weight": 0}, ASK, TELL)[1] == [answer]
+    else:
+        assert written(TELL, ASK, TELL)[1] == [answer, answer]
     asked = template_of(text, tokenizer, "2026-01-31", before or "").render([ASK], prompt=True).text
     assert written(ASK, TELL) == (asked + answer, [answer], before)
 
