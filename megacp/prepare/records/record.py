@@ -252,7 +252,7 @@ def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) ->
     if not rules.media:
         raise RecordError(
             f"`{where}` is of type {kind}: this build makes text datasets, images need the vision build "
-            "(--image-root, --image-rules or another flag for images)"
+            "(--image-root, --max-crops-per-pack or another flag for images)"
         )
     # nulls are what Parquet fills in for absent keys
     given = {key: part[key] for key in (*MEDIA_SOURCES, kind, *LINKS) if part.get(key) is not None}
