@@ -33,7 +33,7 @@ from megacp.core.checkpoint.agree import reason_of
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
-from megacp.core.config.cli import given_flags, given_names, parse
+from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, ProcessGrid
@@ -140,6 +140,8 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         with ends_with_its_reader():
             _show_help(arguments)
         raise SystemExit(0)
+    if "--version" in arguments:
+        OneLineParser().parse_args(["--version"])
     if world.size == 1:
         return parse(arguments)
     told = io.StringIO()

@@ -35,6 +35,13 @@ NOT_INSTALLED = {"fla": {"fla-core"}}
 """Distributions of names where the tests have none."""
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_says_its_version(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(COMMANDS[name][0]).main(["--version"])
+    assert not end.value.code and capsys.readouterr().out.startswith("megacp ")
+
+
 def packaging() -> dict[str, Any]:
     """The tables of setup.py: EXTRAS, COMMANDS, and install_requires."""
     tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))

@@ -33,14 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     import torch
 
+    from megacp.core.config.cli import OneLineParser
     from megacp.verify.gpu_report import check, parts
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="folder for report.json and report.md")
-    parser.add_argument("--minutes", type=float, default=7.0, help="parts that would begin later are left out")
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="of the report (gpu_report)")
+    parser.add_argument("--minutes", type=float, default=7.0, help="parts that would begin later are left out (7)")
     parser.add_argument("--dry-run", action="store_true", help="print what would run; needs no GPU")
     parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu runs small sizes: a check of this file"
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cpu runs small sizes: a check of this file (cuda)"
     )
     options = parser.parse_args(arguments)
     if options.dry_run:

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megacp.core.config.cli import OneLineParser
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
@@ -42,7 +43,7 @@ from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; ends with one message that holds all their faults."""
-    parser = argparse.ArgumentParser(description="Sample from a checkpoint that any grid wrote.")
+    parser = OneLineParser(description="Sample from a checkpoint that any grid wrote.")
     add = parser.add_argument
     add("--checkpoint", required=True, metavar="DIR", help="--save directory of a run, or one step of it")
     add("--tokenizer", metavar="KIND_OR_PATH", help="as given to preprocess_data.py build (default: the run's own)")
@@ -56,9 +57,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     add("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
     add("--image-root", metavar="DIR", help="directory that paths in --input are relative to")
-    add("--max-new-tokens", type=int, default=64, metavar="N")
-    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (default)")
-    add("--seed", type=int, default=0, metavar="N", help="of the sampling")
+    add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of an answer at most (64)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
+    add("--seed", type=int, default=0, metavar="N", help="of the sampling (0)")
     arguments, reasons = parser.parse_args(argv), []
     if [bool(arguments.prompt), arguments.chat, arguments.input is not None].count(True) != 1:
         reasons.append("give one of --prompt, --chat and --input")
@@ -124,7 +125,11 @@ class Session:
         try:
             generator = self.generator = Generator(arguments.checkpoint)
         except ValueError as error:  # the loader of runs says --load
-            raise ValueError(str(error).replace("--load ", "--checkpoint ")) from error
+            told, folder = str(error).replace("--load ", "--checkpoint "), Path(arguments.checkpoint)
+            if (folder / "config.json").is_file():
+                way = f"tools/convert_checkpoint.py --from hf --to megacp --input {folder} --output DIR makes one"
+                told += f"; of this Hugging Face folder {way}, as training with --load-hf does"
+            raise ValueError(told) from error
         progress, rows, name = generator.progress, generator.config.model.embedding_rows, arguments.tokenizer
         if name is None:
             folder, data_path = Path(str(generator.path)).parent, generator.config.data.data_path

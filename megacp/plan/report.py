@@ -128,7 +128,9 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     for stage, of_stage in enumerate(terms):
         rows.append([str(stage), *(human_bytes(getattr(of_stage, name)) for name in names)])
     fullest = max(range(len(terms)), key=lambda stage: terms[stage].total)
-    peaks = ", ".join(f"{phase} {human_bytes(count)}" for phase, count in terms[fullest].peaks.items())
+    full = terms[fullest]
+    phases = {name: count for name, count in full.peaks.items() if name != "vision" or full.vision}
+    peaks = ", ".join(f"{phase} {human_bytes(count)}" for phase, count in phases.items())
     granularity = config.training.recompute_granularity
     title = f"Memory of one rank (estimate; recompute {granularity}; total: its largest phase, not the sum)"
     return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"

@@ -49,7 +49,8 @@ _token_ids.__name__ = "NAME=ID with commas between"
 _INTS, _FLOATS = _numbers(int), _numbers(float)
 
 
-def _parser() -> argparse.ArgumentParser:
+def arguments_parser() -> argparse.ArgumentParser:
+    """The commands and their flags."""
     parser = OneLineParser(
         description="Make packed datasets from text, images and videos, and look into them.",
         epilog=EXAMPLES,
@@ -132,7 +133,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--max-crops-per-pack", "second budget of a pack: image crops (none)", {"type": int, "metavar": "N"}),
         (
             "--cp-degrees",
-            "context-parallel sizes planned for",
+            "context-parallel sizes planned for (1,2,4,8,16)",
             {"type": _INTS, "default": "1,2,4,8,16", "metavar": "A,B"},
         ),
     ],
@@ -321,7 +322,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
-    args = _parser().parse_args(argv)
+    args = arguments_parser().parse_args(argv)
     from megacp.prepare.build.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megacp.core.config.blend import shown_path
-from megacp.core.config.cli import given_flags, parse
+from megacp.core.config.cli import OneLineParser, given_flags, parse
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.loader import DataRank
@@ -39,7 +39,7 @@ def _count(text: str) -> int:
 
 def _arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     about = "Train a layout on random packs and compare it with one process; also takes all flags of megacp.train."
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser = OneLineParser(description=about, allow_abbrev=False)
     parser.add_argument("--nproc", type=_count, metavar="N", help="ranks to start here (default: tp x pp x cp)")
     parser.add_argument("--mask", choices=MASKS, help="of random packs (--attention-mask; mixed with a vision tower)")
     parser.add_argument("--model", choices=list(MODELS), help="sizes by name (default: tiny_llm, or those of --config)")

@@ -5,11 +5,12 @@ python tools/plot_log.py --log out/checkpoints/log.jsonl --output out/loss.png
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from megacp.core.config.cli import OneLineParser
 
 
 def read_curves(path: Path) -> dict[str, dict[int, float]]:
@@ -31,7 +32,7 @@ def read_curves(path: Path) -> dict[str, dict[int, float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, read, draw; exit status 2 with one message on bad input."""
-    parser = argparse.ArgumentParser(description="Draw the loss curve of a run from its JSONL log.")
+    parser = OneLineParser(description="Draw the loss curve of a run from its JSONL log.")
     parser.add_argument("--log", type=Path, required=True, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     parser.add_argument("--mark", type=int, action="append", default=[], metavar="STEP", help="where a run was resumed")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
+import re
 import sys
 import types
 import typing
@@ -20,6 +22,8 @@ from megacp.core.config.checks import check, require
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml, to_yaml, values_of_file
+from megacp.huggingface import convert_command
+from megacp.prepare import command as prepare_command
 
 
 def test_flags_are_megatrons_and_flat() -> None:
@@ -67,6 +71,7 @@ def test_every_field_can_be_given_as_a_flag() -> None:
         (["--sequence-lenth", "8", "--lr", "1"], "unknown flag --sequence-lenth, did you mean --seq-length?"),
         (["--lr", "1", "--tensor-model-parallel", "2"], "did you mean --tensor-model-parallel-size?"),
         (["--no-lr", "--xyzzy"], "unknown flag --xyzzy"),
+        (["--learning-rate=1e-5", "--output_dir", "a"], "--lr?\nunknown flag --output_dir, did you mean --save?"),
         (["--config"], "--config needs the path"),
         (["--seed", "1", "--config", "--lr", "2"], "--config needs the path"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
@@ -76,6 +81,25 @@ def test_an_unknown_flag_and_a_missing_file_are_refused(argv: list[str], told: s
     with pytest.raises(ValueError) as error:
         parse(argv)
     assert told in str(error.value)
+
+
+def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() -> None:
+    others = (
+        "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
+    )
+    undeclared = "config help-all fake image video vision"  # by no literal; the last is a word before several
+    actions = [a for made in (prepare_command, convert_command) for a in made.arguments_parser()._actions]
+    for action in actions:  # which grows by those of the commands below a command
+        if isinstance(action, argparse._SubParsersAction):
+            actions += [own for command in action.choices.values() for own in command._actions]
+    real = {*others.split(), *undeclared.split(), *(name[2:] for action in actions for name in action.option_strings)}
+    real |= {flag(f"{no}{name}")[2:] for name in fields() for no in ("", "no_")}
+    root = Path(__file__).resolve().parents[2]
+    text = "".join(path.read_text() for room in ("megacp", "tools", "bench") for path in (root / room).rglob("*.py"))
+    real |= {*re.findall(r'\badd(?:_argument)?\(\s*"--([a-z-]+)"', text)}
+    assert {*re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)} - real == set()
+    having = [action for action in actions if action.default not in (None, False, (), argparse.SUPPRESS)]
+    assert [action for action in having if not re.search(r"default|\(", str(action.help))] == []
 
 
 @pytest.mark.parametrize("argv", [["--num-layers", "two"], ["--cp-layout", "spiral"], ["--add-qkv-bias", "true"]])

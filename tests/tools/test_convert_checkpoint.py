@@ -23,6 +23,7 @@ from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf
 from megacp.huggingface.convert.verify import compare, logits_of, rows_for, tensor_differences
 from megacp.huggingface.convert_command import main
+from megacp.train import main as train
 from megacp.verify.parity import MODELS as OURS
 from tests.checkpoint.saves import save_checkpoint
 from tests.huggingface.convert.models import MODELS, save
@@ -222,8 +223,26 @@ DAMAGE: list[tuple[dict[str, Any], str]] = [
     ({NORM: None}, f"{NORM} is missing"),
     ({"model.extra": torch.zeros(2)}, "model.extra is unexpected"),
     ({TABLE: torch.zeros(104, 48)}, f"{TABLE} has shape (104, 48), the config says (97, 48)"),
-    ({NORM: torch.ones(48).bfloat16()}, "final_norm.weight bfloat16): choose one with --dtype"),
+    ({NORM: torch.ones(48).half()}, "final_norm.weight float16): choose one with --dtype"),
 ]
+
+
+def test_a_folder_of_two_dtypes_takes_that_of_its_config_as_the_library_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("llama 2", tmp_path / "a", torch.bfloat16)
+    mixed = {**tensors_of(tmp_path / "a"), NORM: torch.linspace(0.5, 1.5, 48)}
+    safetensors.save_file(mixed, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    config = tmp_path / "a" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "_model_name_or_path": "b"}))
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    library = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto").state_dict()
+    assert torch.equal(tensors_of(tmp_path / "b")[NORM], library[NORM])
+    assert train(["--load-hf", str(tmp_path / "a"), "--dry-run", "--train-iters", "1", "--seq-length", "64"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("_model_name_or_path") == told.count("become bfloat16") == 2 and ", bfloat16\n" in told
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "c", "--dtype", "float32") == 0
+    assert "become" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("other", "message"), DAMAGE, ids=["missing", "unexpected", "padded", "another dtype"])

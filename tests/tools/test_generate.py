@@ -137,6 +137,7 @@ def test_what_cannot_be_answered_ends_with_one_message(
     more_of_input = ["--image-root", folder, "--output", tmp_path / "o.jsonl"]
     (tmp_path / "broken.png").write_bytes(b"nothing")
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "long").write_text("\n" + json.dumps({"text": "a" * 300, "branches": ["b"]}) + "\n")
     for checkpoint, more, named in [
         ("seeing", ["--input", bad], "bad.jsonl:2: `messages[0].content[0].path` 'c.png'"),
@@ -144,6 +145,7 @@ def test_what_cannot_be_answered_ends_with_one_message(
         ("seeing", ["--input", tmp_path / "none"], f"--input {tmp_path}/none: "),
         ("seeing", ["--input", tmp_path / "empty"], f"--input {tmp_path}/empty "),
         ("seeing", ["--input", tmp_path / "long"], f"--input {tmp_path}/long:2: 3"),
+        (str(tmp_path), ["--prompt", "a"], f"--from hf --to megacp --input {tmp_path} "),
         ("none", ["--prompt", "a"], f"--checkpoint {folder / 'none'}: "),
         ("seeing", ["--prompt", ""], "--prompt '': "),
         ("seeing", ["--prompt", "a", "--image", tmp_path / "none.png"], f"--image {tmp_path}/none.png: "),

@@ -102,6 +102,9 @@ def test_what_is_wrong_with_the_datasets_of_a_blend_is_told_before_the_run(tmp_p
     write_dataset(tmp_path / "pointing", [random_packs(np.random.default_rng(1), 4)], pad_multiple=4)
     with pytest.raises(ValueError, match="--data-path .*captions: .*manifest.json: no such file"):
         open_sources(with_values(RunConfig(), base))
+    (tmp_path / "chats.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"--data-path .*preprocess_data.py build --input .*chats\.jsonl"):
+        open_sources(with_values(RunConfig(), {**base, "data_path": str(tmp_path / "chats.jsonl")}))
     with pytest.raises(ValueError, match=r"--data-path: .*text was built with another --pad-multiple than .* \(1, not"):
         open_sources(with_values(RunConfig(), {**base, "data_path": words[2:]}))
 

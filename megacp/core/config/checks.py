@@ -284,7 +284,7 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
         try:
             if name == "--load-hf" and is_url(path):
                 yield f"{name} {path}: is a URL, a local directory is needed"
-            elif not (place_of(path) / inside if inside else place_of(path)).exists():
+            elif not (place_of(path) / inside if inside else place_of(path)).exists() and not Path(path).is_file():
                 yield f"{name} {path}: " + (f"holds no {inside}" if inside else "does not exist")
         except ValueError as error:
             yield f"{name} {error}"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from megacp import __version__
 from megacp.core.config.run import RunConfig, fields, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
 
@@ -21,7 +22,11 @@ _DESCRIPTION = (
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """An argument parser of other commands, that prints no usage with its errors."""
+    """An argument parser of other commands, that prints no usage with its errors and has `--version`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.add_argument("--version", action="version", version=f"megacp {__version__}", help="print the version")
 
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` and exit 2."""

@@ -110,9 +110,22 @@ def _values(content: Any, source: str) -> dict[str, Value]:
     return values
 
 
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "output_dir": "save",
+    "max_steps": "train_iters",
+    "gradient_accumulation_steps": "global_batch_size",
+    "bf16": "dtype",
+    "model_name_or_path": "load_hf",
+    "gradient_checkpointing": "recompute_granularity",
+    "cutoff_len": "seq_length",
+}
+"""Flags of TRL, transformers and LLaMA-Factory that are spelled quite otherwise here."""
+
+
 def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
     """`, did you mean ...?` for the closest of `names`, or nothing when none is close."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, list(names), 1, 0.5)
     return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
 
 

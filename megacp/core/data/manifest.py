@@ -155,6 +155,9 @@ class DatasetManifest:
             own["sources"], own["cp_degrees"] = tuple(own["sources"]), tuple(own["cp_degrees"])
             return DatasetManifest(**own)
         except (FileNotFoundError, NotADirectoryError) as error:
+            if Path(str(directory)).is_file():
+                way = f"tools/preprocess_data.py build --input {directory} --output DIR ... makes one of records"
+                raise ValueError(f"{directory}: is a file, a dataset's folder is needed; {way}") from error
             raise ValueError(
                 f"{path}: no such file; a finished dataset has one (was the build, or the upload, interrupted?)"
             ) from error

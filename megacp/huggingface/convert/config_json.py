@@ -1,13 +1,16 @@
 """A config.json being read: each field by its dotted path, every fault gathered, and what nobody asked for refused.
 
 A field that no family reads is refused by its name. Otherwise a sliding window or a scaled rotary embedding would be
-lost in silence.
+lost in silence. One that the library's own code does not name either changes nothing there: it is told and left out.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 Values = dict[str, Any]
@@ -70,14 +73,27 @@ def same(value: Any, other: Any) -> bool:
 LAYER_TYPES = ("sliding_attention", "full_attention")
 
 
+def library_source(model_type: str) -> str:
+    """The library's code that reads a config of this type; empty where it is not installed.
+
+    More than the fields of its class: modules ask configs for others too, such as `getattr(config, "head_dim", None)`.
+    """
+    spec = importlib.util.find_spec("transformers")
+    root = Path(spec.origin or "").parent if spec is not None else Path("transformers")
+    own = [*root.glob(f"models/{model_type.removesuffix('_text')}/*.py")]
+    shared = [*root.glob("*.py"), *root.glob("integrations/*attention*.py")]
+    return "\n".join(path.read_text(encoding="utf-8") for path in (*own, *shared)) if own else ""
+
+
 class ConfigJson:
-    """The fields of a config; `faults` gathers what is wrong with those that were read."""
+    """The fields of a config; `faults` gathers what is wrong with them, `left_out` those that say nothing."""
 
     def __init__(self, content: Mapping[str, Any], sections: Sequence[str] = ()) -> None:
         """`sections`: names of the objects inside whose fields are read too. ValueError when one is no object."""
         self._content, self._sections = content, sections
         self._seen: set[str] = set()
         self.faults: list[str] = []
+        self.left_out: list[str] = []
         for name in sections:
             if not isinstance(content.get(name) or {}, Mapping):
                 raise ValueError(f"config.json: {name} is no object")
@@ -201,8 +217,9 @@ class ConfigJson:
         self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
         return values
 
-    def refuse_unknown(self, harmless: Collection[str]) -> None:
-        """Faults for fields that nobody read and that may change the model."""
+    def refuse_unknown(self, harmless: Collection[str], model_type: str) -> None:
+        """Faults for fields that nobody read and that may change the model of the library."""
+        library = ""
         paths = list(self._content.items())
         for section in self._sections:
             paths += [(f"{section}.{key}", value) for key, value in (self._content.get(section) or {}).items()]
@@ -210,7 +227,14 @@ class ConfigJson:
             key = self._last(path)
             seen = path in self._seen or path in self._sections or key in harmless or key in GENERAL
             silent = value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key]))
-            if not seen and not silent:
+            if seen or silent:
+                continue
+            # code that comes with the weights may read what the library does not
+            if key not in SILENT and "auto_map" not in self._content:
+                library = library or library_source(model_type)
+            if library and key not in SILENT and not re.search(rf"\b{re.escape(key)}\b", library):
+                self.left_out.append(path)
+            else:
                 self.faults.append(f"{path} is not known, so it may change the model (if it does not, take it out)")
 
 

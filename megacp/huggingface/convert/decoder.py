@@ -470,13 +470,18 @@ class Family:
     token_fields: Mapping[str, str] = field(default_factory=dict)
     """Ids of image tokens that stand in the config, by the names of the image rules."""
 
-    def values(self, content: Mapping[str, Any]) -> Values:
-        """Our flags from a config.json. ValueError lists fields at fault and those not known."""
+    def values(self, content: Mapping[str, Any], left_out: list[str] | None = None) -> Values:
+        """Our flags from a config.json; `left_out` is filled with fields that change nothing in the library.
+
+        ValueError lists fields at fault and those not known.
+        """
         config = ConfigJson(self.native(content), self.sections)
         values = self.from_hf(config)
-        config.refuse_unknown(self.harmless)
+        config.refuse_unknown(self.harmless, self.name)
         if config.faults:
             raise ValueError("config.json: " + "; ".join(config.faults))
+        if left_out is not None:
+            left_out += config.left_out
         return values
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.models.build import DTYPES
 from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
@@ -271,6 +272,10 @@ def convert(request: Request, world: Axis) -> None:
 def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
     if loaded.pairs is not None:
         print(f"folded into the weights: {loaded.pairs}")
+    for note in loaded.notes(request.dtype is not None):
+        print(note)
+    if request.dtype is None and loaded.settled_dtype is not None:
+        request = dataclasses.replace(request, dtype=DTYPES[loaded.settled_dtype])
     if request.target == "hf" and loaded.checkpoint is not None:
         folder, expected = loaded.folder.parent, loaded.checkpoint.extra.get("tokenizer_sha256", "")
         said = loaded.config.model.max_position_embeddings

@@ -94,11 +94,27 @@ class Loaded:
     """Names of a folder's files of weights."""
     pairs: Pairs | None = None
     """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
+    left_out: Sequence[str] = ()
+    """Fields of the config.json that change nothing in the library."""
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
         """All flags of `config` by name."""
         return flatten(self.config)
+
+    @functools.cached_property
+    def settled_dtype(self) -> str | None:
+        """The dtype in config.json of weights that are float32 and bfloat16, as published norms are; else None."""
+        found = {str(info.dtype).removeprefix("torch.") for info in self.source.infos.values()}
+        content = {**(self.content.get("text_config") or {}), **self.content}
+        said = content.get("dtype") or content.get("torch_dtype")
+        return said if found == {"float32", "bfloat16"} and said in found else None
+
+    def notes(self, dtype_given: bool) -> list[str]:
+        """What was decided about a folder, a line each."""
+        fields, dtype = ", ".join(self.left_out), None if dtype_given else self.settled_dtype
+        found = [f"config.json: {fields} left out, the library names no such field"] if fields else []
+        return found + ([f"weights of float32 and bfloat16 become {dtype}, the dtype of config.json"] if dtype else [])
 
 
 def read_checkpoint(path: Path, world: Axis) -> Loaded:
@@ -131,7 +147,8 @@ def read_hf(path: Path, flag: str = "--input") -> Loaded:
 def _of_folder(path: Path) -> Loaded:
     content = read_object(path / CONFIG)
     family = of_config(content)
-    values = family.values(content)
+    left_out: list[str] = []
+    values = family.values(content, left_out)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
@@ -147,7 +164,7 @@ def _of_folder(path: Path) -> Loaded:
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
-    return Loaded(path, family, source, config, rules, None, content, [*weights.files])
+    return Loaded(path, family, source, config, rules, None, content, [*weights.files], left_out=left_out)
 
 
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:

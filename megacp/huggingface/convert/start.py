@@ -132,16 +132,17 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
     loaded = read_hf(folder, "--load-hf")
     try:
-        dtype = config.training.dtype if "dtype" in given else model_dtype(loaded.source)
+        said = config.training.dtype if "dtype" in given else loaded.settled_dtype
+        dtype = said or model_dtype(loaded.source)
         sha256 = load_tokenizer(str(folder), "reference").sha256 if tokenizer_files(folder) else ""
     except ValueError as error:
         raise ValueError(f"--load-hf {folder}: {error}") from error
-    stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), list[str]()
+    stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), loaded.notes("dtype" in given)
     files = {f"--load-hf {name}": folder / name for name in loaded.files}
     if vision is not None:
         tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
-        notes = [told_new]
+        notes += [told_new, *(tower.notes(True) if tower is not None else ())]
         files |= {f"--vision-from-hf {name}": Path(vision) / name for name in (tower.files if tower else ())}
     stored, links = with_values(stored, {"dtype": dtype}), loaded.family.links(loaded.values)
     if config.checkpoint.load_adapter is not None:

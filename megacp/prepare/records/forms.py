@@ -309,6 +309,12 @@ def said_by(
     given = {key: value for key, value in record.items() if value is not None and key not in ignored}
     given |= {key: without_nulls(value) for key, value in given.items() if key not in own_keys}
     present = [keys for keys in forms if given.keys() >= {*keys}]
+    if given.keys() >= {"chosen", "rejected"}:
+        raise RecordError(
+            "`chosen` and `rejected` are preferences (DPO), which are not trained here; to learn answers, name them "
+            "`messages` (whole talks), `completion` (beside `prompt`) or `output` (beside `instruction`): "
+            "jq -c '.completion = .chosen | del(.chosen, .rejected)'"
+        )
     if len(present) != 1:
         shown = {keys: " with ".join(f"`{key}`" for key in keys) for keys in forms}
         found = ", ".join(f"`{key}`" for key in list(record)[:8]) or "no key"

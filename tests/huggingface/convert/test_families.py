@@ -136,6 +136,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_interleaved": True}, "rope_interleaved is not known"),
     ("llama", {"is_decoder": 0}, "is_decoder is not known"),
     ("mistral", {"sliding_window": 0}, "sliding_window"),
+    ("mistral", {"layer_types": ["sliding_attention"]}, "layer_types is not known"),  # masks ask any config
+    ("qwen3", {"registers_of_mine": 4, "auto_map": {}}, "registers_of_mine is not known"),
     ("olmo3", {"layer_types": ["chunked_attention"] * 32}, "layer_types"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -186,6 +188,7 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"model_type": "qwen3_5_text", **PUBLISHED_QWEN3_5},
     "Gemma 3": {"model_type": "gemma3_text", "cache_implementation": "hybrid"},
     "SmolLM2": {"model_type": "llama", "rope_interleaved": False, "layer_types": ["full_attention"] * 32},
+    "a fine-tune": {"model_type": "qwen3", "_model_name_or_path": "a", "unsloth_model": {"b": 1}},
     "nulls": {"model_type": "llama", "quantization_config": None, "sliding_window": None},
     "an older library": {"model_type": "qwen3", "is_decoder": False, "pruned_heads": {}, "top_p": 0.9, "num_beams": 1},
 }

@@ -59,6 +59,7 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         json.dumps({"text": "x" * 200_000}).encode(): "more than --max-record-bytes 200000",
         b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
         b'{"body": "x"}': "missing key: a record needs exactly one of",
+        b'{"prompt": "a", "chosen": "b", "rejected": "c"}': "DPO.*jq -c '.completion = .chosen",
         b'{"text": "cut': "invalid JSON",
         record(path="../secret.png"): "climbs with `..`",
         record(path="/etc/passwd"): "absolute",
