@@ -327,19 +327,19 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 32_383,
-    "megacp/core": 18_888,
-    "megacp/prepare": 5_471,
-    "megacp/huggingface": 5_585,
-    "megacp/verify": 1_329,
-    "megacp/plan": 774,
-    "bench tools": 2_799,
-    "tests": 33_620,
+    "megacp": 32_603,
+    "megacp/core": 18_915,
+    "megacp/prepare": 5_598,
+    "megacp/huggingface": 5_643,
+    "megacp/verify": 1_330,
+    "megacp/plan": 776,
+    "bench tools": 2_800,
+    "tests": 33_800,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (136, 19_891)}
+REACHED = {"megacp.train": (136, 19_925)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 10_600
+WORDS_OF_DOCS = 10_660
 FLAGS = 124
 """Of a training run."""
 CIRCLES = 0
