@@ -30,7 +30,7 @@ READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "init_lora_weights"),
 )
-"""Of an adapter_config.json: what is read."""
+"""Fields of an adapter_config.json that are read."""
 HARMLESS = (
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),

@@ -34,7 +34,7 @@ from megacp.huggingface.convert.tokenizer import Given, refuse_difference
 from megacp.prepare.tokenize.tokenizer import PROBE
 
 TOLERANCE = 1e-4
-"""Of the largest logit, in float32: a wrong theta is above it, another order of sums mostly far below."""
+"""Part of the largest logit, in float32: a wrong theta is above it, another order of sums mostly far below."""
 _ROUNDINGS = 8
 """What float32 moves our logits by, so often, is no difference either: the library's are moved about as far."""
 Logits = Callable[[PackedBatch], torch.Tensor]

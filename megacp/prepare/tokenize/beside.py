@@ -73,7 +73,7 @@ def tokens_beside(folder: Path) -> set[str]:
 
 
 def _texts(value: Any) -> set[str]:
-    """Of a token, of a list of tokens, or of an object of them."""
+    """Texts of a token, of a list of tokens, or of an object of them."""
     if (text := text_of(value)) is not None:
         return {text}
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
