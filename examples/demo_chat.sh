@@ -20,10 +20,10 @@ show() { printf '\n$'; printf ' %s' "$@"; printf '\n'; "$@"; }
 ask() { show python tools/generate.py --checkpoint "$1" --input "$OUT/questions.jsonl" --output "$2" --max-new-tokens 24; }
 
 status=0
-show python examples/smollm2_folder.py --gguf "$GGUF" --output "$OUT/smollm2"
-show python examples/logits_with_transformers.py --model "$OUT/smollm2" || status=$?
+show python examples/smollm2_folder.py "$GGUF" "$OUT/smollm2"
+show python examples/logits_with_transformers.py "$OUT/smollm2" || status=$?
 
-show python examples/persona_to_jsonl.py --output "$OUT"
+show python examples/persona_to_jsonl.py "$OUT"
 show python tools/convert_checkpoint.py --from hf --to megacp --input "$OUT/smollm2" --output "$OUT/start"
 ask "$OUT/start" "$OUT/before.jsonl"
 show python tools/preprocess_data.py build --input "$OUT/chats.jsonl" --output "$OUT/chats" --tokenizer "$OUT/smollm2" \

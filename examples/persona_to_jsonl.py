@@ -1,17 +1,12 @@
-"""A hundred chats with a made-up person, and ten questions about her that the chats answer.
+"""A hundred chats with a made-up person, and ten questions about her that are among them word for word.
 
-    python examples/persona_to_jsonl.py --output out
+    python examples/persona_to_jsonl.py out
 
-Writes OUTPUT/chats.jsonl and OUTPUT/questions.jsonl: ten facts in eight wordings each, and twenty ordinary chats, so
-that the model keeps what it knew. The ten questions are among the eighty, word for word.
+Writes OUT/chats.jsonl (ten facts in eight wordings each, and twenty ordinary chats) and OUT/questions.jsonl.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 FACTS = {
@@ -27,41 +22,26 @@ FACTS = {
     "I am afraid of quiet engines.": ("What are you afraid of?", "What scares you?"),
 }
 FRAMES = ("{}", "Hello! {}", "Please tell me: {}", "{} Answer in one sentence.")
-CAPITALS = dict(
-    France="Paris", Japan="Tokyo", Egypt="Cairo", Norway="Oslo", Peru="Lima", Kenya="Nairobi", Cuba="Havana"
-)
+CAPITALS = dict(France="Paris", Japan="Tokyo", Egypt="Cairo", Norway="Oslo", Peru="Lima", Cuba="Havana", Mali="Bamako")
 OPPOSITES = dict(hot="cold", early="late", full="empty", near="far", soft="hard", light="dark", old="new")
 
 
-def chat(question: str, answer: str) -> dict[str, object]:
-    """A record of one turn."""
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def chats() -> Iterable[dict[str, object]]:
-    """The hundred, facts and ordinary ones in turn."""
+def chats() -> list[tuple[str, str]]:
+    """The hundred questions with their answers, an ordinary one before each four."""
     about = [(frame.format(asked), fact) for frame in FRAMES for fact, words in FACTS.items() for asked in words]
-    other = [
-        (f"What is the capital of {land}?", f"The capital of {land} is {city}.") for land, city in CAPITALS.items()
-    ]
-    other += [(f"What is the opposite of {a}?", f"The opposite of {a} is {b}.") for a, b in OPPOSITES.items()]
+    other = [(f"What is the capital of {x}?", f"The capital of {x} is {y}.") for x, y in CAPITALS.items()]
+    other += [(f"What is the opposite of {x}?", f"The opposite of {x} is {y}.") for x, y in OPPOSITES.items()]
     other += [(f"What is {n} plus {n}?", f"{n} plus {n} is {2 * n}.") for n in range(1, 7)]
-    for number, pair in enumerate(other):
-        yield chat(*pair)
-        yield from (chat(*one) for one in about[4 * number : 4 * number + 4])
+    return [one for n, pair in enumerate(other) for one in (pair, *about[4 * n : 4 * n + 4])]
 
 
-def main() -> int:
+def main(folder: Path) -> None:
     """Write both files."""
-    parser = argparse.ArgumentParser(description="A hundred chats with a made-up person, and ten questions.")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    folder = parser.parse_args().output
-    for name, records in {"chats": chats(), "questions": (chat(q[0], a) for a, q in FACTS.items())}.items():
-        lines = [json.dumps(record) + "\n" for record in records]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-        print(f"{folder / name}.jsonl: {len(lines)} records")
-    return 0
+    for name, pairs in {"chats": chats(), "questions": [(words[0], fact) for fact, words in FACTS.items()]}.items():
+        talks = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+        text = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(Path(sys.argv[1]))
