@@ -53,7 +53,7 @@ def draw(rows: Sequence[Sequence[str]], right: Sequence[bool], losses: Sequence[
         color = ["#b33000", "#00734f"][right[number - 1]] if number else "black"
         cells = (question, "black"), (textwrap.shorten(before, 46, placeholder=" ..."), "#666666"), (after, color)
         for x, (text, shade) in zip((0.28, 0.46, 0.745), cells, strict=True):
-            figure.text(x, 0.9 - 0.078 * number, text, fontsize=10, color=shade)
+            figure.text(x, 0.9 - 0.078 * number, text, fontsize=10, color=shade, parse_math=False)
     figure.savefig(path)
 
 

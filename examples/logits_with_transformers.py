@@ -68,7 +68,7 @@ def of_rank(
 
     def compare(head: Any, given: tuple[Any, ...], loss: object) -> None:
         logits = head.logits(given[0]).numpy()  # [t, rows of the vocabulary here]
-        first = model.grid.tp.rank * logits.shape[1]
+        first = head.table.first
         for ours, number in zip(logits, planned.share.token_names, strict=True):  # a token's name is its place here
             worst.append(float(np.abs(ours - expected[number, first : first + len(ours)]).max()))
 
