@@ -454,6 +454,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),
     ],
+    ("verify/plot.py", "tests/tools/test_peers.py"): [
+        ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
+    ],
     ("train.py", "tests/training/test_start.py"): [
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
