@@ -1,7 +1,7 @@
 """Every causal model of transformers in this table is exact over two ranks or refused by both: none silently wrong.
 
 Exact for a row of one document and for a packed one: as the library alone does each document by itself.
-The table of docs/trl_and_accelerate.md is what this test finds. `python -m tests.huggingface.door.test_matrix` prints it.
+This test finds the table of docs/trl_and_accelerate.md. `python -m tests.huggingface.door.test_matrix` prints it.
 """
 
 from __future__ import annotations
