@@ -91,7 +91,7 @@ def _draw_shares(axes: Axes, answers: Sequence[Answer], steps: int) -> None:
         axes.text(share + 0.01, number, f"{share:.1%}{late}", va="center", fontsize=11)
     axes.set(xlim=(0, 1.18), xticks=[], ylim=(len(groups) - 0.4, -0.6))
     axes.set_yticks(range(len(groups)), groups, fontsize=11)
-    axes.set_title(f"answers that are exactly right after {steps} steps", loc="left", fontsize=13)
+    axes.set_title(f"exactly right after {steps} steps", loc="left", fontsize=13)
     style.quiet(("top", "right", "bottom"), axes)
 
 
