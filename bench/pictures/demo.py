@@ -18,8 +18,6 @@ from megacp.verify.plot import MEAN_OF, read_curves, running_mean
 
 _ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)
 _COLUMNS, _ROWS = 4, 3
-_LEARNED = 0.5
-"""Share of right answers from which on a question counts as learned."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def _draw_shares(axes: Axes, answers: Sequence[Answer], steps: int) -> None:
     shares = [right[group] / total[group] for group in groups]
     axes.barh(range(len(groups)), shares, color=style.GREEN, height=0.66)
     for number, share in enumerate(shares):
-        late = "" if share >= _LEARNED else ": takes more steps"
+        late = "" if share >= 0.5 else ": takes more steps"
         axes.text(share + 0.01, number, f"{share:.1%}{late}", va="center", fontsize=11)
     axes.set(xlim=(0, 1.18), xticks=[], ylim=(len(groups) - 0.4, -0.6))
     axes.set_yticks(range(len(groups)), groups, fontsize=11)
