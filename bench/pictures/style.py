@@ -62,7 +62,7 @@ def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], colo
 
 def texts(figure: Figure) -> list[str]:
     """All that a figure says, but for the numbers that an axis finds itself while it is drawn."""
-    return [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
 
 
 def stored_texts(path: Path) -> list[str]:
