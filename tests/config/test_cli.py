@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from megacp.core.config.blend import WeightedFolder, path_problems, weighted_folders
 from megacp.core.config.checks import check, require
-from megacp.core.config.cli import given_names, parse
+from megacp.core.config.cli import flags_of, given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml, to_yaml, values_of_file
 from megacp.huggingface import convert_command
@@ -56,13 +56,7 @@ def test_every_field_can_be_given_as_a_flag() -> None:
     changed = {}
     for name, value in flatten(RunConfig()).items():
         changed[name] = value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-    argv = []
-    for name, value in changed.items():
-        if isinstance(value, bool):
-            argv.append(flag(name) if value else flag(f"no_{name}"))
-        else:
-            argv += [flag(name), *(str(x) for x in (value if isinstance(value, tuple) else [value]))]
-    assert parse(argv) == with_values(RunConfig(), changed)
+    assert parse(flags_of(changed)) == with_values(RunConfig(), changed)
 
 
 @pytest.mark.parametrize(
