@@ -34,8 +34,8 @@ from megacp.core.checkpoint.agree import reason_of
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
-from megacp.core.config.cli import OneLineParser, flags_of, given_flags, given_names, parse
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
+from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, ProcessGrid
 from megacp.core.models.build import grid_shape, stage_layers
@@ -235,6 +235,17 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     if status < 0:
         print(f"error: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr, flush=True)
     return status if status >= 0 else FAILED
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """The command line of values by field name; a list is what follows its flag, False its `no_` form."""
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        else:
+            words += [flag(name), *map(str, value)] if isinstance(value, (list, tuple)) else [f"{flag(name)}={value}"]
+    return words
 
 
 def train(values: Mapping[str, Any], nproc: int = 1) -> int:

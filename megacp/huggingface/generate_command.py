@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.cli import OneLineParser, flags_of
+from megacp.core.config.cli import OneLineParser
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
@@ -183,8 +183,8 @@ class Session:
 
 def open_session(checkpoint: str, max_new_tokens: int = 64, temperature: float = 0.0) -> Session:
     """What --chat asks, for a script or a notebook. ValueError as of `Session`."""
-    numbers = {"max_new_tokens": max_new_tokens, "temperature": temperature}
-    return Session(parsed(flags_of({"checkpoint": checkpoint, "chat": True, **numbers})))
+    numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}"]
+    return Session(parsed(["--checkpoint", checkpoint, "--chat", *numbers]))
 
 
 @ends_with_its_reader()

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from megacp.core.config.blend import WeightedFolder, path_problems, weighted_folders
 from megacp.core.config.checks import check, require
-from megacp.core.config.cli import flags_of, given_names, parse
+from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml, to_yaml, values_of_file
 from megacp.huggingface import convert_command
 from megacp.prepare import command as prepare_command
+from megacp.train import flags_of
 
 
 def test_flags_are_megatrons_and_flat() -> None:

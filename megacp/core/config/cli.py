@@ -7,11 +7,11 @@ their docstrings, so there is no second table of flags.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from megacp import __version__
-from megacp.core.config.run import RunConfig, fields, flag, with_values
+from megacp.core.config.run import RunConfig, fields, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
 
 _HELP = ("-h", "--help")
@@ -65,17 +65,6 @@ def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:
 
     flat = tyro.conf.OmitArgPrefixes[RunConfig]
     return tyro.cli(flat, args=list(flags), default=config, prog=prog, description=_DESCRIPTION)
-
-
-def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """The command line of values by field name; a list is what follows its flag, False its `no_` form."""
-    words: list[str] = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            words.append(flag(name if value else f"no_{name}"))
-        else:
-            words += [flag(name), *map(str, value)] if isinstance(value, (list, tuple)) else [f"{flag(name)}={value}"]
-    return words
 
 
 def given_names(argv: Sequence[str]) -> frozenset[str]:
