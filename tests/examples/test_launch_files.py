@@ -26,6 +26,7 @@ from megacp.prepare import command as preprocess
 from megacp.train import dry_run, main
 from tests.data.datasets import random_packs, write_dataset
 from tests.prepare.build.builds import write_records
+from tests.test_packaging import COMMANDS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -124,6 +125,18 @@ def test_the_jobset_starts_a_run_in_all_its_pods(tmp_path: Path, monkeypatch: py
     flags = [f"{flag}{equals}{places.get(flag, value)}" for flag, equals, value in pairs]
     arguments = launched([*container["command"], *flags], settings, tmp_path / "bin", "torchrun")
     require_run(arguments, nodes, settings["HEAD"], gpus)
+
+
+def test_the_image_copies_what_there_is_and_installs_what_training_may_need() -> None:
+    """Without what NVIDIA's image brings."""
+    steps = re.findall(r"^([A-Z]+) (.+)$", (EXAMPLES / "docker/Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    copied = [name for step, what in steps if step == "COPY" for name in what.split()[:-1]]
+    assert copied and all((EXAMPLES.parent / name).exists() for name in copied)
+    rest = {step: what for step, what in steps if step not in ("COPY", "RUN")}
+    assert re.fullmatch(r"\S+:[\d.]+-py3", rest["FROM"]) and int(rest["USER"])
+    assert yaml.safe_load(rest["CMD"]) == ["megacp-train", "--help"]
+    (extras,) = re.findall(r"/opt/megacp\[(.+)\]", (EXAMPLES / "docker/Dockerfile").read_text(encoding="utf-8"))
+    assert {*extras.split(",")} == COMMANDS["train"][1] - {"gpu"}
 
 
 def built(script: Sequence[str], settings: dict[str, str], folder: Path) -> None:
