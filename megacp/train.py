@@ -259,17 +259,13 @@ def train(values: Mapping[str, Any], nproc: int = 1) -> int:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as run:
-
-        def show() -> None:
-            for line in run.stdout or ():
-                print(line, end="", flush=True)
-                last.append(line)
-
-        try:
-            show()
-        except KeyboardInterrupt:
-            run.terminate()
-            show()
+        for _ in range(2):  # the first ends with a Ctrl-C
+            try:
+                for line in run.stdout or ():
+                    print(line, end="", flush=True)
+                    last.append(line)
+            except KeyboardInterrupt:
+                run.terminate()
     said = "".join(last).rpartition("error: ")[2].strip()
     if run.returncode not in (0, STOPPED):
         raise (ValueError if run.returncode == REFUSED else RuntimeError)(said)

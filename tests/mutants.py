@@ -471,7 +471,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
         ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
-        ("or re.fullmatch(", "or re.match(", "a path is the name of a model on a hub"),
+        ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
     ],
     ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from pathlib import Path
@@ -17,45 +16,33 @@ from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 
 CARD = "README.md"
-_TEXT = """---
-{head}---
 
-# {name}
 
-{family}, step {step:,} of megacp {version} on {grid}: {packs:,} packs of up to {length:,} tokens{template}.
+def model_card(loaded: LoadedCheckpoint, family: str, library: str, named: str | None = None) -> str:
+    """The card of what `library` loads; `named` is what --base-model says."""
+    config, state, run = stored_config(loaded), stored_state(loaded), loaded.manifest
+    folder, template = config.checkpoint.load_hf or "", (state.chat_template or {}).get("default")
+    # a hub's own name of the base is what --base-model says, or stands in the path of its cache
+    hub = re.fullmatch(r"([\w.-]+)/([\w.-]+)", named or "") or re.search(r"models--([^/]+)--([^/]+)/snap", folder)
+    base = f"{hub[1]}/{hub[2]}" if hub else _shown(named or folder)
+    head = [f"library_name: {library}", "tags: [megacp]", *([f"base_model: {base}"] if hub else [])]
+    if folder and (card := Path(folder, CARD)).is_file():
+        known = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+        head += re.findall(r"^license\w*: .+$", known[1] if known else "", re.MULTILINE)
+    usual, own, rooms = flatten(RunConfig()), flatten(config), fields()
+    flags = {name: _shown(own[name]) for name in own if own[name] != usual[name] and rooms[name].room != "log"}
+    by = f", chat template {hashlib.sha256(template.encode()).hexdigest()[:12]}" if template else ""
+    grid = " x ".join(f"{axis} {size}" for axis, size in run.grid.items())
+    beginning = "\n".join(["---", *head, "---", "", f"# {f'Finetuned from {base}' if base else family}"])
+    return f"""{beginning}
+
+{family}, step {run.step:,} of megacp {__version__} on {grid}: {state.consumed_samples:,} packs of up to
+{config.data.seq_length:,} tokens{by}.
 
 ```yaml
-# python -m megacp.train --nproc {ranks} --config run.yaml
-{flags}```
+# python -m megacp.train --nproc {run.world_size} --config run.yaml
+{yaml.safe_dump(flags, sort_keys=False)}```
 """
-
-
-def write_card(folder: Path, loaded: LoadedCheckpoint, family: str, library: str, base: str | None = None) -> None:
-    """Write the card of what `library` loads; `base` is what --base-model says."""
-    config, state, run, room_of = stored_config(loaded), stored_state(loaded), loaded.manifest, fields()
-    origin, kept = base or config.checkpoint.load_hf or "", (state.chat_template or {}).get("default")
-    head: dict[str, Any] = {"library_name": library, "tags": ["megacp"], **_license(Path(origin, CARD))}
-    cached = re.search(r"models--([^/]+)--([^/]+)/snapshots/", origin)  # where a hub's name stands in the path
-    if name := cached or re.fullmatch(r"([\w.-]+)/([\w.-]+)", base or ""):
-        head["base_model"] = f"{name[1]}/{name[2]}"
-    usual = flatten(RunConfig())
-    own = {
-        name: value for name, value in flatten(config).items() if value != usual[name] and room_of[name].room != "log"
-    }
-    text = _TEXT.format(
-        head=yaml.safe_dump(head),
-        name=f"Finetuned from {head.get('base_model') or _shown(origin)}" if origin else family,
-        family=family,
-        step=run.step,
-        version=__version__,
-        grid=" x ".join(f"{axis} {size}" for axis, size in run.grid.items()),
-        packs=state.consumed_samples,
-        length=config.data.seq_length,
-        template=f", chat template {hashlib.sha256(kept.encode()).hexdigest()[:12]}" if kept else "",
-        ranks=run.world_size,
-        flags=yaml.safe_dump({name: _shown(value) for name, value in own.items()}, sort_keys=False),
-    )
-    (folder / CARD).write_text(text, encoding="utf-8")
 
 
 def _shown(value: Value) -> Any:
@@ -63,12 +50,3 @@ def _shown(value: Value) -> Any:
     if isinstance(value, tuple):
         return [_shown(one) for one in value]
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
-
-
-def _license(card: Path) -> dict[str, str]:
-    """What the card of a model says of its license, where there is one."""
-    with contextlib.suppress(OSError, ValueError, TypeError, yaml.YAMLError):  # no card, or no table at its head
-        found = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8"), re.DOTALL)
-        head = dict(yaml.safe_load(found[1])) if found else {}
-        return {name: head[name] for name in ("license", "license_name", "license_link") if name in head}
-    return {}
