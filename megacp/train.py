@@ -255,10 +255,8 @@ def train(values: Mapping[str, Any], nproc: int = 1) -> int:
     saves and stops it. ValueError where it is refused, RuntimeError where it fails.
     """
     command = [sys.executable, "-m", "megacp.train", *(["--nproc", str(nproc)] if nproc > 1 else []), *flags_of(values)]
-    last = collections.deque[str](maxlen=50)  # lines, for an error
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as run:
+    pipe, joined, last = subprocess.PIPE, subprocess.STDOUT, collections.deque[str](maxlen=50)  # lines, for an error
+    with subprocess.Popen(command, stdout=pipe, stderr=joined, text=True, errors="replace") as run:
         for _ in range(2):  # the first ends with a Ctrl-C
             try:
                 for line in run.stdout or ():

@@ -457,16 +457,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("train.py", "tests/training/test_start.py"): [
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
-        (
-            "if run.returncode == REFUSED else RuntimeError",
-            "if run.returncode else RuntimeError",
-            "a failure is refused",
-        ),
-        (
-            "            run.terminate()\n",
-            "            run.kill()\n",
-            "Ctrl-C of a notebook ends a run that has not saved",
-        ),
+        ("(ValueError if run.returncode == REFUSED else RuntimeError)", "ValueError", "a failure is a refusal"),
+        ("run.terminate()", "run.kill()", "Ctrl-C of a notebook ends a run that has not saved"),
         ('flag(name if value else f"no_{name}")', "flag(name)", "False of a script is True"),
     ],
     ("huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
