@@ -165,7 +165,8 @@ class WrittenTalk:
             if thought and _solid(self._with(i, thoughtless, self._talk.tools)) == _solid(self.text):
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
-                    raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
+                    said = f"`{where}.{key}`: the chat template leaves out the last thought"
+                    raise RecordError(f"{said}; take one that writes it, with --chat-template FILE.jinja")
                 self._weights[i] = 0.0
                 self.in_context += 1
             elif answers and not self._reads_thought(i):
@@ -275,6 +276,8 @@ class WrittenTalk:
         both = (wordless, thinking)  # with what follows where none can be the last, as before any question
         wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
         alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
+        if len(around) == 1 and _solid(prompt) == _solid(alone) + THOUGHT:  # it asks for a thought, and writes none
+            return alone, alone
         if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
         alone = next(filter(self.text.startswith, (alone, alone.rstrip())), alone)  # a blank answer ends with its mark
@@ -293,7 +296,8 @@ class WrittenTalk:
         blocks, end = self._whole.generated, 0
         answering = [i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES]
         weights = [self._weights[i] for i in answering]
-        said = "".join(self.text[a:b] for a, b in blocks)
+        opened = [len(self.text[:a].rstrip().removesuffix(THOUGHT)) for a, _ in blocks]  # as a prompt may open it
+        said = "".join(self.text[a:b] for a, (_, b) in zip(opened, blocks, strict=True))
         for i in answering:
             if self._weights[i]:
                 end = self._refuse_unsaid(i, "content", said, end)

@@ -33,7 +33,7 @@ def text(folder: Path, choice: str = "auto", today: str | None = None) -> str:
 def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with pytest.raises(
-        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
+        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, qwen3_5, or FILE.jinja"
     ):
         text(tmp_path)
     assert text(tmp_path, "chatml") == OURS["chatml"]

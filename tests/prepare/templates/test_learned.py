@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacp.prepare.records.chat_template import template_of
+from megacp.prepare.records.chat_template import OURS, template_of
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.records.test_read import values
 from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
@@ -23,6 +23,7 @@ GLM = "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>Oslo</arg_value>\n<
 LEARNED: dict[str, tuple[str, str, str, str | None]] = {
     **dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND)),
     "qwen3_5_think_training": (FOUR, f"<think>\nHm.{BEHIND}{FOUR}", XML + END, BEHIND),
+    "qwen3_5": (FOUR.strip(), f"Hm.{BEHIND}{FOUR.strip()}", f"{XML}<|im_end|>", BEHIND),  # ours
     "nemotron_3_super": (FOUR, f"Hm.\n</think>\n{FOUR}", f"\n{XML}\n{END}", "</think>"),
     "nemotron_3_5_lightning": (FOUR, f"Hm.</think>{FOUR}", f"\n{XML}\n{END}", "</think>"),
     "lfm2_2_5": (
@@ -57,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, name: str) -> None:
     """Whether the prompt opens a thought or not; and a model is asked behind what stands before it."""
-    (answer, thinking, call, before), text = LEARNED[name], of_trl(name)
+    (answer, thinking, call, before), text = LEARNED[name], OURS.get(name) or of_trl(name)
     tokenizer = tokenizer_at(folder / "tokenizer.json")
     made = template_of(text, tokenizer, "2026-01-31")
 
@@ -75,7 +76,7 @@ def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, 
     else:
         assert written(TELL, ASK, TELL)[1] == [answer, answer]
     asked = template_of(text, tokenizer, "2026-01-31", before or "").render([ASK], prompt=True).text
-    assert written(ASK, TELL) == (asked + answer, [answer], before)
+    assert written(ASK, TELL) == (asked + answer + "\n" * (name in OURS), [answer], before)
 
 
 PADDED: list[dict[str, Any]] = [{"city": "Oslo", "days": None}, {"city": None, "days": 3}]
