@@ -91,7 +91,7 @@ class WrittenTalk:
         return self._whole.text
 
     def pieces(self, shared: WrittenTalk | None = None, weight: float = 1.0) -> tuple[SamplePart, ...]:
-        """The rendering and its images. With `shared`, which it goes on: with what it adds, and its weight.
+        """The rendering and all its images. With `shared`, which it goes on: what it adds has the weight.
 
         Of messages that are asked, the text of a last answer stands behind them, and not in the rendering.
         """
@@ -105,10 +105,9 @@ class WrittenTalk:
                     "each branch"
                 )
         learned = tuple((a, b, w if b <= start else w * weight) for a, b, w in self.learned)
-        own = [i for i, place in enumerate(self._places) if place[0] >= start]
-        rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places[i] for i in own))
+        rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places))
         expected = [SamplePart(self._expected, 1.0)] if self._expected else []
-        return (rendered, *(SamplePart(None, 0.0, self._media[i][2]) for i in own), *expected)
+        return (rendered, *(SamplePart(None, 0.0, media) for *_, media in self._media), *expected)
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering:
         return self._template.render(messages, self._talk.tools, self._talk.variables, prompt or self._rules.asks)
@@ -140,11 +139,6 @@ class WrittenTalk:
         if kind == "text":
             return {"type": "text", "text": text_of(part, where, self._rules)}
         self._media.append((i, j, media_at(part, kind, where, self._rules)))
-        if kind == "video":
-            raise RecordError(
-                f"`{where}`: a video has no one place in a chat template, as times stand between its frames; give "
-                "frames as images, or build without --chat-template"
-            )
         return {"type": kind, kind: kind}
 
     def _refuse_lost(self) -> None:
@@ -158,7 +152,7 @@ class WrittenTalk:
             if isinstance(content, list) and not self._template.takes_parts:
                 raise RecordError(
                     f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
-                    "writes images, or build without --chat-template"
+                    "writes images, or give --chat-template ignore"
                 )
             answers = self._weights[i] > 0 and writes_thoughts
             thought, thoughtless = _thought_apart(message) if answers else ("", {})
@@ -327,7 +321,7 @@ class WrittenTalk:
         return start
 
     def _place(self, i: int, j: int, media: Media) -> tuple[int, int]:
-        """The characters that stand for an image: what a text in its place takes the place of."""
+        """The characters that stand for an image or a video: what a text in its place takes the place of."""
         message = self._messages[i]
         parts = [*message["content"][:j], {"type": "text", "text": PLACE}, *message["content"][j + 1 :]]
         other = self._render([*self._messages[:i], {**message, "content": parts}, *self._messages[i + 1 :]]).text
@@ -337,8 +331,8 @@ class WrittenTalk:
         written = self.text[start:stop].strip() if same else ""
         if not self._template.is_added(written):
             raise RecordError(
-                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} for it, and an image needs a place "
-                "of special tokens alone; take a template that writes one, or build without --chat-template"
+                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} where it stands, and {media.kind}s "
+                "need a place of special tokens alone; take a template that writes one, or give --chat-template ignore"
             )
         start = self.text.index(written, start)
         return start, start + len(written)

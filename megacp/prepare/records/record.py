@@ -239,7 +239,7 @@ class Rendered(SamplePart):
     learned: tuple[tuple[int, int, float], ...] = ()
     """Characters start..stop and their loss weight, in order; all others are not learned."""
     places: tuple[tuple[int, int], ...] = ()
-    """Characters start..stop that stand for an image; the images follow in the same order as pieces of their own."""
+    """Characters start..stop that stand for an image or a video; these follow in the same order as own pieces."""
 
 
 @dataclass(frozen=True)
