@@ -85,8 +85,8 @@ _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
 _INPUTS = ".jsonl, .json, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
 _TOKENIZERS = "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | vocab.json,merges.txt (GPT-2)"
 _TEMPLATES = (
-    "what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these tools, which "
-    "is refused where the tokenizer has a template unless T is ignore (refuse)"
+    "what writes messages: auto (the tokenizer's template), its NAME, FILE.jinja, or ignore: the form of these tools "
+    "(auto where the tokenizer has one, else ignore)"
 )
 _CORES = len(os.sched_getaffinity(0))
 
@@ -106,7 +106,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
         ("--prefix-tree", "make a tree of what `rollouts` or `completions` share (no)", {"action": "store_true"}),
-        ("--chat-template", _TEMPLATES, {"default": "refuse", "metavar": "T"}),
+        ("--chat-template", _TEMPLATES, {"metavar": "T"}),
         ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
     ],
     ("tokens", ""): [

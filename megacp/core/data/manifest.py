@@ -89,7 +89,7 @@ class DatasetManifest:
     """CP degrees the dataset was planned for; an image dataset has a shards_cp{P}.npy for each."""
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
-    """The templates that wrote messages, by name; None = the house's own form, and then it is not written."""
+    """What wrote messages, by name, "" for the house's own form; None = there are none, and then it is not written."""
     document_end: dict[str, int | None] | None = None
     """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and then not written."""
 

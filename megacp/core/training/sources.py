@@ -67,7 +67,9 @@ class Sources:
         thoughts, no empty one stands before answers.
         """
         return min(
-            (one.manifest.chat_template for one in _members(self.train)), key=lambda kept: len(kept or ()), default=None
+            (kept for one in _members(self.train) if (kept := one.manifest.chat_template) and kept["default"]),
+            key=len,
+            default=None,
         )
 
 

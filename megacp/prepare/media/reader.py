@@ -178,23 +178,23 @@ def _with_times(rendered: Rendered, found: Sequence[Sequence[Part]]) -> Rendered
 
     `found`: what became of the image or video at each place.
     """
-    text, stop = "", 0
+    whole, text, stop = rendered.text or "", "", 0
     places: list[tuple[int, int]] = []
     moved: list[tuple[int, int, int]] = []  # of each text around the places: from, to, and how far it moves
     for (start, after), parts in zip(rendered.places, found, strict=True):
         moved.append((stop, start, len(text) - stop))
-        text += rendered.text[stop:start]
+        text += whole[stop:start]
         for part in parts:
             begin, text = (
                 len(text),
-                text + (rendered.text[start:after] if isinstance(part, Placed) else part.text or ""),
+                text + (whole[start:after] if isinstance(part, Placed) else part.text or ""),
             )
             places += [(begin, len(text))] if isinstance(part, Placed) else []
         stop = after
-    moved.append((stop, len(rendered.text), len(text) - stop))
+    moved.append((stop, len(whole), len(text) - stop))
     cut = [(max(a, start) + by, min(b, stop) + by, w) for a, b, w in rendered.learned for start, stop, by in moved]
     learned = tuple((a, b, w) for a, b, w in cut if a < b)
-    return replace(rendered, text=text + rendered.text[moved[-1][0] :], learned=learned, places=tuple(places))
+    return replace(rendered, text=text + whole[stop:], learned=learned, places=tuple(places))
 
 
 def _shown(media: Media) -> str:

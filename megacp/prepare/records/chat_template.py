@@ -13,7 +13,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -77,6 +77,11 @@ class ChatTemplate:
         """All of it that decides tokens, in JSON's types."""
         digest = hashlib.sha256("\n".join(map(repr, self._added)).encode()).hexdigest()
         return {"text": self.text, "date": self.today, "special": dict(self.special), "added_tokens": digest}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what decides tokens."""
+        return hashlib.sha256(json.dumps(self.decisive, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def forgeable(self) -> re.Pattern[str]:
@@ -160,6 +165,15 @@ class ChatTemplate:
         """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
         encoding = self._model.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+Template = ChatTemplate | Callable[[], ChatTemplate]
+"""One, or what loads it once there are messages."""
+
+
+def loaded(template: Template) -> ChatTemplate:
+    """The template, which now is needed. ValueError: as of load_chat_template."""
+    return template if isinstance(template, ChatTemplate) else template()
 
 
 def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.conversation import WrittenTalk
 from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
 from megacp.prepare.records.record import (
@@ -39,7 +39,7 @@ class _Said(NamedTuple):
     parent: int
 
 
-def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTemplate | None = None) -> Sample:
+def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: Template | None = None) -> Sample:
     """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong with it."""
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {described(record)}")
@@ -50,14 +50,14 @@ def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTem
     else:
         said = _said_in(record, rules, template is not None)
         talks = any(isinstance(each.what, Talk) for each in said)
-        made = _templated(said, template, rules) if template is not None and talks else _plain(said, rules)
+        made = _templated(said, loaded(template), rules) if template is not None and talks else _plain(said, rules)
         made = replace(made, talks=talks)
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
     return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed)
 
 
-def _together(record: dict[str, Any], key: str, rules: RecordRules, template: ChatTemplate | None) -> Sample:
+def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Template | None) -> Sample:
     """The rollouts at `key` of a record: wholes, of which a `DocumentMaker` makes the tree of what they share."""
     rest, rollouts = {name: value for name, value in record.items() if name not in (key, "weight")}, record[key]
     if not rules.prefix_tree:

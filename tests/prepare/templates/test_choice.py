@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 from megacp.core.data.geometry import image_layout
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
+from megacp.prepare.build.run import build
 from megacp.prepare.command import main
 from megacp.prepare.records.chat_template import OURS, load_chat_template
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import documents, files, run
+from tests.prepare.build.builds import documents, files, run, settings
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, expected, library
@@ -146,9 +148,46 @@ def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
         run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
     run([tmp_path / "a.jsonl"], tmp_path / "e", chat_template="auto", **values)
     assert documents(tmp_path / "d") != documents(tmp_path / "e")
-    run([tmp_path / "a.jsonl"], tmp_path / "f", chat_template="ignore", **values)
-    assert "chat_template" not in (tmp_path / "f" / "manifest.json").read_text()
     assert len(made) == 4
+
+
+def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path: Path) -> None:
+    """It is looked at where there are messages alone, and a build that wrote some by it goes on with no other."""
+
+    def built(name: str, *inputs: str, part: tuple[int, int] | None = None, **more: Any) -> Any:
+        given: dict[str, Any] = {"tokenizer": str(tmp_path / "t"), "seq_length": 512, "unit_bytes": 10, **more}
+        stream, paths = io.StringIO(), [tmp_path / f"{each}.jsonl" for each in inputs]
+        build(settings(paths, tmp_path / name, **given), stream, part=part)
+        made = None if part else DatasetManifest.read(tmp_path / name).chat_template
+        return stream.getvalue(), made, documents(tmp_path / name) if part is None else None
+
+    write(tmp_path / "text.jsonl", {"text": "only words"})
+    made = records(tmp_path / "talks.jsonl", 4)
+    write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
+    told, kept, found = built("own", "talks")
+    assert f"{tmp_path / 't/tokenizer_config.json'} writes the messages" in told
+    assert (
+        (kept, found) == built("asked", "talks", chat_template="auto")[1:] == ({"default": TEMPLATES["qwen_25"]}, found)
+    )
+    assert found == [expected(library(tmp_path / "t", TEMPLATES["qwen_25"]), record["messages"])[0] for record in made]
+    ignored = built("ignored", "talks", chat_template="ignore")
+    assert ignored[:2] == ("", {"default": ""}) and ignored[2] != found
+    built("both", "text", "talks", part=(0, 9))
+    built("half", "text", "talks", part=(1, 2))
+    for broken in (TEMPLATES["smollm_3"], "{% if %}"):  # which writes today's date, and which is no template
+        write_tokenizer(tmp_path / "t", chat_template=broken)
+        assert built("words", "text")[:2] == ("", None)
+        with pytest.raises(
+            ValueError, match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore"
+        ):
+            built(f"broken{len(broken)}", "talks", on_error="skip")
+    write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["granite"])
+    for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
+        with pytest.raises(ValueError, match=f"{name} was begun with another chat template"):
+            built(name, *inputs)
+    assert built("both", "text", "talks")[1] == {"default": TEMPLATES["granite"]}  # the part of it had no messages
+    (tmp_path / "t" / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
+    assert built("ours", "talks") == ignored
 
 
 def test_the_command_takes_a_template_and_its_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
