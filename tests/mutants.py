@@ -553,11 +553,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
         ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
+        ("removesuffix(THOUGHT)) for a", ") for a", "a block behind what opens a thought refuses it"),
+        ("== _solid(alone) + THOUGHT", "== 0", "a template whose prompt opens a thought that it never writes is refused"),
         ("elif answers and not", "elif False and not", "marks of another template's thoughts are learned"),
         ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
         ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),
         ("if takes else", "if True else", "an object stands where a string is meant"),
         ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
+    ],
+    ("prepare/build/run.py", "tests/prepare/templates/test_choice.py"): [
+        ("if writers and writers !=", "if False and writers !=", "a build goes on with another chat template"),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/build/test_qwen_images.py"): [
+        ("(max(a, start) + by, min(b, stop) + by, w)", "(a, b, w)", "what is learned does not move behind a video"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),

@@ -108,6 +108,7 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ("zephyr", talk(TELL, ASK_2, TELL_2), [(f"{ONE}</s>\n", 1.0), (f"{TWO}</s>\n", 1.0)]),
     ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    (OURS["qwen3_5"], talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, PARTS), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_6_training"), talk(ASK, PARTS), [(f"<think>\nno\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_8"), talk(*TAGS), [("Why <think></think> here?<|im_end|>\n", 1.0)]),
