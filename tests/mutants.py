@@ -554,7 +554,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
         ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
         ("removesuffix(THOUGHT)) for a", ") for a", "a block behind what opens a thought refuses it"),
-        ("== _solid(alone) + THOUGHT", "== 0", "a template whose prompt opens a thought that it never writes is refused"),
+        (
+            "== _solid(alone) + THOUGHT",
+            "== 0",
+            "a template whose prompt opens a thought that it never writes is refused",
+        ),
         ("elif answers and not", "elif False and not", "marks of another template's thoughts are learned"),
         ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
         ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),

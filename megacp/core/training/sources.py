@@ -66,11 +66,8 @@ class Sources:
         """The template that wrote the messages of the training data, as a checkpoint keeps it: where a dataset teaches
         thoughts, no empty one stands before answers.
         """
-        return min(
-            (kept for one in _members(self.train) if (kept := one.manifest.chat_template) and kept["default"]),
-            key=len,
-            default=None,
-        )
+        kept = (one.manifest.chat_template for one in _members(self.train))
+        return min((each for each in kept if each and each["default"]), key=len, default=None)
 
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:

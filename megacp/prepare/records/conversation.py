@@ -127,7 +127,10 @@ class WrittenTalk:
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
-            if not self._template.takes_parts and all("text" in part for part in given["content"]):
+            if not self._template.takes_parts:
+                if any("text" not in part for part in given["content"]):
+                    told = f"`{where}.content` is a list with images, and this chat template reads texts alone"
+                    raise RecordError(f"{told}: take one that writes images, or give --chat-template ignore")
                 given["content"] = "".join(part["text"] for part in given["content"])
         elif not isinstance(content, str):
             raise RecordError(f"`{where}.content` is {described(content)}, it must be a string or a list of parts")
@@ -148,12 +151,6 @@ class WrittenTalk:
         """
         writes_thoughts = self._template.writes_thoughts
         for i, (message, where) in enumerate(zip(self._messages, self._talk.paths, strict=True)):
-            content = message.get("content")
-            if isinstance(content, list) and not self._template.takes_parts:
-                raise RecordError(
-                    f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
-                    "writes images, or give --chat-template ignore"
-                )
             answers = self._weights[i] > 0 and writes_thoughts
             thought, thoughtless = _thought_apart(message) if answers else ("", {})
             if thought and _solid(self._with(i, thoughtless, self._talk.tools)) == _solid(self.text):

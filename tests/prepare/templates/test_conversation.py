@@ -236,6 +236,12 @@ def test_what_a_template_would_lose_is_refused_by_its_place(folder: Path, name: 
     assert named in refusal(folder, text, record)
 
 
+@pytest.mark.parametrize("text", [R1, "qwen_3"])
+def test_an_image_is_refused_by_a_template_that_reads_texts_alone(folder: Path, text: str) -> None:
+    seen = {**ASK, "content": [{"type": "image", "path": "a.png"}, PART]}
+    assert "`messages[0].content` is a list with images" in refusal(folder, text, talk(seen, TELL), media=True)
+
+
 def test_a_key_that_is_ignored_is_left_out(folder: Path) -> None:
     assert rendered(folder, "chatml", talk(UNKNOWN_KEY, TELL), ignore_keys=("mood",)) == rendered(
         folder, "chatml", talk(ASK, TELL)
