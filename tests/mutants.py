@@ -552,8 +552,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
     ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
-        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
-        ("removesuffix(THOUGHT)) for a", ") for a", "a block behind what opens a thought refuses it"),
+        (".rstrip().removesuffix(THOUGHT)", "", "a thought in the content lacks its beginning"),
+        ('_UNASKED.sub("", prompt) + THOUGHT', '"-"', "a thought is refused where the prompt asks for none"),
+        ('r" \\1 "', 'r"\\1"', "a thought that touches its marks is refused"),
         (
             "== _solid(alone) + THOUGHT",
             "== 0",

@@ -45,6 +45,8 @@ _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
 _EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
 """At the beginning of a content, whatever the template makes of it."""
+_UNASKED = re.compile(rf"{THOUGHT}\s*{THOUGHT_END}\s*\Z")
+"""At the end of a prompt that asks for no thought."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
@@ -235,9 +237,8 @@ class WrittenTalk:
             if not said and here == prompt:
                 raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
             start, stop = len(here), len(here) + len(said)
-            first = min(start, len(prompt.rstrip().removesuffix(THOUGHT)))  # the prompt may open the thought
             for key in ("content", *REASONING):
-                self._refuse_unsaid(i, key, self.text[first:stop])
+                self._refuse_unsaid(i, key, self.text[self._before_thought(start) : stop])
             learned += [(start, stop, weight)] * bool(said)
         return learned
 
@@ -257,7 +258,11 @@ class WrittenTalk:
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
             self.before_answers = ""
-            return None
+            bare = _UNASKED.sub("", prompt) + THOUGHT
+            if prompt in ("", self.text[: len(prompt)]) or self._talk.variables or not self.text.startswith(bare):
+                return None
+            rest = self.text[len(bare) :].lstrip()  # it thinks all the same, and is learned from the first word
+            return (self.text.removesuffix(rest),) * 2
         if not (self._template.writes_thoughts or empty):
             return None
         own = empty[0] if empty else ""
@@ -287,8 +292,7 @@ class WrittenTalk:
         blocks, end = self._whole.generated, 0
         answering = [i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES]
         weights = [self._weights[i] for i in answering]
-        opened = [len(self.text[:a].rstrip().removesuffix(THOUGHT)) for a, _ in blocks]  # as a prompt may open it
-        said = "".join(self.text[a:b] for a, (_, b) in zip(opened, blocks, strict=True))
+        said = "".join(self.text[self._before_thought(a) : b] for a, b in blocks)
         for i in answering:
             if self._weights[i]:
                 end = self._refuse_unsaid(i, "content", said, end)
@@ -304,9 +308,14 @@ class WrittenTalk:
         starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
         return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
 
+    def _before_thought(self, at: int) -> int:
+        """Where the thought begins that may be opened right before a character."""
+        return len(self.text[:at].rstrip().removesuffix(THOUGHT))
+
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
         words = _words(self._messages[i], key, " ")
+        words = re.sub(f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words)  # around which a template may put blanks
         for word in (_EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
             found = said.find(word, start)
             if found < 0:

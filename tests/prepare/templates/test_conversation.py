@@ -71,6 +71,7 @@ STRING = "{% for m in messages %}{{ m.content or m.tool_calls[0].arguments }}{% 
 """Writes arguments as they are: an object would be Python's."""
 PART = {"type": "text", "text": "a"}
 THINKS = [{**TELL, **HM}, {**TELL, "content": f"<think>\nno\n</think>\n\n{ONE}"}]
+TIGHT, BOTH = {**TELL, "content": f"<think>so so</think>{ONE}"}, ("think", "nothink")
 PARTS = {**TELL, "content": [{"type": "text", "text": f"<think>\nno\n</think>\n\n{ONE}"}]}
 TAGS = [{**message, "content": "Why <think></think> here?"} for message in (ASK, TELL)]
 NANO, SHORT = of_trl("nemotron_3_nano_training"), "<think>\nsix by seven\n</think>\n"
@@ -108,6 +109,7 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ("zephyr", talk(TELL, ASK_2, TELL_2), [(f"{ONE}</s>\n", 1.0), (f"{TWO}</s>\n", 1.0)]),
     ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    *((of_trl(f"qwen3_5_{each}"), talk(ASK, TIGHT), [(f"so so\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]) for each in BOTH),
     (OURS["qwen3_5"], talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, PARTS), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_6_training"), talk(ASK, PARTS), [(f"<think>\nno\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),

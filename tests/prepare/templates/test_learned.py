@@ -22,6 +22,7 @@ GEMMA = '<|tool_call>call:look{place:<|"|>Oslo<|"|>}<tool_call|><|tool_response>
 GLM = "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call><|observation|>"
 LEARNED: dict[str, tuple[str, str, str, str | None]] = {
     **dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND)),
+    "qwen3_5_nothink": (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, None),
     "qwen3_5_think_training": (FOUR, f"<think>\nHm.{BEHIND}{FOUR}", XML + END, BEHIND),
     "qwen3_5": (FOUR.strip(), f"Hm.{BEHIND}{FOUR.strip()}", f"{XML}<|im_end|>", BEHIND),  # ours
     "nemotron_3_super": (FOUR, f"Hm.\n</think>\n{FOUR}", f"\n{XML}\n{END}", "</think>"),
