@@ -185,11 +185,9 @@ def _with_times(rendered: Rendered, found: Sequence[Sequence[Part]]) -> Rendered
         moved.append((stop, start, len(text) - stop))
         text += whole[stop:start]
         for part in parts:
-            begin, text = (
-                len(text),
-                text + (whole[start:after] if isinstance(part, Placed) else part.text or ""),
-            )
-            places += [(begin, len(text))] if isinstance(part, Placed) else []
+            if isinstance(part, Placed):
+                places.append((len(text), len(text) + after - start))
+            text += whole[start:after] if isinstance(part, Placed) else part.text or ""
         stop = after
     moved.append((stop, len(whole), len(text) - stop))
     cut = [(max(a, start) + by, min(b, stop) + by, w) for a, b, w in rendered.learned for start, stop, by in moved]

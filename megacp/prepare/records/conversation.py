@@ -262,7 +262,8 @@ class WrittenTalk:
             if prompt in ("", self.text[: len(prompt)]) or self._talk.variables or not self.text.startswith(bare):
                 return None
             rest = self.text[len(bare) :].lstrip()  # it thinks all the same, and is learned from the first word
-            return (self.text.removesuffix(rest),) * 2
+            alone = self.text.removesuffix(rest)
+            return alone, alone
         if not (self._template.writes_thoughts or empty):
             return None
         own = empty[0] if empty else ""
