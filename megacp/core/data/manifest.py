@@ -26,6 +26,17 @@ FEATURE_TOKENS = ("image_patch", "video_patch")
 """Special image tokens, by their names in rules, that stand for a pooled feature each."""
 
 
+THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
+"""Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
+
+
+def thoughts_told(chat_template: dict[str, Any] | None) -> str:
+    """How many answers of a manifest, or of a blend, are learned behind which thought; empty where none is known."""
+    empty, real, none = ((chat_template or {}).get(name, 0) for name in THOUGHTS)
+    told = f"{empty:,} answers are learned behind an empty thought, {real:,} behind a real one, {none:,} behind none"
+    return told if empty or real or none else ""
+
+
 @dataclass(frozen=True)
 class TokenizerInfo:
     """The tokenizer a dataset was made with; ids are None when the tokenizer has no such token."""
@@ -89,7 +100,10 @@ class DatasetManifest:
     """CP degrees the dataset was planned for; an image dataset has a shards_cp{P}.npy for each."""
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
-    """The templates that wrote messages, by name; None = the house's own form, and then it is not written."""
+    """What wrote messages; None = the house's own form, and then it is not written.
+
+    `default`: the template. `before_answers`: the empty thought before answers. Counts of answers by THOUGHTS.
+    """
     document_end: dict[str, int | None] | None = None
     """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and then not written."""
 

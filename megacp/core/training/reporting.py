@@ -11,6 +11,7 @@ from megacp.core.checkpoint.agree import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend
+from megacp.core.data.manifest import thoughts_told
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
@@ -71,6 +72,7 @@ def opening_lines(
 ) -> list[str]:
     """What runs where, what it starts from, and what is not as it was."""
     lines, source = [heading(config, grid), *chosen], sources.train
+    lines += filter(None, [thoughts_told(sources.chat_template)])
     if isinstance(source, PackBlend):
         firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):

@@ -42,6 +42,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought, as templates write it."""
+THINKS = "enable_thinking"
+"""The variable by which a template is told whether to think."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Of a template that says by itself what is learned."""
 LONGEST = 10.0
@@ -71,6 +73,8 @@ class ChatTemplate:
     _model: Any = field(repr=False)
     before_answers: str = ""
     """What ends a prompt: the empty thought behind which a model learned its answers."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of all renderings that do not give others."""
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -128,7 +132,7 @@ class ChatTemplate:
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
             return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
-        given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
+        given = {**self.special, **self.variables, **(variables or {}), "tools": tools, "documents": None}
         chat = []
         for message in messages:  # with its thought under the names that templates read, as the library hands it on
             own = {key: value for key, value in message.items() if value is not None}
