@@ -72,13 +72,12 @@ def opening_lines(
 ) -> list[str]:
     """What runs where, what it starts from, and what is not as it was."""
     lines, source = [heading(config, grid), *chosen], sources.train
-    lines += filter(None, [thoughts_told(sources.chat_template)])
     if isinstance(source, PackBlend):
         firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
             told = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {told}")
-    lines += [start.note] if start.note else []
+    lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
         return lines + [f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"] * (
