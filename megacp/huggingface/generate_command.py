@@ -120,7 +120,7 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
     return prompts, ids, places
 
 
-def _asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
+def asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
     """What of a ChatTemplate makes it ask: as told, else as its answers were learned where none was behind a thought.
 
     ValueError: it cannot be told.
@@ -172,7 +172,7 @@ class Session:
         if kept is not None and self.by_template:
             today = datetime.date.today().isoformat()  # as a server would write it
             template = template_of(kept["default"], tokenizer, today)
-            template = dataclasses.replace(template, **_asked_by(kept, arguments.thinking))
+            template = dataclasses.replace(template, **asked_by(kept, arguments.thinking))
             if arguments.thinking is None and kept.get("empty_thoughts") and kept.get("real_thoughts"):
                 note = f"{thoughts_told(kept)}; --thinking and --no-thinking ask for one kind"
                 print(f"note: {generator.path}: {note}", file=sys.stderr)

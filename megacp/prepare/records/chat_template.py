@@ -128,11 +128,12 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> Rendering:
         """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
-        if prompt and self.before_answers:  # as the template writes it, whatever else ends a prompt
+        own = variables or {}
+        if prompt and self.before_answers and THINKS not in own:  # as the template writes it, whatever ends a prompt
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
             return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
-        given = {**self.special, **self.variables, **(variables or {}), "tools": tools, "documents": None}
+        given = {**self.special, **self.variables, **own, "tools": tools, "documents": None}
         chat = []
         for message in messages:  # with its thought under the names that templates read, as the library hands it on
             own = {key: value for key, value in message.items() if value is not None}
