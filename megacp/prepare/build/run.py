@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
+from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import expanded, place_of, size_of
 from megacp.core.storage.wording import listed
@@ -142,7 +142,8 @@ def _build(
             stream.write(f"note: {tokenizer.chat_template} writes the messages (--chat-template auto)\n")
         manifest = _write(settings, tokenizer, template, journal.fingerprint, results)
         remove_partial(directory)
-    return BuildSummary(manifest, results, progress.bytes, time.monotonic() - started, resumed, tokenizer.engine)
+    took = time.monotonic() - started
+    return BuildSummary(manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -232,12 +233,12 @@ def _write(
     for path in tokenizer.files:  # so that a dataset can be read as text wherever it goes
         (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
         files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
+    before = max(result.before_answers or "" for result in results)  # None: of an earlier version
+    said = {name: sum(getattr(result, name) for result in results) for name in THOUGHTS} | {"before_answers": before}
     kept = None
     if isinstance(template, ChatTemplate) or any(result.written_by is not None for result in results):
-        kept = {"default": "" if template is None else loaded(template).text}
-    empty = min((result.before_answers for result in results if result.before_answers is not None), default="")
-    if kept is not None and empty:  # behind which all answers were learned
-        kept["before_answers"] = empty
+        text = "" if template is None else loaded(template).text
+        kept = {"default": text, **{k: v for k, v in said.items() if v}}
     manifest = DatasetManifest(
         config_fingerprint=fingerprint,
         tokenizer=tokenizer.info(),

@@ -12,10 +12,11 @@ import itertools
 import os
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,10 @@ class UnitResult:
     """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
     before_answers: str | None = None
     """As of a Sample."""
+    empty_thoughts: int = 0
+    real_thoughts: int = 0
+    no_thoughts: int = 0
+    """Learned answers, as of THOUGHTS."""
     written_by: str | None = None
     """What wrote its messages, as of `writer_of`; None without messages."""
 
@@ -115,8 +120,8 @@ class _UnitRun:
             self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls)
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
-        self._documents = self._unlearned = self._learned_tokens = self._windows = self._in_context = 0
-        self._before_answers: str | None = None
+        self._documents = self._unlearned = self._learned_tokens = self._windows = 0
+        self._answers, self._before_answers = Counter[str](), ""  # as of a Sample
         self._written_by: str | None = None
         named = settings.ignore_keys, settings.context_roles
         self._rules = RecordRules(settings.text_key, self._media is not None, *named, prefix_tree=settings.prefix_tree)
@@ -141,7 +146,8 @@ class _UnitRun:
             self._flush(window, writer)
             entry_of_shard = writer.commit() if writer.num_packs else None
         counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
-        return UnitResult(unit.index, entry_of_shard, *counts, self._in_context, self._before_answers, self._written_by)
+        answers: dict[str, Any] = {**self._answers, "before_answers": self._before_answers}
+        return UnitResult(unit.index, entry_of_shard, *counts, **answers, written_by=self._written_by)
 
     def _refusal(self, place: _Place, reason: str) -> Refusal:
         """A record refused, at its true line of the file."""
@@ -173,10 +179,9 @@ class _UnitRun:
                     sample = parse_record(item.value, self._rules, self._builder.template)
                     if sample.talks and self._written_by is None:
                         self._written_by = writer_of(self._builder.template)
-                    self._in_context += sample.in_context
-                    before = (sample.before_answers, self._before_answers)
-                    self._before_answers = min((each for each in before if each is not None), default=None)
                     chunk.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
+                    self._answers.update(sample.answers)
+                    self._before_answers = max(self._before_answers, sample.before_answers)
                 except RecordError as error:
                     self._refuse(place, str(error))
                     continue

@@ -42,6 +42,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought, as templates write it."""
+THINKS = "enable_thinking"
+"""The variable by which a template is told whether to think."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Of a template that says by itself what is learned."""
 LONGEST = 10.0
@@ -71,6 +73,8 @@ class ChatTemplate:
     _model: Any = field(repr=False)
     before_answers: str = ""
     """What ends a prompt: the empty thought behind which a model learned its answers."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of all renderings that do not give others."""
 
     @property
     def decisive(self) -> dict[str, Any]:
@@ -129,11 +133,12 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> Rendering:
         """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
-        if prompt and self.before_answers:  # as the template writes it, whatever else ends a prompt
+        own = variables or {}
+        if prompt and self.before_answers and THINKS not in own:  # as the template writes it, whatever ends a prompt
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
             return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
-        given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
+        given = {**self.special, **self.variables, **own, "tools": tools, "documents": None}
         chat = []
         for message in messages:  # with its thought under the names that templates read, as the library hands it on
             own = {key: value for key, value in message.items() if value is not None}

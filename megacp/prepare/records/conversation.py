@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,8 +59,7 @@ class WrittenTalk:
         self._talk, self._template, self._rules = talk, template, rules
         self._media: list[tuple[int, int, Media]] = []  # message, part
         self._weights: list[float] = []
-        self.in_context = 0
-        self.before_answers: str | None = None  # as of a Sample
+        self.answers, self.before_answers = Counter[str](), ""  # as of a Sample
         self._messages = [self._given(i) for i in range(len(talk.messages))]
         self._expected: str | None = None
         if rules.asks and self._messages[-1]["role"] in LEARNED_ROLES:
@@ -161,7 +161,7 @@ class WrittenTalk:
                     said = f"`{where}.{key}`: the chat template leaves out the last thought"
                     raise RecordError(f"{said}; take one that writes it, with --chat-template FILE.jinja")
                 self._weights[i] = 0.0
-                self.in_context += 1
+                self.answers["in_context"] += 1
             elif answers and not self._reads_thought(i):
                 said = f"`{where}.content`: the chat template reads no thought there"
                 raise RecordError(f"{said}; give it as `{REASONING[0]}`")
@@ -257,7 +257,7 @@ class WrittenTalk:
         message, before, tools = self._messages[i], self._messages[:i], self._talk.tools
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
-            self.before_answers = ""
+            self.answers["real_thoughts"] += 1
             bare = _UNASKED.sub("", prompt) + THOUGHT
             if prompt in ("", self.text[: len(prompt)]) or self._talk.variables or not self.text.startswith(bare):
                 return None
@@ -274,6 +274,7 @@ class WrittenTalk:
         wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
         alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
         if len(around) == 1 and _solid(prompt) == _solid(alone) + THOUGHT:  # it asks for a thought, and writes none
+            self.answers["no_thoughts"] += 1
             return alone, alone
         if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
@@ -282,9 +283,12 @@ class WrittenTalk:
         if here is None:  # an earlier answer has none, or another
             here = self._with(i, wordless, tools).partition(PLACE)[0]
         asked = prompt.startswith(here)
-        if not (here and self.text.startswith(here) and (_solid(here) == _solid(alone) or asked)):
+        is_behind = _solid(here) == _solid(alone)
+        if not (here and self.text.startswith(here) and (is_behind or asked)):
             return None
-        if self.before_answers is None and prompt and not asked:
+        if is_behind or here == prompt:
+            self.answers["empty_thoughts" if is_behind else "no_thoughts"] += 1
+        if not self.before_answers and prompt and not asked:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
         return alone, here
 

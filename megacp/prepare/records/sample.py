@@ -8,6 +8,7 @@ first word.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -78,10 +79,11 @@ def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Te
                 raise RecordError("a rollout is one text or conversation, without branches or rollouts of its own")
         except RecordError as error:
             raise RecordError(f"`{key}[{i}]`: {error}") from error
-    parts, in_context = [each.prefix for each in found], sum(each.in_context for each in found)
-    empty = min((each.before_answers for each in found if each.before_answers is not None), default=None)
-    talks = any(each.talks for each in found)
-    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, in_context, empty)
+    parts, answers = [each.prefix for each in found], Counter[str]()
+    for each in found:
+        answers.update(each.answers)
+    talks, before = any(each.talks for each in found), max(each.before_answers for each in found)
+    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, answers, before)
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
@@ -123,7 +125,8 @@ def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...
 
 def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules) -> Sample:
     """A record whose messages a template writes: each branch with all that it continues is a conversation."""
-    talks, written, parts, in_context = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]](), 0
+    talks, written, parts = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]]()
+    answers, before_answers = Counter[str](), ""
     for talk, weight, where, parent in said:
         if not isinstance(talk, Talk):
             what = f"`{where}` has no messages" if where else "a branch has messages and the record has none"
@@ -139,10 +142,10 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
         shared, whole = written[parent] if where else None, WrittenTalk(talks[-1], template, rules)
         written.append(whole)
         parts.append(whole.pieces(shared, weight))
-        in_context += whole.in_context - (0 if shared is None else shared.in_context)
-    empty = [each.before_answers for each in written if each is not None and each.before_answers is not None]
+        answers += whole.answers if shared is None else whole.answers - shared.answers
+        before_answers = max(before_answers, whole.before_answers)
     parents = tuple(each.parent for each in said[1:])
-    return Sample(parts[0], tuple(parts[1:]), parents, False, in_context, min(empty, default=None))
+    return Sample(parts[0], tuple(parts[1:]), parents, False, answers, before_answers)
 
 
 def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> list[_Said]:
