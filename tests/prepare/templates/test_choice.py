@@ -6,15 +6,18 @@ import dataclasses
 import io
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp.core.data.blend import PackBlend
 from megacp.core.data.geometry import image_layout
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
+from megacp.core.training.sources import Sources
 from megacp.prepare.build.run import build
 from megacp.prepare.command import main
 from megacp.prepare.records.chat_template import OURS, load_chat_template
@@ -181,6 +184,9 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
             ValueError, match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore"
         ):
             built(f"broken{len(broken)}", "talks", on_error="skip")
+    for other, by in {"own": kept, "ignored": None}.items():  # texts agree with any
+        mixed = PackBlend([PackedDataset(tmp_path / name) for name in ("words", other)], [Fraction(1)] * 2)
+        assert Sources(mixed, None, "").chat_template == by
     write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["granite"])
     for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
         with pytest.raises(ValueError, match=f"{name} was begun with another chat template"):
