@@ -545,6 +545,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
+        ('["real_thoughts"] += 1', '["real_thoughts"] += 0', "answers with thoughts are not counted"),
+        ('"empty_thoughts" if is_behind else', '"empty_thoughts" if 1 else', "all stand behind an empty thought"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
@@ -562,12 +564,25 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
     ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
-        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
+        (".rstrip().removesuffix(THOUGHT)", "", "a thought in the content lacks its beginning"),
+        ('_UNASKED.sub("", prompt) + THOUGHT', '"-"', "a thought is refused where the prompt asks for none"),
+        ('r" \\1 "', 'r"\\1"', "a thought that touches its marks is refused"),
+        (
+            "== _solid(alone) + THOUGHT",
+            "== 0",
+            "a template whose prompt opens a thought that it never writes is refused",
+        ),
         ("elif answers and not", "elif False and not", "marks of another template's thoughts are learned"),
         ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
         ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),
         ("if takes else", "if True else", "an object stands where a string is meant"),
         ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
+    ],
+    ("prepare/build/run.py", "tests/prepare/templates/test_choice.py"): [
+        ("if writers and writers !=", "if False and writers !=", "a build goes on with another chat template"),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/build/test_qwen_images.py"): [
+        ("(max(a, start) + by, min(b, stop) + by, w)", "(a, b, w)", "what is learned does not move behind a video"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),
@@ -580,7 +595,21 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
     ],
     ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
-        ("if prompt and self.before_answers:", "if False:", "nothing stands behind a prompt"),
+        ("if prompt and self.before_answers and", "if False and", "nothing stands behind a prompt"),
+        (" and THINKS not in own:", ":", "an empty thought stands where a record asks for thinking"),
+        ("**self.variables, **own,", "**own, **self.variables,", "a flag wins over what a record says of its template"),
+    ],
+    ("huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
+        ("(real or empty <= none)", "real", "answers behind nothing are asked behind an empty thought"),
+        ("(real or empty <= none)", "empty <= none", "a model that thinks is asked behind an empty thought"),
+        ("{THINKS: bool(thinking)}", "{THINKS: False}", "--thinking asks without"),
+    ],
+    ("core/training/sources.py", "tests/prepare/test_public_chats.py"): [
+        ("found.get(name, 0) + value if", "value if", "a blend counts the answers of its last dataset"),
+    ],
+    ("prepare/describe.py", "tests/prepare/test_inspect.py"): [
+        ("max(left // rest, min(_LEAST, characters))", "characters", "one text takes all characters"),
+        ("0 if is_learned else share // 2", "0", "what stands before an answer lacks its end"),
     ],
     ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),

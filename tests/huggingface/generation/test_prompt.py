@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp.huggingface.generate_command import asked_by
 from megacp.huggingface.generation.prompt import PromptMaker, prompt_pixels
 from megacp.prepare.records.chat_template import template_of
 from megacp.prepare.records.record import Media
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY, encoded, noise, video
-from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
+from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import library
 
 pytest.importorskip("av")
@@ -74,3 +77,37 @@ def test_a_model_without_thoughts_is_asked_behind_the_empty_one_that_its_answers
         talk = [ASK, TELL, ASK, *more]
         ids = theirs.apply_chat_template(talk, add_generation_prompt=True, enable_thinking=False, return_dict=False)
         assert (prompt.tokens.tolist(), prompt.expected, prompt.branch_start) == (ids, expected, None)
+
+
+EMPTY = {"before_answers": "<think>\n\n</think>\n\n"}
+THINKING: list[tuple[dict[str, Any], bool | None, dict[str, bool]]] = [
+    ({"empty_thoughts": 9, "real_thoughts": 1, **EMPTY}, None, {}),
+    ({"empty_thoughts": 9, "real_thoughts": 1, **EMPTY}, False, {"enable_thinking": False}),
+    ({"empty_thoughts": 9, **EMPTY}, True, {"enable_thinking": True}),
+    ({"empty_thoughts": 5, "no_thoughts": 5, **EMPTY}, None, {}),
+    ({"empty_thoughts": 5, "no_thoughts": 4, **EMPTY}, None, {"enable_thinking": False}),
+    ({"empty_thoughts": 5}, None, {"enable_thinking": False}),
+    (EMPTY, None, {"enable_thinking": False}),
+    ({}, None, {}),
+]
+"""What was learned, as a checkpoint keeps it; --thinking or --no-thinking; how the library is asked for the same."""
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
+def test_a_model_is_asked_as_most_of_its_answers_were_learned_or_as_told(tmp_path: Path, name: str) -> None:
+    """As the library asks, in several turns too; what a record says of its template comes first."""
+    tokenizer, text = tokenizer_at(write_tokenizer(tmp_path)), of_trl(name)
+    template, theirs = template_of(text, tokenizer, None), library(tmp_path, text)
+    thought = {**TELL, "content": "<think>\nhm\n</think>\n\nthis"}
+    for kept, told, given in THINKING:
+        if "think" in name and "before_answers" in kept:
+            kept = {**kept, "before_answers": "\n</think>\n\n"}
+        asked = dataclasses.replace(template, **asked_by({"default": text, **kept}, told))
+        maker = PromptMaker(tokenizer, template=asked)
+        for talk, own in (([ASK], {}), ([ASK, thought, ASK], {}), ([ASK], {"enable_thinking": not told})):
+            (prompt,) = maker.of_record({"messages": talk, "chat_template_kwargs": own})
+            ids = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False, **{**given, **own})
+            assert prompt.tokens.tolist() == ids, (kept, told, talk)
+    with pytest.raises(ValueError, match="--no-thinking: the chat template reads no `enable_thinking`"):
+        asked_by({"default": TEMPLATES["qwen_25"]}, False)
+    assert asked_by({"default": TEMPLATES["qwen_25"], **EMPTY}, False) == EMPTY
