@@ -454,9 +454,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),
     ],
+    ("verify/plot.py", "tests/tools/test_peers.py"): [
+        ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
+    ],
     ("train.py", "tests/training/test_start.py"): [
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
+        ("(ValueError if run.returncode == REFUSED else RuntimeError)", "ValueError", "a failure is a refusal"),
+        ("run.terminate()", "run.kill()", "Ctrl-C of a notebook ends a run that has not saved"),
+        ('flag(name if value else f"no_{name}")', "flag(name)", "False of a script is True"),
+    ],
+    ("huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
+        ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
+        ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
     ],
     ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),

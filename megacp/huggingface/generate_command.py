@@ -194,11 +194,23 @@ class Session:
         parts = [{"type": one.kind, "bytes": one.value} for one in self.media if not said]
         return [*said, {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
 
+    def ask(self, text: str, said: Sequence[dict[str, Any]] = ()) -> str:
+        """The answer to `text` of a user behind what was said."""
+        asked = self.maker.of_record({"messages": self.questions(text, said)})
+        (answer,) = self.answers(asked, ["it"], len(said))
+        return answer
+
     def answers(self, prompts: Sequence[Prompt], names: Sequence[str], seed: int = 0) -> Iterator[str]:
         """The answers as texts, without the tokens that end them."""
         sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + seed)
         for tokens in self.generator.answer(prompts, sampling, names):
             yield self.tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ends else tokens)
+
+
+def open_session(checkpoint: str, max_new_tokens: int = 64, temperature: float = 0.0) -> Session:
+    """What --chat asks, for a script or a notebook. ValueError as of `Session`."""
+    numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}"]
+    return Session(parsed(["--checkpoint", checkpoint, "--chat", *numbers]))
 
 
 @ends_with_its_reader()
@@ -208,14 +220,13 @@ def converse(session: Session, arguments: argparse.Namespace) -> None:
     print(f"{session}; an empty line ends the conversation")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while None not in (sys.stdin, sys.stdout) and (text := input("> ")):  # None: closed before it began
-            asked = session.questions(text, said)
             try:
-                (answer,) = session.answers(session.maker.of_record({"messages": asked}), ["it"], len(said))
+                answer = session.ask(text, said)
             except ValueError as error:
                 print(f"error: {error}")
                 continue
             print(answer)
-            said = [*asked, {"role": "assistant", "content": answer}]
+            said = [*session.questions(text, said), {"role": "assistant", "content": answer}]
 
 
 @ends_with_its_reader()

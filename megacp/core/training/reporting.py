@@ -38,7 +38,8 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
     """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it."""
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
-        targets = LogTargets(True, config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
+        projects = log.wandb_project, log.trackio_project
+        targets = LogTargets(True, config.log_path, log.tensorboard_dir, *projects, log.log_interval)
     settings, opened = flatten(config), list[RunLog]()
 
     def opens() -> None:

@@ -35,6 +35,7 @@ from megacp.core.models.build import DTYPES
 from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
+from megacp.huggingface.convert.card import CARD, model_card
 from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.families import token_ids
@@ -106,6 +107,8 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         hf_files.write_json(folder / "config.json", {**content, **special})
         if not (folder / GENERATION).is_file():
             hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
+        if loaded.checkpoint is not None and loaded.checkpoint.step:
+            (folder / CARD).write_text(model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8")
         written = dict(hf_files.SafetensorsFolder(folder).infos)
         require_all(written, links, True, folder)
 
@@ -316,4 +319,7 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
         links = loaded.family.links(loaded.values)
         elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
+        assert loaded.checkpoint is not None
+        card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)
+        (folder / CARD).write_text(card, encoding="utf-8")
     print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")
