@@ -546,7 +546,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
         ('["real_thoughts"] += 1', '["real_thoughts"] += 0', "answers with thoughts are not counted"),
-        ('"empty_thoughts" if is_behind else', '"empty_thoughts" if 1 else', "all stand behind an empty thought"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
@@ -596,20 +595,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
         ("if prompt and self.before_answers and", "if False and", "nothing stands behind a prompt"),
-        (" and THINKS not in own:", ":", "an empty thought stands where a record asks for thinking"),
         ("**self.variables, **own,", "**own, **self.variables,", "a flag wins over what a record says of its template"),
     ],
     ("huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
         ("(real or empty <= none)", "real", "answers behind nothing are asked behind an empty thought"),
-        ("(real or empty <= none)", "empty <= none", "a model that thinks is asked behind an empty thought"),
-        ("{THINKS: bool(thinking)}", "{THINKS: False}", "--thinking asks without"),
-    ],
-    ("core/training/sources.py", "tests/prepare/test_public_chats.py"): [
-        ("found.get(name, 0) + value if", "value if", "a blend counts the answers of its last dataset"),
-    ],
-    ("prepare/describe.py", "tests/prepare/test_inspect.py"): [
-        ("max(left // rest, min(_LEAST, characters))", "characters", "one text takes all characters"),
-        ("0 if is_learned else share // 2", "0", "what stands before an answer lacks its end"),
     ],
     ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),

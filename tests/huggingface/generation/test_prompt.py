@@ -16,7 +16,7 @@ from megacp.prepare.records.chat_template import template_of
 from megacp.prepare.records.record import Media
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from tests.prepare.media.pictures import TINY, encoded, noise, video
-from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
+from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import library
 
 pytest.importorskip("av")
@@ -66,48 +66,28 @@ def test_the_header_of_an_answer_stands_at_the_end_of_each_branch_alone() -> Non
     assert [prompt.expected for prompt in prompts] == [None, "this", "more"]
 
 
-def test_a_model_without_thoughts_is_asked_behind_the_empty_one_that_its_answers_followed(tmp_path: Path) -> None:
-    """As the template itself asks where thinking is off; images and branches are asked in whole conversations."""
-    tokenizer = tokenizer_at(write_tokenizer(tmp_path))
-    template = template_of(TEMPLATES["qwen_3"], tokenizer, None, "<think>\n\n</think>\n\n")
-    maker, theirs = PromptMaker(tokenizer, template=template), library(tmp_path, TEMPLATES["qwen_3"])
-    record = {"messages": [ASK, TELL, ASK], "branches": [{"messages": [TELL]}, {"messages": [TOOL, TELL, ASK]}]}
-    found = maker.of_record(record)
-    for prompt, more, expected in zip(found, ([], [TOOL, TELL, ASK]), ("this", None), strict=True):
-        talk = [ASK, TELL, ASK, *more]
-        ids = theirs.apply_chat_template(talk, add_generation_prompt=True, enable_thinking=False, return_dict=False)
-        assert (prompt.tokens.tolist(), prompt.expected, prompt.branch_start) == (ids, expected, None)
-
-
-EMPTY = {"before_answers": "<think>\n\n</think>\n\n"}
+OFF, EMPTY = {"enable_thinking": False}, {"before_answers": "<think>\n\n</think>\n\n"}
+MIXED, TURNS = ({"empty_thoughts": 5, name: 5, **EMPTY} for name in ("real_thoughts", "no_thoughts"))
 THINKING: list[tuple[dict[str, Any], bool | None, dict[str, bool]]] = [
-    ({"empty_thoughts": 9, "real_thoughts": 1, **EMPTY}, None, {}),
-    ({"empty_thoughts": 9, "real_thoughts": 1, **EMPTY}, False, {"enable_thinking": False}),
-    ({"empty_thoughts": 9, **EMPTY}, True, {"enable_thinking": True}),
-    ({"empty_thoughts": 5, "no_thoughts": 5, **EMPTY}, None, {}),
-    ({"empty_thoughts": 5, "no_thoughts": 4, **EMPTY}, None, {"enable_thinking": False}),
-    ({"empty_thoughts": 5}, None, {"enable_thinking": False}),
-    (EMPTY, None, {"enable_thinking": False}),
-    ({}, None, {}),
+    *((MIXED, None, {}), (MIXED, False, OFF), (EMPTY, True, {"enable_thinking": True}), (EMPTY, None, OFF)),
+    *((TURNS, None, {}), ({**TURNS, "no_thoughts": 4}, None, OFF), ({"empty_thoughts": 5}, None, OFF), ({}, None, {})),
 ]
 """What was learned, as a checkpoint keeps it; --thinking or --no-thinking; how the library is asked for the same."""
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think"])
-def test_a_model_is_asked_as_most_of_its_answers_were_learned_or_as_told(tmp_path: Path, name: str) -> None:
-    """As the library asks, in several turns too; what a record says of its template comes first."""
-    tokenizer, text = tokenizer_at(write_tokenizer(tmp_path)), of_trl(name)
+def test_a_model_is_asked_as_most_of_its_answers_were_learned_or_as_told(tmp_path: Path) -> None:
+    """As the library asks; what a record says comes first. Images and branches are asked in whole conversations."""
+    tokenizer, text = tokenizer_at(write_tokenizer(tmp_path)), TEMPLATES["qwen_3"]
     template, theirs = template_of(text, tokenizer, None), library(tmp_path, text)
-    thought = {**TELL, "content": "<think>\nhm\n</think>\n\nthis"}
+    record = {"messages": [ASK, TELL, ASK], "branches": [{"messages": [TELL]}, {"messages": [TOOL, TELL, ASK]}]}
     for kept, told, given in THINKING:
-        if "think" in name and "before_answers" in kept:
-            kept = {**kept, "before_answers": "\n</think>\n\n"}
         asked = dataclasses.replace(template, **asked_by({"default": text, **kept}, told))
-        maker = PromptMaker(tokenizer, template=asked)
-        for talk, own in (([ASK], {}), ([ASK, thought, ASK], {}), ([ASK], {"enable_thinking": not told})):
-            (prompt,) = maker.of_record({"messages": talk, "chat_template_kwargs": own})
-            ids = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False, **{**given, **own})
-            assert prompt.tokens.tolist() == ids, (kept, told, talk)
+        for said in ({}, {"enable_thinking": not told}):
+            how = {"add_generation_prompt": True, "return_dict": False, **given, **said}
+            found = PromptMaker(tokenizer, template=asked).of_record({**record, "chat_template_kwargs": said})
+            for prompt, more, expected in zip(found, ([], [TOOL, TELL, ASK]), ("this", None), strict=True):
+                ids = theirs.apply_chat_template([ASK, TELL, ASK, *more], **how)
+                assert (prompt.tokens.tolist(), prompt.expected, prompt.branch_start) == (ids, expected, None)
     with pytest.raises(ValueError, match="--no-thinking: the chat template reads no `enable_thinking`"):
         asked_by({"default": TEMPLATES["qwen_25"]}, False)
     assert asked_by({"default": TEMPLATES["qwen_25"], **EMPTY}, False) == EMPTY

@@ -18,6 +18,9 @@ END = "<|im_end|>\n"
 FOUR, BEHIND = f"Four.{END}", "\n</think>\n\n"
 XML = "<tool_call>\n<function=look>\n<parameter=place>\nOslo\n</parameter>\n</function>\n</tool_call>"
 ATEM = '<atem:invoke name="look">\n<atem:parameter name="place">Oslo</atem:parameter>\n</atem:invoke>\n'
+CALLS = f"<|message|><atem:function_calls>\n{ATEM}</atem:function_calls><|eot|>"
+MUSE = " to=user<|message|>Four.<|eot|>"
+LFM = "<|tool_call_start|>[look(place='Oslo')]<|tool_call_end|>"
 GEMMA = '<|tool_call>call:look{place:<|"|>Oslo<|"|>}<tool_call|><|tool_response>'
 GLM = "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call><|observation|>"
 LEARNED: dict[str, tuple[str, str, str, str]] = {
@@ -27,20 +30,10 @@ LEARNED: dict[str, tuple[str, str, str, str]] = {
     "qwen3_5": (FOUR.strip(), f"Hm.{BEHIND}{FOUR.strip()}", f"{XML}<|im_end|>", BEHIND),  # ours
     "nemotron_3_super": (FOUR, f"Hm.\n</think>\n{FOUR}", f"\n{XML}\n{END}", "</think>"),
     "nemotron_3_5_lightning": (FOUR, f"Hm.</think>{FOUR}", f"\n{XML}\n{END}", "</think>"),
-    "lfm2_2_5": (
-        FOUR,
-        f"<think>Hm.</think>{FOUR}",
-        f"<|tool_call_start|>[look(place='Oslo')]<|tool_call_end|>{END}",
-        "",
-    ),
+    "lfm2_2_5": (FOUR, f"<think>Hm.</think>{FOUR}", LFM + END, ""),
     "gemma4_v5": ("Four.<turn|>\n", "<|channel>thought\nHm.\n<channel|>Four.<turn|>\n", GEMMA, ""),
     "glm4moe_training": ("Four.<|user|>", "\n<think>Hm.</think>\nFour.<|user|>", GLM, "\n<think></think>\n"),
-    "muse_glimmer": (
-        " to=user<|message|>Four.<|eot|>",
-        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Four.<|eot|>",
-        f" to=look<|message|><atem:function_calls>\n{ATEM}</atem:function_calls><|eot|>",
-        "",
-    ),
+    "muse_glimmer": (MUSE, f" to=self<|message|>Hm.<|eom|><|start|>assistant{MUSE}", f" to=look{CALLS}", ""),
 }
 """Of an answer, of one with a thought, of a call, and the empty thought that stands before an answer."""
 ASK, TELL = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Four."}
