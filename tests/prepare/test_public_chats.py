@@ -79,7 +79,9 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
     assert found == LEARNED[name]
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
     assert ("2 answers are context, not learned" in said) == (name == "thoughts.jsonl")
-    told = f"{empty} answers are learned behind an empty thought, {real} behind a real one, {none} behind none"
+    told = (
+        f"{empty} answers are learned behind an empty thought, {real} behind a real one, {none} right behind the prompt"
+    )
     assert (told in said) == (name != "alpaca.json") and "1 steps of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
     assert (kept is None) == (name == "alpaca.json" and not template)  # no messages
