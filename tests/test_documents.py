@@ -11,7 +11,7 @@ import pytest
 from tools import rooms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / f"{x}.md" for x in ("README", "CONTRIBUTING", "AGENTS")), *sorted((ROOT / "docs").glob("*.md"))]
 MOST_WORDS = 1_000
 OTHERS = {
     *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
