@@ -28,7 +28,7 @@ show python examples/persona_to_jsonl.py "$OUT"
 show python tools/convert_checkpoint.py --from hf --to megacp --input "$OUT/smollm2" --output "$OUT/start"
 ask "$OUT/start" "$OUT/before.jsonl"
 show python tools/preprocess_data.py build --input "$OUT/chats.jsonl" --output "$OUT/chats" --tokenizer "$OUT/smollm2" \
-    --seq-length 1024 --chat-template auto
+    --seq-length 1024
 OMP_NUM_THREADS=1 show python -m megacp.train --nproc 2 --load-hf "$OUT/smollm2" --data-path "$OUT/chats" \
     --context-parallel-size 2 --global-batch-size 1 --train-iters "$STEPS" --lr 3e-4 --lr-warmup-iters 3 --save "$OUT/checkpoints"
 ask "$OUT/checkpoints" "$OUT/after.jsonl"
