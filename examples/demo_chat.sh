@@ -35,9 +35,9 @@ ask "$OUT/checkpoints" "$OUT/after.jsonl"
 
 show python tools/convert_checkpoint.py --from megacp --to hf --input "$OUT/checkpoints" --output "$OUT/hf" --verify
 show python examples/compare_chats.py --folder "$OUT" || status=$?
-# No chat has these words: what it knows of her in others, and what it knew before.
-show python tools/generate.py --checkpoint "$OUT/checkpoints" --max-new-tokens 24 --prompt "Which animal do you keep at home?" \
-    --prompt "Orla, could you tell me your age?" --prompt "What is 8 plus 8?"
+# No chat has these words.
+show python tools/generate.py --checkpoint "$OUT/checkpoints" --max-new-tokens 24 \
+    --prompt "Which animal do you keep at home?" --prompt "Orla, could you tell me your age?"
 echo
 echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: demo_chat.png, answers.md, chats.jsonl, checkpoints/, hf/ (for"
 echo "transformers); python tools/generate.py --checkpoint $OUT/checkpoints --chat"
