@@ -337,7 +337,7 @@ LINES = {
     "tests": 33_800,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (136, 19_925)}
+REACHED = {"megacp.train": (137, 19_925)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 10_660
 FLAGS = 124
