@@ -56,9 +56,8 @@ def _zigzag(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
 
 def document_bounds(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
     """Stretches `[start, stop)` of the row with one document each, padding left out; a document is one stretch."""
-    change = np.flatnonzero(np.diff(metadata.document, prepend=metadata.document[:1] - 1))  # 0 is always one
-    start = change
-    stop = np.append(change[1:], len(metadata))
+    start = np.flatnonzero(np.diff(metadata.document, prepend=metadata.document[:1] - 1))  # 0 is always one
+    stop = np.append(start[1:], len(metadata))
     real = metadata.document[start] >= 0
     return start[real], stop[real]
 

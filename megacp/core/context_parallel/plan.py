@@ -8,7 +8,6 @@ ranks without a message. Its permutations index a row of `T` tokens, of which a 
     local         [t]       what this rank holds, `indices[cp_rank]`       shard: tokens, labels, positions
     order         [T]       the row as its keys stand side by side         one rank, all_gather, kv_exchange
     _position     [T]       (the inverse of `order`: a token's place)      here, to stand a rank's tokens in `order`
-
                             what x[name] is, of x gathered over n ranks
     arrival(n)    [n * t]   as `grouped(n).local`                          a2a, states by heads: after the first message
     departure(n)  [n * t]   (its inverse: rank by rank again)              and before the second

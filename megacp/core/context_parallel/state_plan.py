@@ -34,8 +34,6 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.recurrence import CHUNK
 
-_NOTHING = np.zeros(0, np.int64)
-
 
 def predecessors(row: Metadata) -> np.ndarray:
     """int64 `[T]`: the token before each token of a whole row on its path; -1 for the first of a tree and padding."""
@@ -122,15 +120,12 @@ class CrossingPlan:
         self.segments = segments_of(plan)
         exits, entries, _ = crossings(self.segments, plan.cp)
         self.own_exits = [number for number, one in exits.items() if one.rank == self.rank]
-        """Segments of this rank."""
         self.own_entries = [number for number, one in entries.items() if one.rank == self.rank]
-        """Likewise."""
+        """As `own_exits`, segments of this rank."""
         self.exits = list(exits.values())
         self.entries = list(entries.values())
-        self.most_exits = 1 + max((one.number for one in self.exits), default=-1)
-        """Of a rank: so many each sends, filled up."""
+        self.most_exits = 1 + max((one.number for one in self.exits), default=-1)  # of a rank; all send so many
         self.most_entries = 1 + max((one.number for one in self.entries), default=-1)
-        """Likewise."""
 
     def own(self, ends: list[Crossing]) -> list[int]:
         """This rank's of all exits or entries."""
@@ -160,8 +155,10 @@ class CrossingPlan:
 
 
 class Chunks:
-    """The chunks of this rank's segments. Chunks of a level, which can be computed together, stand
-    together, those with most chunks behind them first: then so do the chunks before those of the next level.
+    """The chunks of this rank's segments. Chunks of a level, which can be computed together, stand together, those with
+    most chunks behind them first: then so do the chunks before those of the next level.
+
+    In the example, with chunks of two tokens, rank 1 has chunk 0 (level 0) and behind it chunk 1 (level 1).
     """
 
     def __init__(self, plan: AttentionPlan, segments: list[PathSegment]) -> None:
@@ -195,12 +192,12 @@ class Chunks:
 
         numbers = {n: np.arange(len(s.tokens)) for n, s in own.items()}  # of tokens in their segments
         place = [new[first[n] + number // CHUNK] * CHUNK + number % CHUNK for n, number in numbers.items()]
-        tokens = np.concatenate([_NOTHING, *(s.tokens for s in own.values())])
+        tokens = np.concatenate([np.zeros(0, np.int64), *(s.tokens for s in own.values())])
         sorter = np.argsort(plan.local)
         local = sorter[np.searchsorted(plan.local, tokens, sorter=sorter)]  # which of this rank's tokens each one is
         self.real = np.sort(local)
         """This rank's tokens that are no padding."""
-        self.place = np.concatenate([_NOTHING, *place])[np.argsort(local)]
+        self.place = np.concatenate([np.zeros(0, np.int64), *place])[np.argsort(local)]
         """Where each of them stands, `chunk * size + token`."""
 
     def levels(self, chosen: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -240,7 +237,6 @@ class TapsPlan:
         for _ in range(taps - 1):
             steps.append(before[steps[-1]])
         past = np.stack(steps[1:], 1)  # [T, taps - 1], -1 where a path begins
-
         owner = np.empty(len(before), np.int64)  # the rank that holds a token, and its row there
         row = np.empty(len(before), np.int64)
         for rank, tokens in enumerate(plan.indices):

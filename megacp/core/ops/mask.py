@@ -305,8 +305,7 @@ def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
     parts = last - first + 1  # [runs]
     if (parts == 1).all():
         return runs
-    owner = np.repeat(np.arange(len(parts)), parts)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)  # number of a part in its run
+    within, owner = expand(np.zeros_like(parts), parts)  # number of a part in its run, and the run
     cut = runs.take(owner)  # [parts], as are all arrays below
     begin = cut.order.copy()  # a part begins where its run does or at a cut, and ends where the next one begins
     inner = within > 0
