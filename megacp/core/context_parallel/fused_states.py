@@ -67,10 +67,7 @@ class SegmentLevels:
         segments = crossing.segments
         row = np.zeros(len(plan.metadata), np.int64)  # [T]: which row here a token is
         row[plan.local] = np.arange(len(plan.local))
-        first = {
-            n: place for place, n in enumerate(crossing.own_entries, 1)
-        }  # by segment, the place of its first state
-
+        first = {n: place for place, n in enumerate(crossing.own_entries, 1)}  # by segment, the place of its entry
         chosen = set(crossing.own_exits) if to_exits else {n for n, s in enumerate(segments) if s.rank == plan.cp_rank}
         for n in range(len(segments))[::-1]:  # what is gone on from is earlier
             if n in chosen and n not in first and segments[n].before >= 0:
@@ -82,6 +79,7 @@ class SegmentLevels:
         last = dict[int, int]()  # by segment, the place of the state at its end
         for level in range(1 + max(depth.values(), default=-1)):
             now = [n for n in depth if depth[n] == level]
+            # the state of its entry, of the end of the segment before it, or zeros
             before = np.array([first.get(n) or last.get(segments[n].before, 0) for n in now])
             last |= {n: place for place, n in enumerate(now, 1 + len(first) + len(last))}
             bounds = torch.tensor([0, *(len(segments[n].tokens) for n in now)]).cumsum(0)
