@@ -369,7 +369,7 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
 def _tiles_of_pairs(q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Reach) -> tuple[np.ndarray, ...]:
     """(run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k): at most three of a pair.
 
-    Places are counted from the first key of run j. For queries [6, 8) of keys [0, 8) under a window of 6:
+    Places are counted from the first key of run j. Queries [6, 8) see of keys [0, 8) under a window of 6:
 
         0          edge = 1      low = 3       own = high = 6     8
         | unseen   | WINDOW      | FULL        | CAUSAL           |
