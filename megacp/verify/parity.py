@@ -54,6 +54,7 @@ _PRECISION: dict[str, Value] = {
     "min_lr": 0.0,
     "lr_decay_style": "constant",
     "lr_warmup_iters": 0,  # a run's first updates may be smaller than rounding
+    "lr_warmup_fraction": None,
     "lr_decay_iters": None,
     "lr_wsd_decay_iters": None,
 }
