@@ -241,7 +241,7 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
     data, interval = config.data, config.training.eval_interval
-    if config.training.train_epochs is not None and data.data_path is None:
+    if config.training.train_epochs is not None and data.data_path is None and not config.dry_run:
         yield f"--train-epochs {config.training.train_epochs:g} needs --data-path"
     if interval > 0 and data.valid_data_path is None:
         yield f"--eval-interval {interval} needs --valid-data-path"
