@@ -115,6 +115,6 @@ else
         --images "$OUT/digits/images" || status=$?
 fi
 echo
-echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: accuracy.txt, samples.html (answers beside their images), loss.png,"
+echo "$((SECONDS / 60)) min $((SECONDS % 60)) s. Everything is in $OUT: accuracy.txt, samples.html (answers beside images, wrong ones first), loss.png,"
 echo "checkpoints/, config.yaml (the resolved config), hf/ (for transformers), answers.jsonl, digits/ (PNG and JSONL)"
 exit "$status"

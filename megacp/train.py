@@ -11,6 +11,7 @@ signal or --exit-duration). torchrun --max-restarts would start the run again fo
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import importlib
 import io
@@ -23,10 +24,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.agree import reason_of
@@ -34,7 +35,7 @@ from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, ProcessGrid
 from megacp.core.models.build import grid_shape, stage_layers
@@ -234,6 +235,39 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
     if status < 0:
         print(f"error: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr, flush=True)
     return status if status >= 0 else FAILED
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """The command line of values by field name; a list is what follows its flag, False its `no_` form."""
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        else:
+            words += [flag(name), *map(str, value)] if isinstance(value, (list, tuple)) else [f"{flag(name)}={value}"]
+    return words
+
+
+def train(values: Mapping[str, Any], nproc: int = 1) -> int:
+    """Train from a script or a notebook: flags by name, `{"data_path": "data/chat", "lr": 1e-5}`; 0, or 3 as above.
+
+    Ranks are processes of their own, and what they say is printed here: nothing of a run stays in this process. Ctrl-C
+    saves and stops it. ValueError where it is refused, RuntimeError where it fails.
+    """
+    command = [sys.executable, "-m", "megacp.train", *(["--nproc", str(nproc)] if nproc > 1 else []), *flags_of(values)]
+    pipe, joined, last = subprocess.PIPE, subprocess.STDOUT, collections.deque[str](maxlen=50)  # lines, for an error
+    with subprocess.Popen(command, stdout=pipe, stderr=joined, text=True, errors="replace") as run:
+        for _ in range(2):  # the first ends with a Ctrl-C
+            try:
+                for line in run.stdout or ():
+                    print(line, end="", flush=True)
+                    last.append(line)
+            except KeyboardInterrupt:
+                run.terminate()
+    said = "".join(last).rpartition("error: ")[2].strip()
+    if run.returncode not in (0, STOPPED):
+        raise (ValueError if run.returncode == REFUSED else RuntimeError)(said)
+    return run.returncode
 
 
 def main(argv: Sequence[str] | None = None) -> int:

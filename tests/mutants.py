@@ -460,9 +460,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),
     ],
+    ("verify/plot.py", "tests/tools/test_peers.py"): [
+        ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
+    ],
     ("train.py", "tests/training/test_start.py"): [
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
+        ("(ValueError if run.returncode == REFUSED else RuntimeError)", "ValueError", "a failure is a refusal"),
+        ("run.terminate()", "run.kill()", "Ctrl-C of a notebook ends a run that has not saved"),
+        ('flag(name if value else f"no_{name}")', "flag(name)", "False of a script is True"),
+    ],
+    ("huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
+        ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
+        ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
     ],
     ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
@@ -541,6 +551,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
+        ('["real_thoughts"] += 1', '["real_thoughts"] += 0', "answers with thoughts are not counted"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
@@ -558,12 +569,25 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
     ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
-        ("removesuffix(THOUGHT)))", "))", "a thought in the content lacks its beginning"),
+        (".rstrip().removesuffix(THOUGHT)", "", "a thought in the content lacks its beginning"),
+        ('_UNASKED.sub("", prompt) + THOUGHT', '"-"', "a thought is refused where the prompt asks for none"),
+        ('r" \\1 "', 'r"\\1"', "a thought that touches its marks is refused"),
+        (
+            "== _solid(alone) + THOUGHT",
+            "== 0",
+            "a template whose prompt opens a thought that it never writes is refused",
+        ),
         ("elif answers and not", "elif False and not", "marks of another template's thoughts are learned"),
         ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
         ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),
         ("if takes else", "if True else", "an object stands where a string is meant"),
         ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
+    ],
+    ("prepare/build/run.py", "tests/prepare/templates/test_choice.py"): [
+        ("if writers and writers !=", "if False and writers !=", "a build goes on with another chat template"),
+    ],
+    ("prepare/media/reader.py", "tests/prepare/build/test_qwen_images.py"): [
+        ("(max(a, start) + by, min(b, stop) + by, w)", "(a, b, w)", "what is learned does not move behind a video"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
         ("key: without_nulls(value) for", "key: value for", "nulls of columns are learned from lines alone"),
@@ -576,7 +600,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
     ],
     ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
-        ("if prompt and self.before_answers:", "if False:", "nothing stands behind a prompt"),
+        ("if prompt and self.before_answers and", "if False and", "nothing stands behind a prompt"),
+        ("**self.variables, **own,", "**own, **self.variables,", "a flag wins over what a record says of its template"),
+    ],
+    ("huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
+        ("(real or empty <= none)", "real", "answers behind nothing are asked behind an empty thought"),
     ],
     ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),

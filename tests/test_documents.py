@@ -11,7 +11,7 @@ import pytest
 from tools import rooms
 
 ROOT = Path(__file__).resolve().parent.parent
-TOP = (ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))
+TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "examples/README"))
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 MOST_WORDS = 1_000
 OTHERS = {

@@ -1,6 +1,6 @@
 """Draw the pictures of README.md and docs/ into a folder.
 
-python tools/draw_pictures.py --output docs/pictures [--only mask grid] [--demo demo_out]
+python tools/draw_pictures.py --output docs/pictures [--only mask pipeline] [--demo demo_out]
 """
 
 from __future__ import annotations

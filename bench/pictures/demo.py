@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
 from bench.pictures import style
+from megacp.verify.plot import MEAN_OF, read_curves, running_mean
 
 _ASKED = re.compile(r"<\|user\|>\n(.*)\n<\|assistant\|>\n$", re.DOTALL)
 _COLUMNS, _ROWS = 4, 3
@@ -40,14 +40,11 @@ class Answer:
         return f"{self.question}\n{'one scan' if len(self.images) == 1 else 'two to six scans'}"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]  # of bytes: a text has further ends of lines
-
-
 def read_answers(demo: Path) -> list[Answer]:
     """The answers of a finished demo."""
     answers = []
-    for line in _lines(demo / "answers.jsonl"):
+    for text in (demo / "answers.jsonl").read_bytes().splitlines():  # of bytes: a text has further ends of lines
+        line = json.loads(text)
         asked = _ASKED.search(line["prompt"])
         question = asked[1] if asked else line["prompt"]
         answers.append(Answer(question, line["expected"], line["answer"], tuple(line["images"])))
@@ -69,29 +66,30 @@ def shown(answers: Sequence[Answer]) -> list[Answer]:
     ]
 
 
-def _draw_loss(axes: Axes, lines: Sequence[dict[str, Any]]) -> None:
-    for kind, color, form in (("train", style.SKY, "-"), ("valid", style.VERMILION, "o-")):
-        points = [(line["step"], line["loss"]) for line in lines if line["kind"] == kind]
-        if points:
-            name = "training" if kind == "train" else "held out"
-            axes.plot(*zip(*points, strict=True), form, color=color, linewidth=1.4, markersize=5, label=name)
+def _draw_loss(axes: Axes, curves: dict[str, dict[int, float]]) -> None:
+    steps, losses = list(curves["train"]), list(curves["train"].values())
+    axes.plot(steps, losses, color=style.lighter(style.SKY, 0.55), linewidth=1, label="training")
+    axes.plot(steps, running_mean(losses), color=style.BLUE, linewidth=2, label=f"mean of {MEAN_OF} steps")
+    held_out = list(curves["valid"]), list(curves["valid"].values())
+    axes.plot(*held_out, "o-", color=style.VERMILION, linewidth=1.4, markersize=5, label="held out")
     axes.set_xlabel("optimizer step")
-    axes.set_title("loss, nats a token", loc="left", fontsize=11.5)
+    axes.set_title("loss, nats a token", loc="left", fontsize=13)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     style.quiet(("top", "right"), axes)
 
 
-def _draw_shares(axes: Axes, answers: Sequence[Answer]) -> None:
+def _draw_shares(axes: Axes, answers: Sequence[Answer], steps: int) -> None:
     total, right = Counter(a.group for a in answers), Counter(a.group for a in answers if a.right)
     groups = sorted(total, key=lambda group: (group.endswith("six scans"), group))
     shares = [right[group] / total[group] for group in groups]
     axes.barh(range(len(groups)), shares, color=style.GREEN, height=0.66)
     for number, share in enumerate(shares):
-        axes.text(share + 0.01, number, f"{share:.1%}", va="center", fontsize=10)
+        late = "" if share >= 0.5 else ": takes more steps"
+        axes.text(share + 0.01, number, f"{share:.1%}{late}", va="center", fontsize=11)
     axes.set(xlim=(0, 1.18), xticks=[], ylim=(len(groups) - 0.4, -0.6))
-    axes.set_yticks(range(len(groups)), groups, fontsize=9.5)
-    axes.set_title("answers that are exactly right", loc="left", fontsize=11.5)
+    axes.set_yticks(range(len(groups)), groups, fontsize=11)
+    axes.set_title(f"exactly right after {steps} steps", loc="left", fontsize=13)
     style.quiet(("top", "right", "bottom"), axes)
 
 
@@ -105,19 +103,19 @@ def _draw_answer(figure: Figure, answer: Answer, images: Path, corner: tuple[flo
             scan.imshow(image.convert("L"), cmap="gray", interpolation="nearest")
         scan.set(xticks=[], yticks=[])
     mark, color = ("right", style.GREEN) if answer.right else (f"no: {answer.expected}", style.VERMILION)
-    figure.text(left, top - 0.028, answer.question, fontsize=9.5, color=style.GREY)
-    figure.text(left, top - 0.064, answer.answer, fontsize=13, weight="bold")
-    figure.text(left + 0.014 + 0.0092 * len(answer.answer), top - 0.064, mark, fontsize=9.5, color=color)
+    figure.text(left, top - 0.028, answer.question, fontsize=11, color=style.GREY)
+    figure.text(left, top - 0.064, answer.answer, fontsize=14, weight="bold")
+    figure.text(left + 0.016 + 0.0098 * len(answer.answer), top - 0.064, mark, fontsize=11, color=color)
 
 
 def draw_demo(demo: Path) -> Figure:
     """The folder that a finished `make demo` left."""
-    answers, log = read_answers(demo), _lines(demo / "checkpoints" / "log.jsonl")
+    answers, curves = read_answers(demo), read_curves(demo / "checkpoints" / "log.jsonl")
     figure = style.plt.figure(figsize=(14.4, 7.0))
     style.title(figure, "make demo: 8 CPU ranks learn to read handwritten digits", 0.955)
-    _draw_loss(figure.add_axes((0.045, 0.53, 0.32, 0.33)), log)
-    _draw_shares(figure.add_axes((0.135, 0.05, 0.23, 0.355)), answers)
-    figure.text(0.41, 0.872, "scans that the model never saw, its answers below", fontsize=11.5)
+    _draw_loss(figure.add_axes((0.045, 0.53, 0.32, 0.33)), curves)
+    _draw_shares(figure.add_axes((0.15, 0.05, 0.215, 0.355)), answers, max(curves["train"]))
+    figure.text(0.41, 0.872, "scans that the model never saw, its answers below", fontsize=13)
     for number, answer in enumerate(shown(answers)):
         row, column = divmod(number, _COLUMNS)
         corner = (0.41 + 0.148 * column, 0.72 - 0.295 * row)

@@ -72,11 +72,11 @@ def _draw_bars(axes: Axes, values: list[int], title: str) -> None:
     axes.barh(range(len(values)), values, color=colors, height=0.72)
     mean = sum(values) / len(values)
     for rank, value in enumerate(values):
-        axes.text(value, rank, f" {value:,}", va="center", fontsize=10)
+        axes.text(value, rank, f" {value:,}", va="center", fontsize=11)
     style.quiet(("top", "right", "bottom"), axes)
     axes.set(xticks=[], ylim=(len(values) - 0.4, -0.6), xlim=(0, 1.0))
-    axes.set_yticks(range(len(values)), [f"rank {rank}" for rank in range(len(values))], fontsize=10)
-    axes.set_title(title.format(ratio=max(values) / max(mean, 1), total=sum(values)), fontsize=10.5, loc="left")
+    axes.set_yticks(range(len(values)), [f"rank {rank}" for rank in range(len(values))], fontsize=11)
+    axes.set_title(title.format(ratio=max(values) / max(mean, 1), total=sum(values)), fontsize=11.5, loc="left")
 
 
 def draw_masks() -> Figure:
@@ -113,7 +113,8 @@ def _label_documents(axes: Axes, row: DealtRow, first: bool) -> None:
     """Names of the documents under the keys, and beside the queries of the first mask."""
     start, stop = document_bounds(row.metadata)
     for name, middle in zip(NAMES, (start + stop) / 2, strict=True):
-        axes.text(middle, len(row.metadata) + 2, name, ha="center", va="top", fontsize=9.5)
+        axes.text(middle, len(row.metadata) + 2, name, ha="center", va="top", fontsize=11)
         if first:
-            axes.text(-12, middle, name, ha="right", va="center", fontsize=9.5, rotation=90)
-    axes.text(len(row.metadata) / 2, -2, "keys", ha="center", va="bottom", fontsize=10, color=style.GREY)
+            axes.text(-12, middle, name, ha="right", va="center", fontsize=11, rotation=90)
+    ways = "queries downwards, keys to the right"
+    axes.text(len(row.metadata) / 2, -2, ways, ha="center", va="bottom", fontsize=11, color=style.GREY)

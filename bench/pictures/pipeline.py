@@ -82,7 +82,7 @@ def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, tit
             dark = color in (style.BLUE, style.VERMILION)
             ink = style.PAPER if dark else style.INK
             name, middle = str(span.action.microbatch), span.start + size / 2
-            axes.text(middle, stage + 0.5, name, fontsize=8.5, ha="center", va="center", color=ink)
+            axes.text(middle, stage + 0.5, name, fontsize=10, ha="center", va="center", color=ink)
     axes.set(xlim=(0, longest), ylim=(len(spans), 0), xticks=[])
     axes.set_yticks([stage + 0.5 for stage in range(len(spans))], [f"stage {stage}" for stage in range(len(spans))])
     axes.tick_params(length=0)
@@ -110,5 +110,5 @@ def draw_pipeline() -> Figure:
     names = [f"{kind.value}, chunk {chunk}" for kind, chunk in _COLORS if kind is not Kind.WEIGHTS]
     names += ["weight gradients", "idle"]
     handles = [Rectangle((0, 0), 1, 1, color=color) for color in (*_COLORS.values(), style.PALE)]
-    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=10.5)
+    figure.legend(handles, names, loc="lower center", ncol=len(names), frameon=False, fontsize=11)
     return figure

@@ -6,6 +6,7 @@ The palette is that of Okabe and Ito, which stays distinct under every common co
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
-from PIL import Image
+from matplotlib.text import Text
+from PIL import Image, PngImagePlugin
 
 INK, GREY, PALE, PAPER = "#1b1f24", "#6b7280", "#e8eaed", "#ffffff"
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
@@ -58,8 +60,24 @@ def box(axes: Axes, corner: tuple[float, float], size: tuple[float, float], colo
     axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=shape, facecolor=lighter(color, share), edgecolor=color))
 
 
+def texts(figure: Figure) -> list[str]:
+    """All that a figure says, but for the numbers that an axis finds itself while it is drawn."""
+    return [text.get_text() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+
+
+def stored_texts(path: Path) -> list[str]:
+    """What the figure said that `write_png` wrote."""
+    with Image.open(path) as image:
+        return json.loads(image.info["texts"])
+
+
 def write_png(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG with a palette, which needs a third of the bytes; the same figure gives the same file."""
+    """Write a figure as a PNG with a palette, which needs a third of the bytes; the same figure gives the same file.
+
+    Its texts stand in the file too, so that a test can read them.
+    """
+    information = PngImagePlugin.PngInfo()
+    information.add_text("texts", json.dumps(texts(figure)))
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=_DPI)
     plt.close(figure)
@@ -67,7 +85,7 @@ def write_png(figure: Figure, path: Path) -> None:
     with Image.open(drawn) as image:
         small = image.convert("RGB").quantize(_MOST_COLORS, dither=Image.Dither.NONE)
     packed = io.BytesIO()
-    small.save(packed, format="PNG", optimize=True)
+    small.save(packed, format="PNG", optimize=True, pnginfo=information)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(packed.getvalue())
 

@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.cli import OneLineParser
+from megacp.core.data.manifest import THOUGHTS, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.files import open_own, open_regular, read_regular
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM
-from megacp.prepare.records.chat_template import template_of
+from megacp.prepare.records.chat_template import THINKS, template_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import Media, RecordError, Refusal
@@ -50,6 +51,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", action="append", default=[], help="what is asked, or the text to continue; may be repeated")
     add("--chat", action="store_true", help="a conversation in the terminal; an empty line ends it")
     add("--raw", action="store_true", help="continue the text of --prompt as it is, without the chat template")
+    told = f"the template's `{THINKS}` (as answers were learned, where they were in one way)"
+    add("--thinking", action=argparse.BooleanOptionalAction, help=told)
     for kind in ("image", "video"):  # one list, for their order
         read = functools.partial(Media, kind, "path", key=f"--{kind}")
         told = f"{kind} that is seen before each prompt; repeatable"
@@ -117,6 +120,23 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
     return prompts, ids, places
 
 
+def asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
+    """What of a ChatTemplate makes it ask: as told, else as its answers were learned where none was behind a thought.
+
+    ValueError: it cannot be told.
+    """
+    before, reads = kept.get("before_answers", ""), THINKS in kept["default"]
+    _, real, none = (kept.get(name, 0) for name in THOUGHTS)
+    empty = kept.get("empty_thoughts", "before_answers" in kept)  # of an earlier version: all stood behind it
+    if thinking is None and (real or empty <= none):
+        return {}
+    if reads and (thinking is not None or not before):
+        return {"variables": {THINKS: bool(thinking)}}
+    if thinking or (thinking is False and not before):
+        raise ValueError(f"--{'' if thinking else 'no-'}thinking: the chat template reads no `{THINKS}`")
+    return {"before_answers": before}
+
+
 class Session:
     """A checkpoint that is asked: its model, its tokenizer, how prompts are made and where answers end."""
 
@@ -151,7 +171,13 @@ class Session:
         self.by_template, template = kept is not None and not arguments.raw, None
         if kept is not None and self.by_template:
             today = datetime.date.today().isoformat()  # as a server would write it
-            template = template_of(kept["default"], tokenizer, today, kept.get("before_answers", ""))
+            template = template_of(kept["default"], tokenizer, today)
+            template = dataclasses.replace(template, **asked_by(kept, arguments.thinking))
+            if arguments.thinking is None and kept.get("empty_thoughts") and kept.get("real_thoughts"):
+                note = f"{thoughts_told(kept)}; --thinking and --no-thinking ask for one kind"
+                print(f"note: {generator.path}: {note}", file=sys.stderr)
+        elif arguments.thinking is not None:
+            raise ValueError("--thinking and --no-thinking go with a chat template, and none is applied here")
         self.maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, template)
         self.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, self.ends)
         self.media = []
@@ -168,11 +194,23 @@ class Session:
         parts = [{"type": one.kind, "bytes": one.value} for one in self.media if not said]
         return [*said, {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
 
+    def ask(self, text: str, said: Sequence[dict[str, Any]] = ()) -> str:
+        """The answer to `text` of a user behind what was said."""
+        asked = self.maker.of_record({"messages": self.questions(text, said)})
+        (answer,) = self.answers(asked, ["it"], len(said))
+        return answer
+
     def answers(self, prompts: Sequence[Prompt], names: Sequence[str], seed: int = 0) -> Iterator[str]:
         """The answers as texts, without the tokens that end them."""
         sampling = dataclasses.replace(self.sampling, seed=self.sampling.seed + seed)
         for tokens in self.generator.answer(prompts, sampling, names):
             yield self.tokenizer.decode(tokens[:-1] if len(tokens) and int(tokens[-1]) in self.ends else tokens)
+
+
+def open_session(checkpoint: str, max_new_tokens: int = 64, temperature: float = 0.0) -> Session:
+    """What --chat asks, for a script or a notebook. ValueError as of `Session`."""
+    numbers = [f"--max-new-tokens={max_new_tokens}", f"--temperature={temperature}"]
+    return Session(parsed(["--checkpoint", checkpoint, "--chat", *numbers]))
 
 
 @ends_with_its_reader()
@@ -182,14 +220,13 @@ def converse(session: Session, arguments: argparse.Namespace) -> None:
     print(f"{session}; an empty line ends the conversation")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while None not in (sys.stdin, sys.stdout) and (text := input("> ")):  # None: closed before it began
-            asked = session.questions(text, said)
             try:
-                (answer,) = session.answers(session.maker.of_record({"messages": asked}), ["it"], len(said))
+                answer = session.ask(text, said)
             except ValueError as error:
                 print(f"error: {error}")
                 continue
             print(answer)
-            said = [*asked, {"role": "assistant", "content": answer}]
+            said = [*session.questions(text, said), {"role": "assistant", "content": answer}]
 
 
 @ends_with_its_reader()

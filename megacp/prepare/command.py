@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megacp.core.config.cli import OneLineParser
+from megacp.core.config.yaml_file import nearest
 
 if TYPE_CHECKING:
     from megacp.prepare.build.settings import BuildSettings
@@ -49,6 +50,17 @@ _token_ids.__name__ = "NAME=ID with commas between"
 _INTS, _FLOATS = _numbers(int), _numbers(float)
 
 
+class _CommandParser(OneLineParser):
+    """Of one command: it names the flag that is nearest to an unknown one."""
+
+    def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
+        """As argparse's, where nothing is unknown."""
+        found, unknown = super().parse_known_args(*given)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], self._option_string_actions)}")
+        return found, unknown
+
+
 def arguments_parser() -> argparse.ArgumentParser:
     """The commands and their flags."""
     parser = OneLineParser(
@@ -56,7 +68,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_CommandParser)
     made = "tokenize and pack files of records; the result does not depend on --workers or on interruptions"
     work = _add_build_flags(commands.add_parser("build", help=made, description=made))
     work.add_argument("--overwrite", action="store_true", help="delete the dataset in DIR first, finished or not")
@@ -85,8 +97,8 @@ _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
 _INPUTS = ".jsonl, .json, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
 _TOKENIZERS = "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | vocab.json,merges.txt (GPT-2)"
 _TEMPLATES = (
-    "what writes messages: auto (the tokenizer's template), its NAME or FILE.jinja; or the form of these tools, which "
-    "is refused where the tokenizer has a template unless T is ignore (refuse)"
+    "what writes messages: auto (the tokenizer's template), its NAME, FILE.jinja, or ignore: the form of these tools "
+    "(auto where the tokenizer has one, else ignore)"
 )
 _CORES = len(os.sched_getaffinity(0))
 
@@ -106,7 +118,7 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
         ("--prefix-tree", "make a tree of what `rollouts` or `completions` share (no)", {"action": "store_true"}),
-        ("--chat-template", _TEMPLATES, {"default": "refuse", "metavar": "T"}),
+        ("--chat-template", _TEMPLATES, {"metavar": "T"}),
         ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
     ],
     ("tokens", ""): [

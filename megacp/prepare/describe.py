@@ -16,11 +16,14 @@ from megacp.core.storage.url import Url
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
+_LEAST = 8
+"""Characters that are shown of a run, though later ones then are not seen."""
+
 
 def describe_pack(
     dataset: PackedDataset, index: int, tokenizer: Tokenizer, characters: int = 240, documents: int = 10
 ) -> str:
-    """One pack: a line for each of its first `documents` (0: all) with length, loss weights, source and beginning.
+    """One pack: a line for each of its first `documents` (0: all) with length, loss weights and source, and its text.
 
     What is learned of a text stands between \u00ab and \u00bb. ValueError when there is no such pack.
     """
@@ -45,10 +48,11 @@ def describe_pack(
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         lines.append(f"  [{number}] {len(tokens)} tokens{note}  {weights}  {source}")
         learned = np.ones(len(tokens), bool) if pack.weights is None else pack.weights[here] > 0
-        lines.append(f"      {_beginning(tokens, learned, tokenizer, characters)}")
-        lines += _images(pack, number)
-        for i, (first, last, above) in enumerate(parts_of(len(tokens), branches)[1:], start=1):
-            shown = _beginning(tokens[first:last], learned[first:last], tokenizer, characters)
+        for i, (first, last, above) in enumerate(parts_of(len(tokens), branches)):
+            shown = _marked(tokens[first:last], learned[first:last], tokenizer, characters)
+            if not above:
+                lines += [f"      {shown}", *_images(pack, number)]
+                continue
             name = f"branch {i} of {above[-1]}" if len(above) > 1 else f"branch {i}"
             lines.append(f"{'  ' * len(above)}    {name}: {last - first} tokens  {shown}")
     return "\n".join(lines + _boundaries(pack))
@@ -133,16 +137,32 @@ def _boundaries(pack: Pack) -> list[str]:
     return lines
 
 
-def _beginning(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
-    """The beginning of a text of tokens [n], with marks around what is learned."""
-    marked, left = "", characters
-    for run in runs_of(learned):
-        text = tokenizer.decode(own := tokens[run][tokens[run] < tokenizer.vocab_size])  # above are image tokens
-        shown = text if len(text) <= left else f"{text[:left]}..."
-        marked += f"\u00ab{shown}\u00bb" if learned[run.start] and len(own) else shown
-        if (left := left - len(text)) <= 0:
+def _marked(tokens: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, characters: int) -> str:
+    """A text of tokens [n] with marks around what is learned. All runs share the characters, so that each is seen.
+
+    Of what is learned the beginning is shown, of what stands before it the end too.
+    """
+    runs = [(tokens[run][tokens[run] < tokenizer.vocab_size], learned[run.start]) for run in runs_of(learned)]
+    texts = [(tokenizer.decode(own), is_learned) for own, is_learned in runs if len(own)]  # above are image tokens
+    share, marked, left = _share([len(text) for text, _ in texts], characters), "", characters
+    for text, is_learned in texts:
+        if left <= 0:
+            marked += "..."
             break
+        half, left = 0 if is_learned else share // 2, left - min(len(text), share)
+        shown = text if len(text) <= share else f"{text[: share - half]}...{text[len(text) - half :]}"
+        marked += f"\u00ab{shown}\u00bb" if is_learned else shown
     return repr(marked)
+
+
+def _share(lengths: list[int], characters: int) -> int:
+    """The most that each text may have so that all have no more than the characters, but at least some."""
+    left = characters
+    for rest, length in zip(range(len(lengths), 0, -1), sorted(lengths), strict=True):
+        if length * rest > left:
+            return max(left // rest, min(_LEAST, characters))
+        left -= length
+    return characters
 
 
 def runs_of(values: np.ndarray) -> Iterator[slice]:

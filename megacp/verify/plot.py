@@ -9,8 +9,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from megacp.core.config.cli import OneLineParser
+
+MEAN_OF = 20
+"""Steps of the running mean: the loss of one step says as much of its packs as of the model."""
+
+
+def running_mean(losses: Sequence[float]) -> list[float]:
+    """For each step the mean of its loss and of those before it, together at most MEAN_OF."""
+    return [fmean(losses[max(0, end - MEAN_OF) : end]) for end in range(1, len(losses) + 1)]
 
 
 def read_curves(path: Path) -> dict[str, dict[int, float]]:
@@ -48,8 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}{extra}", file=sys.stderr)
         return 2
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    for kind, style in (("train", "-"), ("valid", "o-")):
-        axes.plot(list(curves[kind]), list(curves[kind].values()), style, linewidth=1, label=kind)
+    losses = list(curves["train"].values())
+    (line,) = axes.plot(list(curves["train"]), losses, linewidth=1, alpha=0.35, label="train")
+    mean_name = f"train, mean of {MEAN_OF} steps"
+    axes.plot(list(curves["train"]), running_mean(losses), color=line.get_color(), label=mean_name)
+    axes.plot(list(curves["valid"]), list(curves["valid"].values()), "o-", linewidth=1, label="valid")
     for step in arguments.mark:
         axes.axvline(step, color="grey", linestyle="--", linewidth=1)
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
@@ -57,6 +69,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     axes.legend()
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.output, bbox_inches="tight")
-    losses = list(curves["train"].values())
     print(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return 0

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 
 from bench.attention import area_per_rank, plans_of, remote_rows
 from bench.mixed_rows import mixed_row
-from bench.pictures import flow, pipeline
+from bench.pictures import flow, pipeline, style
 from bench.pictures.demo import read_answers, shown
 from bench.pictures.example import CP, dealt, example_metadata
 from bench.pictures.gallery import PICTURES, draw_all
@@ -85,6 +86,7 @@ def test_the_benchmark_of_context_parallelism_counts_and_times(tmp_path: Path) -
 
 
 ROOT = Path(__file__).resolve().parents[2]
+PLACE = ROOT / "docs" / "pictures"
 MOST_BYTES = 150_000
 
 
@@ -127,8 +129,29 @@ def test_pictures_are_small_and_the_same_each_time(tmp_path: Path) -> None:
     assert again.read_bytes() == drawn[again.name]
 
 
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_stored_picture_says_what_is_drawn_today_and_can_be_read(name: str) -> None:
+    """Letters have 9 pixels where a page shows the picture 900 wide."""
+    figure = PICTURES[name]()
+    assert style.stored_texts(PLACE / f"{name}.png") == style.texts(figure)
+    smallest = min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text())
+    assert smallest / 72 / figure.get_figwidth() * 900 >= 9
+    style.plt.close(figure)
+
+
+def test_the_demos_picture_has_the_figures_of_the_pages() -> None:
+    texts = style.stored_texts(PLACE / "demo.png")
+    groups = [text for text in texts if re.search(r"\n.* scans?$", text)]
+    drawn = dict(zip(groups, [text.partition("%")[0] for text in texts if "%" in text], strict=True))
+    page, told = (PLACE.parent / "measured.md").read_text(encoding="utf-8"), {}
+    for question, one, several in re.findall(r"^\|(\w.*\?)\|(.*?)\|(.*?)\|", page, re.MULTILINE):
+        told |= {f"{question}\none scan": one, f"{question}\ntwo to six scans": several}
+    assert drawn == {group: cell.removesuffix(" %") for group, cell in told.items() if cell}
+    assert told["which digits?\none scan"] in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
-    stored = {path.name for path in (ROOT / "docs" / "pictures").iterdir()}
+    stored = {path.name for path in PLACE.iterdir()}
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     linked = {name for text in texts for name in re.findall(r"pictures/([\w.]+)", text.read_text(encoding="utf-8"))}
     assert stored <= {f"{name}.png" for name in (*PICTURES, "demo")} and linked == stored

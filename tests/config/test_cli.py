@@ -24,6 +24,7 @@ from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values_of_file
 from megacp.huggingface import convert_command
 from megacp.prepare import command as prepare_command
+from megacp.train import flags_of
 
 
 def test_flags_are_megatrons_and_flat() -> None:
@@ -56,13 +57,7 @@ def test_every_field_can_be_given_as_a_flag() -> None:
     changed = {}
     for name, value in flatten(RunConfig()).items():
         changed[name] = value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
-    argv = []
-    for name, value in changed.items():
-        if isinstance(value, bool):
-            argv.append(flag(name) if value else flag(f"no_{name}"))
-        else:
-            argv += [flag(name), *(str(x) for x in (value if isinstance(value, tuple) else [value]))]
-    assert parse(argv) == with_values(RunConfig(), changed)
+    assert parse(flags_of(changed)) == with_values(RunConfig(), changed)
 
 
 @pytest.mark.parametrize(

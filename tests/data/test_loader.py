@@ -288,6 +288,7 @@ def changed(folder: Path, **values: Any) -> PackedDataset:
 def test_all_contradictions_of_a_blend_are_told_at_once(tmp_path: Path) -> None:
     rng, datasets = np.random.default_rng(0), []
     changes = {"a": {}, "b": {"sha256": "1" * 64, "chat_template": {"default": "x"}}, "c": {"begins_with": 3}}
+    changes["c"]["chat_template"] = {"default": ""}  # messages without one; `a` has none, and agrees with any
     for name, values in {**changes, "d": {"eos_id": 2, "seq_length": 64}}.items():
         write_dataset(tmp_path / name, [random_packs(rng, 2)])
         datasets.append(changed(tmp_path / name, **values))
@@ -297,7 +298,7 @@ def test_all_contradictions_of_a_blend_are_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         PackBlend(datasets, [Fraction(1)] * 6)
     told = str(error.value).replace(f"{tmp_path}/", "").splitlines()
-    expected = ["b tokenizer a", "b --chat-template a", "c --prepend-bos a", "d --eod-token a (2, not 1)"]
+    expected = ["b tokenizer a", "c --prepend-bos a", "c --chat-template b", "d --eod-token a (2, not 1)"]
     expected += ["d --seq-length a (64, not 32)", "f image rules e max_crops 8"]
     assert len(told) == len(expected)
     for line, words in zip(told, expected, strict=True):

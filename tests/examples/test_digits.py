@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_only_exact_answers_count_and_single_scans_stand_alone(
     said = capsys.readouterr().out.splitlines()
     assert said[0].split()[-4:] == ["50.0%", "1", "of", "2"] and "100.0%" in said[1] and "0.0%" in said[2]
     page = (tmp_path / "page.html").read_text()
+    assert "several images" in said[3] and page.count("several images") == 1
+    assert re.findall('class="(right|wrong)"', page) == ["wrong", "wrong", "wrong", "right", "right"]
     assert "data:image/png;base64," in page and "&lt;b&gt;" in page and "<b>" not in page
     assert evaluate_digits.main([*flags, "--goal", "0.9"]) == 1
     assert "1 of 2 single scans read correctly, --goal is 90%" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from megacp.prepare import command as preprocess
 from megacp.train import dry_run, main
 from tests.data.datasets import random_packs, write_dataset
 from tests.prepare.build.builds import write_records
+from tests.test_packaging import COMMANDS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -124,6 +126,25 @@ def test_the_jobset_starts_a_run_in_all_its_pods(tmp_path: Path, monkeypatch: py
     flags = [f"{flag}{equals}{places.get(flag, value)}" for flag, equals, value in pairs]
     arguments = launched([*container["command"], *flags], settings, tmp_path / "bin", "torchrun")
     require_run(arguments, nodes, settings["HEAD"], gpus)
+
+
+def test_the_image_copies_what_there_is_and_installs_what_training_may_need() -> None:
+    """Without what NVIDIA's image brings."""
+    text = (EXAMPLES / "docker/Dockerfile").read_text(encoding="utf-8")
+    copied = re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE)
+    assert copied and all((EXAMPLES.parent / name).exists() for names in copied for name in names.split())
+    assert re.search(r"\nFROM \S+:[\d.]+-py3\n", text) and re.search(r"\nUSER [1-9]", text)
+    assert {*re.findall(r"/opt/megacp\[(.+)\]", text)[0].split(",")} == COMMANDS["train"][1] - {"gpu"}
+
+
+@pytest.mark.slow
+def test_the_cells_of_a_notebook_build_train_on_two_ranks_and_get_the_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["finetune", str(tmp_path)])
+    answers = runpy.run_path(str(EXAMPLES / "finetune.py"))["ANSWERS"]
+    said = capsys.readouterr().out
+    assert "cp 2" in said and said.endswith("".join(f"{asked} {answer}\n" for asked, answer in answers.items()))
 
 
 def built(script: Sequence[str], settings: dict[str, str], folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import json
 import math
@@ -111,18 +110,19 @@ def events_of(folder: Path):
     return events
 
 
-def test_every_place_gets_the_same_figures_and_notes(tmp_path, monkeypatch, capsys) -> None:
-    """A stand-in takes W&B's calls, the network is not needed."""
+@pytest.mark.parametrize("package", ["wandb", "trackio"])
+def test_every_place_gets_the_same_figures_and_notes(package: str, tmp_path, monkeypatch, capsys) -> None:
+    """A stand-in takes the calls that W&B and Trackio share, the network is not needed."""
     pytest.importorskip("tensorboard")
     calls: list = []
     made = types.SimpleNamespace(
         log=lambda figures, step: calls.append((step, figures)), finish=lambda: calls.append("finished")
     )
-    stand_in = types.ModuleType("wandb")
+    stand_in = types.ModuleType(package)
     stand_in.init = lambda project, config: calls.append((project, config)) or made
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    monkeypatch.setitem(sys.modules, package, stand_in)
     path, events_folder = tmp_path / "log.jsonl", str(tmp_path / "events")
-    log = RunLog(LogTargets(True, path, events_folder, "mine"), total_steps=2, settings={"lr": 1.0})
+    log = RunLog(LogTargets(True, path, events_folder, **{f"{package}_project": "mine"}), 2, settings={"lr": 1.0})
     log.step(record(1, mfu=None))
     log.step(record(2, loss=0.25))
     log.note(2, "skipped; packs 3, 4")
@@ -144,23 +144,17 @@ def test_every_place_gets_the_same_figures_and_notes(tmp_path, monkeypatch, caps
     ("values", "package", "flag"),
     [
         ({"tensorboard_dir": "events"}, "torch.utils.tensorboard", "--tensorboard-dir"),
-        ({"wandb_project": "mine"}, "wandb", "--wandb-project"),
+        ({"wandb_project": "mine"}, "wandb", "--wandb-project .*log"),
+        ({"trackio_project": "mine"}, "trackio", "--trackio-project .*install trackio"),
         ({"jsonl": Path("link")}, "", "link"),
         ({"jsonl": Path("pipe")}, "", "pipe"),
     ],
 )
 def test_a_place_that_cannot_be_opened_is_named(values, package: str, flag: str, monkeypatch, tmp_path) -> None:
-    real = builtins.__import__
-
-    def refuse(name, *args, **kwargs):
-        if name == package:
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
     monkeypatch.chdir(tmp_path)
     Path("link").symlink_to("mine")
     os.mkfifo("pipe")
-    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match=flag):
         RunLog(LogTargets(**values), total_steps=1)
     assert not Path("mine").exists()

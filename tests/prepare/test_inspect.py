@@ -108,6 +108,16 @@ def test_a_small_image_is_enlarged_and_crops_stand_beside_theirs(tmp_path: Path)
     assert "\xabQ\xbb" in told
 
 
+def test_all_that_is_learned_is_shown_by_its_beginning_behind_a_long_prompt_too(tmp_path: Path) -> None:
+    ask, tells = {"role": "user", "content": "which? " * 4}, [f"{i} is it. " * 3 for i in range(10)]
+    turns = [message for tell in tells for message in (ask, {"role": "assistant", "content": tell})]
+    page_of(tmp_path, {"messages": [{"role": "system", "content": "careful " * 90}, *turns[:2]]}, {"messages": turns})
+    dataset = PackedDataset(tmp_path / "d")
+    told = "".join(describe_pack(dataset, i, load_tokenizer("byte")) for i in range(len(dataset)))
+    assert [told.count(f"\u00ab{i} is it.") for i in range(10)] == [2, *[1] * 9] and len(told) < 1200
+    assert "'<|system|>\\ncareful " in told and f"which? \\n<|assistant|>\\n\u00ab{tells[0]}\u00bb'" in told
+
+
 def test_a_pack_of_many_documents_is_shown_by_its_first_ones(tmp_path: Path) -> None:
     a = tmp_path / "a.jsonl"
     a.write_text("".join(json.dumps({"text": f"{i}"}) + "\n" for i in range(40)))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from megacp.core.data.manifest import DatasetManifest
+from megacp.core.data.blend import PackBlend
+from megacp.core.data.manifest import DatasetManifest, thoughts_told
 from megacp.core.data.reader import PackedDataset
+from megacp.core.training.sources import Sources
 from megacp.prepare import command as preprocess
 from megacp.prepare.describe import documents_of, runs_of
 from megacp.prepare.records import read
@@ -31,6 +34,8 @@ LEARNED: dict[str, list[list[str]]] = {
     "trl.jsonl": [[f"Lima.{END}"], [" 4</s>"]],
 }
 """Of each record of a file what is learned, whichever of the two templates for Qwen3 writes it."""
+COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (0, 0, 0), "trl.jsonl": (1, 0, 0)}
+"""Learned answers behind an empty thought, a real one, and none: that is written before the last answer alone."""
 WITH_IMAGES = {"llava.json": [["A red square.</s>"]], "openai_images.jsonl": [["A red square.</s>"], ["Red too.</s>"]]}
 
 
@@ -63,20 +68,34 @@ def learned(dataset: Path) -> list[list[str]]:
     return [found[offset] for offset in sorted(found)]
 
 
-@pytest.mark.parametrize("template", ["auto", "qwen3"])
+@pytest.mark.parametrize("template", ["", "qwen3"])
 @pytest.mark.parametrize("name", LEARNED)
 def test_a_chat_is_learned_as_a_reader_would_mark_it(
     model: Path, tmp_path: Path, name: str, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Qwen3's own template has no generation blocks, and its answers end with a newline behind the end token."""
-    assert build(model, tmp_path / "d", CHATS / name, chat_template=template) == 0
+    assert build(model, tmp_path / "d", CHATS / name, **({"chat_template": template} if template else {})) == 0
     found = [[text.removesuffix("\n") for text in texts] for texts in learned(tmp_path / "d")]
     assert found == LEARNED[name]
-    said = "2 answers are context, not learned: the chat template leaves out their thoughts"
-    assert (said in capsys.readouterr().out) == (name == "thoughts.jsonl")
+    said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
+    assert ("2 answers are context, not learned" in said) == (name == "thoughts.jsonl")
+    told = (
+        f"{empty} answers are learned behind an empty thought, {real} behind a real one, {none} right behind the prompt"
+    )
+    assert (told in said) == (name != "alpaca.json") and "1 steps of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
-    assert kept is not None
-    assert kept.get("before_answers") == (None if name in ("thoughts.jsonl", "alpaca.json") else EMPTY)
+    assert (kept is None) == (name == "alpaca.json" and not template)  # no messages
+    assert (kept or {}).get("before_answers") == (EMPTY if empty else None)
+
+
+def test_answers_are_counted_in_parts_of_a_build_and_in_a_blend(model: Path, tmp_path: Path) -> None:
+    for part in ({"units": "0/2"}, {"units": "1/2"}, {}):
+        assert build(model, tmp_path / "a", CHATS / "thoughts.jsonl", chat_template="auto", unit_bytes=100, **part) == 0
+    assert build(model, tmp_path / "b", CHATS / "trl.jsonl", chat_template="auto") == 0
+    blend = PackBlend([PackedDataset(tmp_path / name) for name in "ab"], [Fraction(1)] * 2)
+    assert thoughts_told(Sources(blend, None, "").chat_template).startswith(
+        "2 answers are learned behind an empty thou"
+    )
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

@@ -189,7 +189,8 @@ GRIDS: dict[str, tuple[dict[str, int], Values]] = {
 
 def exported(folder: Path, *flags: str) -> dict[str, str]:
     assert convert("megacp", "hf", folder, folder.with_suffix(".hf"), "--verify", *flags) == 0
-    files = [path for path in folder.with_suffix(".hf").iterdir()]
+    files = {*folder.with_suffix(".hf").iterdir()}
+    files.remove(folder.with_suffix(".hf") / "README.md")  # names the grid
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

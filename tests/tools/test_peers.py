@@ -14,7 +14,7 @@ from bench.peers.comparison import Opponents, other_losses, over_best, peers_par
 from bench.peers.grids import GRIDS, PEERS, Peer
 from bench.peers.processes import PeerFailure, PeerRanks
 from megacp.core.monitor.log import LogTargets, RunLog
-from megacp.verify.plot import main, read_curves
+from megacp.verify.plot import main, read_curves, running_mean
 
 HERE = Path(__file__).resolve().parent
 TOOLS = HERE.parents[1] / "tools"
@@ -112,6 +112,12 @@ def write(path: Path) -> None:
     log.close()
     with path.open("a") as file:
         file.write('{"kind": "train", "step": 1, "loss": 3.0}\n{"kind": "train", "step": 2, "loss": "nan"}\n')
+
+
+def test_a_running_mean_is_of_the_last_twenty_losses() -> None:
+    losses = [float("nan"), *map(float, range(1, 41))]
+    assert running_mean(losses)[20:] == [sum(losses[end - 20 : end]) / 20 for end in range(21, 42)]
+    assert running_mean([3.0, 1.0]) == [3.0, 2.0]
 
 
 @pytest.mark.slow

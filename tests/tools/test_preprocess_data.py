@@ -86,6 +86,7 @@ def test_inspect_stats_and_verify(corpus: Path, tmp_path: Path) -> None:
     assert "efficiency" in tool("stats", tmp_path / "a").stdout
     assert tool("verify", tmp_path / "a", tmp_path / "b").returncode == 0
     assert_one_line_error(tool("inspect", tmp_path / "a", "--pack", 10**6))
+    assert "--jsn, did you mean --json?" in tool("stats", tmp_path / "a", "--jsn").stderr
 
 
 @pytest.mark.slow

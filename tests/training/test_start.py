@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import json
@@ -330,6 +331,37 @@ def test_the_status_of_nproc_is_that_of_its_ranks(
     monkeypatch.setenv("READY", str(tmp_path))
     assert train._run_ranks([], len(ranks)) == status
     assert capfd.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome"),
+    [
+        ('echo "$@"', "0"),
+        (f"{SAVES.replace('touch $READY/$$', 'echo begun')}", "3"),
+        ("echo 'error: --lr: no number' >&2; exit 2", "ValueError('--lr: no number')"),
+        ("echo 'error: step 7: no update'; exit 1", "RuntimeError('step 7: no update')"),
+    ],
+)
+def test_a_script_starts_a_run_from_any_thread_and_sees_what_it_says(
+    told: str, outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def show(line: str, **how: Any) -> None:
+        said.append(line)
+        if line == "begun\n":
+            raise KeyboardInterrupt
+
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{told}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(train.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(train, "print", show, raising=False)
+    values = {"data_path": [0.5, "a"], "lr": 1e-5, "auto_resume": True, "sequence_parallel": False}
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        ended = threads.submit(train.train, values, 2)
+    assert repr(ended.exception() or ended.result()) == outcome
+    flags = "--nproc 2 --data-path 0.5 a --lr=1e-05 --auto-resume --no-sequence-parallel\n"
+    assert outcome != "0" or said == [f"-m megacp.train {flags}"]
 
 
 BATCH = TINY.index("--train-iters")

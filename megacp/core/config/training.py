@@ -185,6 +185,9 @@ class LogConfig:
     wandb_project: str | None = None
     """Weights & Biases project (needs the extra `log`)."""
 
+    trackio_project: str | None = None
+    """Trackio project, on this machine or where TRACKIO_SPACE_ID says (needs the package `trackio`)."""
+
     profile: str | None = None
     """START:STOP, the first and the last step of which rank 0 writes a trace (chrome JSON), and the log says where the
     time of a step went, phase by phase over the ranks, and which rank was the slowest."""

@@ -149,16 +149,20 @@ class PackBlend:
 
 
 def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest]) -> list[str]:
-    """All in which datasets of one run differ from the first and must not; image rules from the first that has some."""
+    """All in which datasets of a run must not differ from the first, or from the first with images or messages."""
     reasons = []
     pictured = next((number for number, one in enumerate(manifests) if one.image_rules), 0)
     known = manifests[pictured].image_rules or {}
     expected = _decided(manifests[0])
+    talking = next((number for number, one in enumerate(manifests) if one.chat_template), 0)
+    template = (manifests[talking].chat_template or {}).get("default")
     for folder, manifest in zip(folders, manifests, strict=True):
         for what, value in _decided(manifest).items():
             if value != expected[what]:
                 shown = f" ({value}, not {expected[what]})" if isinstance(value, int | None) else ""
                 reasons.append(f"{folder} was built with another {what} than {folders[0]}{shown}")
+        if manifest.chat_template and manifest.chat_template["default"] != template:
+            reasons.append(f"{folder} was built with another --chat-template than {folders[talking]}")
         rules = manifest.image_rules or known
         if keys := sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key)):
             differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)
@@ -174,5 +178,4 @@ def _decided(manifest: DatasetManifest) -> dict[str, Any]:
         "--eod-token": manifest.ends_with,
         "--seq-length": manifest.seq_length,
         "--pad-multiple": manifest.pad_multiple,
-        "--chat-template": (manifest.chat_template or {}).get("default"),
     }

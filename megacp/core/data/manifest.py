@@ -24,6 +24,8 @@ FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 FEATURE_TOKENS = ("image_patch", "video_patch")
 """Special image tokens, by their names in rules, that stand for a pooled feature each."""
+THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
+"""Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class DatasetManifest:
     """CP degrees the dataset was planned for; an image dataset has a shards_cp{P}.npy for each."""
     format_version: int = FORMAT_VERSION
     chat_template: dict[str, Any] | None = None
-    """The templates that wrote messages, by name; None = the house's own form, and then it is not written."""
+    """What wrote messages ("": the house's own form), and counts by THOUGHTS; None = no messages, and not written."""
     document_end: dict[str, int | None] | None = None
     """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and then not written."""
 
@@ -168,6 +170,13 @@ class DatasetManifest:
 
 
 _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
+
+
+def thoughts_told(chat_template: dict[str, Any] | None) -> str:
+    """How many answers of a manifest, or a blend, are learned behind which thought; empty where none is known."""
+    counts = [(chat_template or {}).get(name, 0) for name in THOUGHTS]
+    told = "{:,} answers are learned behind an empty thought, {:,} behind a real one, {:,} right behind the prompt"
+    return told.format(*counts) if any(counts) else ""
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What a run says: one console line a step, the same numbers as JSON lines, TensorBoard and W&B when asked.
+"""What a run says: one console line a step, the same numbers as JSON lines, TensorBoard, W&B and Trackio when asked.
 
 No place ends a run: one that cannot be written is told once on the others, and tried again with the next line.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import os
@@ -61,6 +62,7 @@ class LogTargets:
     jsonl: Path | None = None
     tensorboard_dir: str | None = None
     wandb_project: str | None = None
+    trackio_project: str | None = None
     log_interval: int = 1
     """Steps between console lines; files get every step."""
 
@@ -73,7 +75,7 @@ class RunLog:
     ) -> None:
         """Open all sinks; ValueError when one cannot be opened, or needs a package that is not installed.
 
-        `settings` are shown by W&B.
+        `settings` are shown by W&B and Trackio.
         """
         self._targets = targets
         self._total = total_steps
@@ -83,8 +85,9 @@ class RunLog:
         self._silent: set[str] = set()
         if targets.tensorboard_dir:
             self._sinks.append(TensorBoardSink(targets.tensorboard_dir, resume_step))
-        if targets.wandb_project:
-            self._sinks.append(WandbSink(targets.wandb_project, settings or {}))
+        for package, project in (("wandb", targets.wandb_project), ("trackio", targets.trackio_project)):
+            if project:
+                self._sinks.append(ProjectSink(package, project, settings or {}))
         if targets.jsonl:
             self._sinks.append(JsonlSink(targets.jsonl, resume_step))
 
@@ -210,16 +213,16 @@ class TensorBoardSink:
         self._writer.add_text("note", text, step)
 
 
-class WandbSink:
-    """The same scalars in a Weights & Biases run."""
+class ProjectSink:
+    """The same scalars in a run of Weights & Biases, or of Trackio, which has its calls."""
 
-    def __init__(self, project: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, package: str, project: str, settings: Mapping[str, Any]) -> None:
         try:
-            import wandb
+            module = importlib.import_module(package)
         except ImportError as error:
-            raise ValueError(_missing("--wandb-project", "wandb")) from error
-        self.name = f"--wandb-project {project}"
-        self._run = wandb.init(project=project, config=dict(settings))
+            raise ValueError(_missing(f"--{package}-project", package)) from error
+        self.name = f"--{package}-project {project}"
+        self._run = module.init(project=project, config=dict(settings))
         self.close = self._run.finish
 
     def write(self, kind: str, step: int, figures: Mapping[str, Number | None]) -> None:
@@ -230,11 +233,12 @@ class WandbSink:
         self._run.log({"note": text}, step=step)
 
 
-Sink = JsonlSink | TensorBoardSink | WandbSink
+Sink = JsonlSink | TensorBoardSink | ProjectSink
 
 
 def _missing(option: str, package: str) -> str:
-    return f"{option} needs the package {package}: install the extra `log` (pip install 'megacp[log]') or drop the flag"
+    how = "pip install trackio" if package == "trackio" else "install the extra `log` (pip install 'megacp[log]')"
+    return f"{option} needs the package {package}: {how} or drop the flag"
 
 
 def step_line(record: StepRecord, total_steps: int) -> str:

@@ -11,6 +11,7 @@ from megacp.core.checkpoint.agree import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend
+from megacp.core.data.manifest import thoughts_told
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
@@ -37,7 +38,8 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
     """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it."""
     targets, log = LogTargets(), config.log
     if grid.rank == 0:
-        targets = LogTargets(True, config.log_path, log.tensorboard_dir, log.wandb_project, log.log_interval)
+        projects = log.wandb_project, log.trackio_project
+        targets = LogTargets(True, config.log_path, log.tensorboard_dir, *projects, log.log_interval)
     settings, opened = flatten(config), list[RunLog]()
 
     def opens() -> None:
@@ -76,7 +78,7 @@ def opening_lines(
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
             told = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {told}")
-    lines += [start.note] if start.note else []
+    lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
         return lines + [f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"] * (

@@ -63,12 +63,12 @@ class Sources:
 
     @property
     def chat_template(self) -> dict[str, Any] | None:
-        """The template that wrote the messages of the training data, as a checkpoint keeps it: where a dataset teaches
-        thoughts, no empty one stands before answers.
-        """
-        return min(
-            (one.manifest.chat_template for one in _members(self.train)), key=lambda kept: len(kept or ()), default=None
-        )
+        """The template that wrote the messages of the training data, as a checkpoint keeps it; counts add up."""
+        found = dict[str, Any]()
+        for one in _members(self.train):
+            for name, value in (one.manifest.chat_template or {}).items():
+                found[name] = found.get(name, 0) + value if isinstance(value, int) else value
+        return found if found.get("default") else None
 
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:

@@ -28,12 +28,14 @@ from megacp.core.checkpoint.names import MODEL
 from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
 from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data.manifest import thoughts_told
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.models.build import DTYPES
 from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
+from megacp.huggingface.convert.card import CARD, model_card
 from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.families import token_ids
@@ -54,6 +56,7 @@ from megacp.huggingface.convert.source import (
 )
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
+from megacp.prepare.records.chat_template import THINKS
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.beside import read_object
 from megacp.prepare.tokenize.kept import own_tokenizer
@@ -104,6 +107,8 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         hf_files.write_json(folder / "config.json", {**content, **special})
         if not (folder / GENERATION).is_file():
             hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
+        if loaded.checkpoint is not None and loaded.checkpoint.step:
+            (folder / CARD).write_text(model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8")
         written = dict(hf_files.SafetensorsFolder(folder).infos)
         require_all(written, links, True, folder)
 
@@ -135,16 +140,20 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
         if tokenizer.kind == "huggingface" and tokenizer.begins_with != by_files:  # its post-processor is copied
             begins = [f"with token {i}" if i is not None else "with none" for i in (tokenizer.begins_with, by_files)]
             print(f"first token: documents of training began {begins[0]}, the library begins texts {begins[1]}")
-        if progress.chat_template is not None:
-            ends += answer_ends(progress.chat_template["default"], tokenizer)
+        if (written := progress.chat_template) is not None:
+            ends += answer_ends(written["default"], tokenizer)
             unknown = (
                 "not known: the chat template has learned no special token behind an answer; set eos_token_id in "
                 f"{GENERATION}, or the model generates to its limit"
             )
             print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
-            if before := progress.chat_template.get("before_answers"):
-                how = "ask with the template's enable_thinking=False, or (where it has none) let prompts end so"
-                print(f"answers were learned without thoughts, behind {before!r}: {how}")
+            before, told, how = written.get("before_answers"), thoughts_told(written), ""
+            if THINKS in written["default"]:
+                how = f": ask with {THINKS}=False for the first, True for the others"
+            elif before:
+                how = f": let prompts end with {before!r} for the first"
+            if before or told:
+                print(f"{told or 'answers are learned behind an empty thought'}{how}")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     if (own := last_token(progress, None)) is not None:
         ends.append(own)
@@ -310,4 +319,7 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
         links = loaded.family.links(loaded.values)
         elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
+        assert loaded.checkpoint is not None
+        card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)
+        (folder / CARD).write_text(card, encoding="utf-8")
     print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")

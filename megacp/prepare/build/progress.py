@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TextIO
 
-from megacp.core.data.manifest import DatasetManifest
+from megacp.core.config.training import TrainingConfig
+from megacp.core.data.manifest import DatasetManifest, thoughts_told
 from megacp.prepare.build.unit import UnitResult
 
+_BATCH = TrainingConfig.global_batch_size
 _EVERY_SECONDS = 10.0
 """Between two lines when the stream is no terminal."""
 
@@ -64,6 +66,8 @@ class BuildSummary:
     units_resumed: int
     """Finished by an earlier run."""
     tokenizer_engine: str
+    is_valid: bool = False
+    """Whether it is for validation."""
 
     @property
     def already_complete(self) -> bool:
@@ -93,15 +97,17 @@ class BuildSummary:
             return f"{self.documents:,} documents ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
         if self.already_complete:
             return f"already complete: {manifest.num_packs:,} packs; nothing to do"
-        in_context = sum(result.in_context for result in self.results)
-        context = f"\n{in_context:,} answers are context, not learned: the chat template leaves out their thoughts"
-        context = context if in_context else ""
+        in_context, told = sum(result.in_context for result in self.results), thoughts_told(manifest.chat_template)
+        more = f"\n{in_context:,} answers are context, not learned: the chat template leaves out their thoughts"
+        more = (more if in_context else "") + (f"\n{told}" if told else "")
+        steps = f"; {-(-manifest.num_packs // _BATCH):,} steps of an epoch at --global-batch-size {_BATCH}"
         return (
             f"{self.documents:,} documents{f' ({self.unlearned:,} teach nothing)' if self.unlearned else ''}, "
             f"{manifest.num_tokens:,} tokens ({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
-            f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full), "
+            f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full"
+            f"{'' if self.is_valid else steps}), "
             f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, "
             f"{self.read_bytes / max(self.seconds, 1e-9) / 1e6:.3g} MB/s, "
             f"tokenizer {manifest.tokenizer.kind} ({self.tokenizer_engine})"
-            f"{f' ({there})' if self.units_resumed else ''}{context}"
+            f"{f' ({there})' if self.units_resumed else ''}{more}"
         )

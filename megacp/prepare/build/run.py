@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megacp.core.data.manifest import MANIFEST_NAME, DatasetManifest
+from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import expanded, place_of, size_of
 from megacp.core.storage.wording import listed
@@ -31,9 +31,9 @@ from megacp.prepare.build.journal import (
 )
 from megacp.prepare.build.progress import BuildProgress, BuildSummary
 from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem
-from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult
+from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.build.workers import run_tasks
-from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.read import SAMPLED_BYTES, Extent, identity, is_plain, plan_units, read_extent
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -92,7 +92,7 @@ def build(
 def _build(
     settings: BuildSettings,
     tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    template: Template | None,
     stream: TextIO,
     part: tuple[int, int] | None,
     builds_missing: bool,
@@ -118,7 +118,7 @@ def _build(
         if missing:  # a shard has gone: it is no finished dataset now
             (directory / MANIFEST_NAME).unlink(missing_ok=True)
     done = [journal.results[unit.index] for unit in units if unit.index in journal.results]
-    _check_refusals(settings, done)
+    _check_results(settings, template, done)
     run: Callable[..., Iterator[Any]] = run_tasks
     if settings.executor == "ray":
         from megacp.prepare.build.ray_workers import run_on_ray
@@ -128,7 +128,7 @@ def _build(
         for result in run(UnitBuilder, settings, missing, settings.workers):
             journal.add(result)
             done.append(result)
-            _check_refusals(settings, done)
+            _check_results(settings, template, done)
             progress.add(result, sizes[result.unit])
     finally:
         progress.finish()
@@ -138,9 +138,12 @@ def _build(
         manifest = DatasetManifest.read(directory)
     elif part is None:
         _check_use(settings, results)
+        if callable(template) and any(result.written_by for result in results):
+            stream.write(f"note: {tokenizer.chat_template} writes the messages (--chat-template auto)\n")
         manifest = _write(settings, tokenizer, template, journal.fingerprint, results)
         remove_partial(directory)
-    return BuildSummary(manifest, results, progress.bytes, time.monotonic() - started, resumed, tokenizer.engine)
+    took = time.monotonic() - started
+    return BuildSummary(manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -156,7 +159,7 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
     return RECORDS_OF_A_SHARD * max(1, min(first[1], SAMPLED_BYTES) // max(1, count))
 
 
-def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTemplate | None) -> dict[str, Any]:
+def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: Template | None) -> dict[str, Any]:
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
     same = "ignore_keys context_roles tokenizer_engine seq_length oversize pad_multiple append_eod seed"
     same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
@@ -166,7 +169,7 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
         values["image_rules"] = settings.image_rules.to_dict()
     return values | {
         "record_rules": RECORD_RULES,
-        "chat_template": settings.chat_template if template is None else template.decisive,
+        "chat_template": template.decisive if isinstance(template, ChatTemplate) else settings.chat_template,
         "input": [identity(path) for path in settings.input],
         "tokenizer": asdict(tokenizer.info()),
         "unit_bytes": settings.bytes_per_unit,
@@ -174,7 +177,14 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: ChatTempl
     }
 
 
-def _check_refusals(settings: BuildSettings, done: Sequence[UnitResult]) -> None:
+def _check_results(settings: BuildSettings, template: Template | None, done: Sequence[UnitResult]) -> None:
+    """ValueError where there are too many refusals, or messages of other units were written otherwise than now."""
+    writers = {result.written_by for result in done if result.written_by is not None}
+    if writers and writers != {writer_of(template)}:
+        raise ValueError(
+            f"{settings.output} was begun with another chat template than --tokenizer {settings.tokenizer} has now; "
+            "nothing was overwritten, --overwrite starts again"
+        )
     refusals = [result.refusals for result in done if result.refusals]
     count = sum(map(len, refusals))
     if refusals and settings.on_error == "fail":
@@ -208,7 +218,7 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
 def _write(
     settings: BuildSettings,
     tokenizer: Tokenizer,
-    template: ChatTemplate | None,
+    template: Template | None,
     fingerprint: str,
     results: Sequence[UnitResult],
 ) -> DatasetManifest:
@@ -223,10 +233,12 @@ def _write(
     for path in tokenizer.files:  # so that a dataset can be read as text wherever it goes
         (directory / TOKENIZER_DIRECTORY).mkdir(exist_ok=True)
         files.write_atomically(directory / TOKENIZER_DIRECTORY / path.name, path.read_bytes())
-    kept = None if template is None else {"default": template.text}
-    empty = min((result.before_answers for result in results if result.before_answers is not None), default="")
-    if kept is not None and empty:  # behind which all answers were learned
-        kept["before_answers"] = empty
+    before = max(result.before_answers or "" for result in results)  # None: of an earlier version
+    said = {name: sum(getattr(result, name) for result in results) for name in THOUGHTS} | {"before_answers": before}
+    kept = None
+    if isinstance(template, ChatTemplate) or any(result.written_by is not None for result in results):
+        text = "" if template is None else loaded(template).text
+        kept = {"default": text, **{k: v for k, v in said.items() if v}}
     manifest = DatasetManifest(
         config_fingerprint=fingerprint,
         tokenizer=tokenizer.info(),

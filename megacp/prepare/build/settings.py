@@ -5,12 +5,13 @@ Every reason is found before anything is written, and all are told at once.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, replace
 
 from megacp.core.data.vision_rules import VisionRules
 from megacp.core.storage.url import is_url
-from megacp.prepare.records.chat_template import ChatTemplate, load_chat_template
+from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
 from megacp.prepare.records.read import input_problem
 from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLES
 from megacp.prepare.records.sample import RECORD_KEYS
@@ -18,7 +19,7 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 VALID_FOLDER = "valid"
 """Of a dataset with --valid-share: its validation records."""
-HOUSE_FORM = ("refuse", "ignore")
+HOUSE_FORM = "ignore"
 """Of --chat-template: messages are written in the house's own form."""
 
 
@@ -55,7 +56,8 @@ class BuildSettings:
     max_crops_per_pack: int | None = None
     ignore_keys: tuple[str, ...] = ()
     context_roles: tuple[str, ...] = ()
-    chat_template: str = "refuse"
+    chat_template: str | None = None
+    """None: the tokenizer's own where it has one, loaded once there are messages."""
     chat_template_date: str | None = None
     prepend_bos: bool | None = None
     prefix_tree: bool = False
@@ -81,11 +83,24 @@ class BuildSettings:
         """The tokenizer these settings name."""
         return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos)
 
-    def load_template(self, tokenizer: Tokenizer) -> ChatTemplate | None:
-        """The chat template that these settings name; None for the house's own form."""
-        if self.chat_template in HOUSE_FORM:
-            return None
-        return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
+    def load_template(self, tokenizer: Tokenizer) -> Template | None:
+        """The chat template that these settings name, or what loads the one of the tokenizer; None: the house's form.
+
+        ValueError, also from what loads it: as of load_chat_template.
+        """
+        if self.chat_template is not None:
+            named = self.chat_template, tokenizer, self.chat_template_date
+            return None if self.chat_template == HOUSE_FORM else load_chat_template(*named)
+
+        @functools.cache
+        def load() -> ChatTemplate:
+            try:
+                return load_chat_template("auto", tokenizer, self.chat_template_date)
+            except ValueError as error:
+                told = f"there are records with messages, and {tokenizer.chat_template} has a chat template"
+                raise ValueError(f"{told}: {error}; or --chat-template {HOUSE_FORM} leaves it out") from error
+
+        return None if tokenizer.chat_template is None else load
 
 
 def problems(settings: BuildSettings) -> list[str]:

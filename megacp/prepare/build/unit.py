@@ -12,10 +12,11 @@ import itertools
 import os
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -25,16 +26,12 @@ from megacp.prepare.build.packing import best_fit_decreasing, cut_oversize, two_
 from megacp.prepare.build.settings import BuildSettings
 from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
+from megacp.prepare.records.chat_template import Template, loaded
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent
 from megacp.prepare.records.record import Media, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
-_UNWRITTEN = (
-    "a record with messages, and {template} has a chat template, which is not applied: messages are written as "
-    "<|ROLE|> newline CONTENT, so a model that is served by the template is asked in other tokens than it learns here; "
-    "give --chat-template auto to apply it, or ignore if you want that"
-)
 _CHUNK_CHARACTERS = 1 << 20
 CHUNK_RECORDS = 4096
 WINDOW_DOCUMENTS = 1 << 18
@@ -59,6 +56,17 @@ class UnitResult:
     """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
     before_answers: str | None = None
     """As of a Sample."""
+    empty_thoughts: int = 0
+    real_thoughts: int = 0
+    no_thoughts: int = 0
+    """Learned answers, as of THOUGHTS."""
+    written_by: str | None = None
+    """What wrote its messages, as of `writer_of`; None without messages."""
+
+
+def writer_of(template: Template | None) -> str:
+    """The fingerprint of what writes messages; empty for the house's own form."""
+    return "" if template is None else loaded(template).fingerprint
 
 
 class _Place(NamedTuple):
@@ -112,8 +120,9 @@ class _UnitRun:
             self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls)
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
-        self._documents = self._unlearned = self._learned_tokens = self._windows = self._in_context = 0
-        self._before_answers: str | None = None
+        self._documents = self._unlearned = self._learned_tokens = self._windows = 0
+        self._answers, self._before_answers = Counter[str](), ""  # as of a Sample
+        self._written_by: str | None = None
         named = settings.ignore_keys, settings.context_roles
         self._rules = RecordRules(settings.text_key, self._media is not None, *named, prefix_tree=settings.prefix_tree)
 
@@ -137,7 +146,8 @@ class _UnitRun:
             self._flush(window, writer)
             entry_of_shard = writer.commit() if writer.num_packs else None
         counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
-        return UnitResult(unit.index, entry_of_shard, *counts, self._in_context, self._before_answers)
+        answers: dict[str, Any] = {**self._answers, "before_answers": self._before_answers}
+        return UnitResult(unit.index, entry_of_shard, *counts, **answers, written_by=self._written_by)
 
     def _refusal(self, place: _Place, reason: str) -> Refusal:
         """A record refused, at its true line of the file."""
@@ -167,13 +177,11 @@ class _UnitRun:
                     continue
                 try:
                     sample = parse_record(item.value, self._rules, self._builder.template)
-                    template = self._builder.tokenizer.chat_template
-                    if template is not None and settings.chat_template == "refuse" and sample.talks:
-                        raise ValueError(str(self._refusal(place, _UNWRITTEN.format(template=template))))
-                    self._in_context += sample.in_context
-                    before = (sample.before_answers, self._before_answers)
-                    self._before_answers = min((each for each in before if each is not None), default=None)
+                    if sample.talks and self._written_by is None:
+                        self._written_by = writer_of(self._builder.template)
                     chunk.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
+                    self._answers.update(sample.answers)
+                    self._before_answers = max(self._before_answers, sample.before_answers)
                 except RecordError as error:
                     self._refuse(place, str(error))
                     continue

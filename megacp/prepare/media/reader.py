@@ -20,7 +20,7 @@ from megacp.core.data.vision_rules import ImageError, VisionRules
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed
-from megacp.prepare.records.record import Media, RecordError, SamplePart
+from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePart
 
 ALLOWED = "allowed are URLs below --image-urls"
 LARGEST_ITEM = (1 << 31) - 1
@@ -76,6 +76,7 @@ class MediaReader:
         """
         seen = {} if seen is None else seen
         parts: list[Part] = []
+        found: list[list[Part]] = []
         for piece in pieces:
             if piece.media is None:
                 parts.append(piece)
@@ -86,12 +87,18 @@ class MediaReader:
                 expanded = [*seen[named]]
             except ImageError as error:
                 raise RecordError(f"{_shown(piece.media)}: {error}") from error
+            found.append(expanded)
+            if parts and isinstance(parts[0], Rendered):
+                continue
             last, first = parts[-1] if parts else None, expanded[0]
             if isinstance(last, SamplePart) and isinstance(first, SamplePart) and last.text:
                 if last.weight == first.weight:  # one text to the tokenizer, as it is in a written prompt
                     expanded[0] = SamplePart(last.text + (first.text or ""), first.weight)
                     parts.pop()
             parts += expanded
+        if parts and isinstance(parts[0], Rendered):
+            parts[0] = _with_times(parts[0], found)
+            parts += [part for of_place in found for part in of_place if isinstance(part, Placed)]
         return tuple(parts)
 
     def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
@@ -164,6 +171,28 @@ class MediaReader:
             raise ImageError("the path holds half a character, which no file is named by") from None
         except ValueError as error:  # no regular file, too large, or not fetched
             raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
+
+
+def _with_times(rendered: Rendered, found: Sequence[Sequence[Part]]) -> Rendered:
+    """A conversation in which each unit of a video has the place of the video, behind its time, which is not learned.
+
+    `found`: what became of the image or video at each place.
+    """
+    whole, text, stop = rendered.text or "", "", 0
+    places: list[tuple[int, int]] = []
+    moved: list[tuple[int, int, int]] = []  # of each text around the places: from, to, and how far it moves
+    for (start, after), parts in zip(rendered.places, found, strict=True):
+        moved.append((stop, start, len(text) - stop))
+        text += whole[stop:start]
+        for part in parts:
+            if isinstance(part, Placed):
+                places.append((len(text), len(text) + after - start))
+            text += whole[start:after] if isinstance(part, Placed) else part.text or ""
+        stop = after
+    moved.append((stop, len(whole), len(text) - stop))
+    cut = [(max(a, start) + by, min(b, stop) + by, w) for a, b, w in rendered.learned for start, stop, by in moved]
+    learned = tuple((a, b, w) for a, b, w in cut if a < b)
+    return replace(rendered, text=text + whole[stop:], learned=learned, places=tuple(places))
 
 
 def _shown(media: Media) -> str:

@@ -13,7 +13,7 @@ import json
 import re
 import signal
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -42,6 +42,8 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought, as templates write it."""
+THINKS = "enable_thinking"
+"""The variable by which a template is told whether to think."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Of a template that says by itself what is learned."""
 LONGEST = 10.0
@@ -71,12 +73,19 @@ class ChatTemplate:
     _model: Any = field(repr=False)
     before_answers: str = ""
     """What ends a prompt: the empty thought behind which a model learned its answers."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Of all renderings that do not give others."""
 
     @property
     def decisive(self) -> dict[str, Any]:
         """All of it that decides tokens, in JSON's types."""
         digest = hashlib.sha256("\n".join(map(repr, self._added)).encode()).hexdigest()
         return {"text": self.text, "date": self.today, "special": dict(self.special), "added_tokens": digest}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of what decides tokens."""
+        return hashlib.sha256(json.dumps(self.decisive, sort_keys=True).encode()).hexdigest()
 
     @cached_property
     def forgeable(self) -> re.Pattern[str]:
@@ -124,11 +133,12 @@ class ChatTemplate:
         prompt: bool = False,
     ) -> Rendering:
         """A conversation as text; `prompt`: with what stands before an answer. RecordError when the template cannot."""
-        if prompt and self.before_answers:  # as the template writes it, whatever else ends a prompt
+        own = variables or {}
+        if prompt and self.before_answers and THINKS not in own:  # as the template writes it, whatever ends a prompt
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
             return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
-        given = {**self.special, **(variables or {}), "tools": tools, "documents": None}
+        given = {**self.special, **self.variables, **own, "tools": tools, "documents": None}
         chat = []
         for message in messages:  # with its thought under the names that templates read, as the library hands it on
             own = {key: value for key, value in message.items() if value is not None}
@@ -160,6 +170,15 @@ class ChatTemplate:
         """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
         encoding = self._model.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+Template = ChatTemplate | Callable[[], ChatTemplate]
+"""One, or what loads it once there are messages."""
+
+
+def loaded(template: Template) -> ChatTemplate:
+    """The template, which now is needed. ValueError: as of load_chat_template."""
+    return template if isinstance(template, ChatTemplate) else template()
 
 
 def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> ChatTemplate:

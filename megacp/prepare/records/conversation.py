@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,6 +46,8 @@ _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
 _EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
 """At the beginning of a content, whatever the template makes of it."""
+_UNASKED = re.compile(rf"{THOUGHT}\s*{THOUGHT_END}\s*\Z")
+"""At the end of a prompt that asks for no thought."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
@@ -56,8 +59,7 @@ class WrittenTalk:
         self._talk, self._template, self._rules = talk, template, rules
         self._media: list[tuple[int, int, Media]] = []  # message, part
         self._weights: list[float] = []
-        self.in_context = 0
-        self.before_answers: str | None = None  # as of a Sample
+        self.answers, self.before_answers = Counter[str](), ""  # as of a Sample
         self._messages = [self._given(i) for i in range(len(talk.messages))]
         self._expected: str | None = None
         if rules.asks and self._messages[-1]["role"] in LEARNED_ROLES:
@@ -91,7 +93,7 @@ class WrittenTalk:
         return self._whole.text
 
     def pieces(self, shared: WrittenTalk | None = None, weight: float = 1.0) -> tuple[SamplePart, ...]:
-        """The rendering and its images. With `shared`, which it goes on: with what it adds, and its weight.
+        """The rendering and all its images. With `shared`, which it goes on: what it adds has the weight.
 
         Of messages that are asked, the text of a last answer stands behind them, and not in the rendering.
         """
@@ -105,10 +107,9 @@ class WrittenTalk:
                     "each branch"
                 )
         learned = tuple((a, b, w if b <= start else w * weight) for a, b, w in self.learned)
-        own = [i for i, place in enumerate(self._places) if place[0] >= start]
-        rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places[i] for i in own))
+        rendered = Rendered(self.text, 0.0, None, learned, tuple(self._places))
         expected = [SamplePart(self._expected, 1.0)] if self._expected else []
-        return (rendered, *(SamplePart(None, 0.0, self._media[i][2]) for i in own), *expected)
+        return (rendered, *(SamplePart(None, 0.0, media) for *_, media in self._media), *expected)
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering:
         return self._template.render(messages, self._talk.tools, self._talk.variables, prompt or self._rules.asks)
@@ -128,7 +129,10 @@ class WrittenTalk:
         content = given.get("content", "")
         if isinstance(content, list) and content:
             given["content"] = [self._part(i, j, part) for j, part in enumerate(content)]
-            if not self._template.takes_parts and all("text" in part for part in given["content"]):
+            if not self._template.takes_parts:
+                if any("text" not in part for part in given["content"]):
+                    told = f"`{where}.content` is a list with images, and this chat template reads texts alone"
+                    raise RecordError(f"{told}: take one that writes images, or give --chat-template ignore")
                 given["content"] = "".join(part["text"] for part in given["content"])
         elif not isinstance(content, str):
             raise RecordError(f"`{where}.content` is {described(content)}, it must be a string or a list of parts")
@@ -140,11 +144,6 @@ class WrittenTalk:
         if kind == "text":
             return {"type": "text", "text": text_of(part, where, self._rules)}
         self._media.append((i, j, media_at(part, kind, where, self._rules)))
-        if kind == "video":
-            raise RecordError(
-                f"`{where}`: a video has no one place in a chat template, as times stand between its frames; give "
-                "frames as images, or build without --chat-template"
-            )
         return {"type": kind, kind: kind}
 
     def _refuse_lost(self) -> None:
@@ -154,20 +153,15 @@ class WrittenTalk:
         """
         writes_thoughts = self._template.writes_thoughts
         for i, (message, where) in enumerate(zip(self._messages, self._talk.paths, strict=True)):
-            content = message.get("content")
-            if isinstance(content, list) and not self._template.takes_parts:
-                raise RecordError(
-                    f"`{where}.content` is a list with images, and this chat template reads texts alone: take one that "
-                    "writes images, or build without --chat-template"
-                )
             answers = self._weights[i] > 0 and writes_thoughts
             thought, thoughtless = _thought_apart(message) if answers else ("", {})
             if thought and _solid(self._with(i, thoughtless, self._talk.tools)) == _solid(self.text):
                 if i + 1 == len(self._messages):
                     key = next((key for key in REASONING if key in message), "content")
-                    raise RecordError(f"`{where}.{key}`: the chat template leaves out the last thought: take another")
+                    said = f"`{where}.{key}`: the chat template leaves out the last thought"
+                    raise RecordError(f"{said}; take one that writes it, with --chat-template FILE.jinja")
                 self._weights[i] = 0.0
-                self.in_context += 1
+                self.answers["in_context"] += 1
             elif answers and not self._reads_thought(i):
                 said = f"`{where}.content`: the chat template reads no thought there"
                 raise RecordError(f"{said}; give it as `{REASONING[0]}`")
@@ -243,9 +237,8 @@ class WrittenTalk:
             if not said and here == prompt:
                 raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
             start, stop = len(here), len(here) + len(said)
-            first = min(start, len(prompt.rstrip().removesuffix(THOUGHT)))  # the prompt may open the thought
             for key in ("content", *REASONING):
-                self._refuse_unsaid(i, key, self.text[first:stop])
+                self._refuse_unsaid(i, key, self.text[self._before_thought(start) : stop])
             learned += [(start, stop, weight)] * bool(said)
         return learned
 
@@ -264,8 +257,13 @@ class WrittenTalk:
         message, before, tools = self._messages[i], self._messages[:i], self._talk.tools
         empty = _EMPTY_THOUGHT.match(_words(message))
         if _thought_apart(message)[0]:
-            self.before_answers = ""
-            return None
+            self.answers["real_thoughts"] += 1
+            bare = _UNASKED.sub("", prompt) + THOUGHT
+            if prompt in ("", self.text[: len(prompt)]) or self._talk.variables or not self.text.startswith(bare):
+                return None
+            rest = self.text[len(bare) :].lstrip()  # it thinks all the same, and is learned from the first word
+            alone = self.text.removesuffix(rest)
+            return alone, alone
         if not (self._template.writes_thoughts or empty):
             return None
         own = empty[0] if empty else ""
@@ -275,6 +273,9 @@ class WrittenTalk:
         both = (wordless, thinking)  # with what follows where none can be the last, as before any question
         wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
         alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
+        if len(around) == 1 and _solid(prompt) == _solid(alone) + THOUGHT:  # it asks for a thought, and writes none
+            self.answers["no_thoughts"] += 1
+            return alone, alone
         if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
         alone = next(filter(self.text.startswith, (alone, alone.rstrip())), alone)  # a blank answer ends with its mark
@@ -282,9 +283,12 @@ class WrittenTalk:
         if here is None:  # an earlier answer has none, or another
             here = self._with(i, wordless, tools).partition(PLACE)[0]
         asked = prompt.startswith(here)
-        if not (here and self.text.startswith(here) and (_solid(here) == _solid(alone) or asked)):
+        is_behind = _solid(here) == _solid(alone)
+        if not (here and self.text.startswith(here) and (is_behind or asked)):
             return None
-        if self.before_answers is None and prompt and not asked:
+        if is_behind or here == prompt:
+            self.answers["empty_thoughts" if is_behind else "no_thoughts"] += 1
+        if not self.before_answers and prompt and not asked:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
         return alone, here
 
@@ -293,7 +297,7 @@ class WrittenTalk:
         blocks, end = self._whole.generated, 0
         answering = [i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES]
         weights = [self._weights[i] for i in answering]
-        said = "".join(self.text[a:b] for a, b in blocks)
+        said = "".join(self.text[self._before_thought(a) : b] for a, b in blocks)
         for i in answering:
             if self._weights[i]:
                 end = self._refuse_unsaid(i, "content", said, end)
@@ -309,9 +313,14 @@ class WrittenTalk:
         starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
         return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
 
+    def _before_thought(self, at: int) -> int:
+        """Where the thought begins that may be opened right before a character."""
+        return len(self.text[:at].rstrip().removesuffix(THOUGHT))
+
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
         words = _words(self._messages[i], key, " ")
+        words = re.sub(f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words)  # around which a template may put blanks
         for word in (_EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
             found = said.find(word, start)
             if found < 0:
@@ -323,7 +332,7 @@ class WrittenTalk:
         return start
 
     def _place(self, i: int, j: int, media: Media) -> tuple[int, int]:
-        """The characters that stand for an image: what a text in its place takes the place of."""
+        """The characters that stand for an image or a video: what a text in its place takes the place of."""
         message = self._messages[i]
         parts = [*message["content"][:j], {"type": "text", "text": PLACE}, *message["content"][j + 1 :]]
         other = self._render([*self._messages[:i], {**message, "content": parts}, *self._messages[i + 1 :]]).text
@@ -333,8 +342,8 @@ class WrittenTalk:
         written = self.text[start:stop].strip() if same else ""
         if not self._template.is_added(written):
             raise RecordError(
-                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} for it, and an image needs a place "
-                "of special tokens alone; take a template that writes one, or build without --chat-template"
+                f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} where it stands, and {media.kind}s "
+                "need a place of special tokens alone; take a template that writes one, or give --chat-template ignore"
             )
         start = self.text.index(written, start)
         return start, start + len(written)

@@ -15,7 +15,7 @@ import numpy as np
 from megacp.core.data.collate import parents
 from megacp.core.data.geometry import ImageLayout
 from megacp.core.data.tables import token_dtype
-from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.record import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ class DocumentMaker:
         tokenizer: Tokenizer,
         append_eod: bool,
         token_ids: dict[str, int],
-        template: ChatTemplate | None = None,
+        template: Template | None = None,
     ) -> None:
         """`token_ids`: of the special image tokens; empty in a text build. `template`: what wrote the messages."""
         self._tokenizer, self._template = tokenizer, template
@@ -138,7 +138,7 @@ class DocumentMaker:
     ) -> tuple[list[list[Stretch]], str | None]:
         """The tokens of a prefix and branches, and what is wrong with them; `encoded`: of the texts that come."""
         if self._template is not None and isinstance(record[0][0], Rendered):
-            return _conversation(record, above, self._template)
+            return _conversation(record, above, loaded(self._template))
         stretches: list[list[Stretch]] = []
         for text in record:
             stretches.append([])

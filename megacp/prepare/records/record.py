@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any
@@ -239,7 +239,7 @@ class Rendered(SamplePart):
     learned: tuple[tuple[int, int, float], ...] = ()
     """Characters start..stop and their loss weight, in order; all others are not learned."""
     places: tuple[tuple[int, int], ...] = ()
-    """Characters start..stop that stand for an image; the images follow in the same order as pieces of their own."""
+    """Characters start..stop that stand for an image or a video; these follow in the same order as own pieces."""
 
 
 @dataclass(frozen=True)
@@ -253,10 +253,10 @@ class Sample:
     """Of each branch the part that it continues, 0 = the prefix; -1 = none: it is a whole, as the prefix then is."""
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
-    in_context: int = 0
-    """Answers whose thoughts a chat template leaves out, and which are therefore context."""
-    before_answers: str | None = None
-    """The empty thought that stands, not learned, before an answer; "" where a thought is learned, None for neither."""
+    answers: Mapping[str, int] = field(default_factory=dict)
+    """How many stand behind what, by the names of THOUGHTS; `in_context`: not learned, for lack of their thoughts."""
+    before_answers: str = ""
+    """The empty thought that stands, not learned, before an answer; empty where none does."""
 
 
 def media_at(part: dict[str, Any], kind: str, where: str, rules: RecordRules) -> Media:

@@ -8,11 +8,12 @@ first word.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from megacp.prepare.records.chat_template import ChatTemplate
+from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.conversation import WrittenTalk
 from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
 from megacp.prepare.records.record import (
@@ -39,7 +40,7 @@ class _Said(NamedTuple):
     parent: int
 
 
-def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTemplate | None = None) -> Sample:
+def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: Template | None = None) -> Sample:
     """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong with it."""
     if not isinstance(record, dict):
         raise RecordError(f"a record must be a JSON object, found {described(record)}")
@@ -50,14 +51,14 @@ def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: ChatTem
     else:
         said = _said_in(record, rules, template is not None)
         talks = any(isinstance(each.what, Talk) for each in said)
-        made = _templated(said, template, rules) if template is not None and talks else _plain(said, rules)
+        made = _templated(said, loaded(template), rules) if template is not None and talks else _plain(said, rules)
         made = replace(made, talks=talks)
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
     return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed)
 
 
-def _together(record: dict[str, Any], key: str, rules: RecordRules, template: ChatTemplate | None) -> Sample:
+def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Template | None) -> Sample:
     """The rollouts at `key` of a record: wholes, of which a `DocumentMaker` makes the tree of what they share."""
     rest, rollouts = {name: value for name, value in record.items() if name not in (key, "weight")}, record[key]
     if not rules.prefix_tree:
@@ -78,10 +79,11 @@ def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Ch
                 raise RecordError("a rollout is one text or conversation, without branches or rollouts of its own")
         except RecordError as error:
             raise RecordError(f"`{key}[{i}]`: {error}") from error
-    parts, in_context = [each.prefix for each in found], sum(each.in_context for each in found)
-    empty = min((each.before_answers for each in found if each.before_answers is not None), default=None)
-    talks = any(each.talks for each in found)
-    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, in_context, empty)
+    parts, answers = [each.prefix for each in found], Counter[str]()
+    for each in found:
+        answers.update(each.answers)
+    talks, before = any(each.talks for each in found), max(each.before_answers for each in found)
+    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, answers, before)
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
@@ -123,7 +125,8 @@ def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...
 
 def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules) -> Sample:
     """A record whose messages a template writes: each branch with all that it continues is a conversation."""
-    talks, written, parts, in_context = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]](), 0
+    talks, written, parts = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]]()
+    answers, before_answers = Counter[str](), ""
     for talk, weight, where, parent in said:
         if not isinstance(talk, Talk):
             what = f"`{where}` has no messages" if where else "a branch has messages and the record has none"
@@ -139,10 +142,10 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
         shared, whole = written[parent] if where else None, WrittenTalk(talks[-1], template, rules)
         written.append(whole)
         parts.append(whole.pieces(shared, weight))
-        in_context += whole.in_context - (0 if shared is None else shared.in_context)
-    empty = [each.before_answers for each in written if each is not None and each.before_answers is not None]
+        answers += whole.answers if shared is None else whole.answers - shared.answers
+        before_answers = max(before_answers, whole.before_answers)
     parents = tuple(each.parent for each in said[1:])
-    return Sample(parts[0], tuple(parts[1:]), parents, False, in_context, min(empty, default=None))
+    return Sample(parts[0], tuple(parts[1:]), parents, False, answers, before_answers)
 
 
 def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> list[_Said]:

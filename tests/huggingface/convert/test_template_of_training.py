@@ -25,7 +25,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
+    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_3"])
     talk = {"messages": [ASK, TELL]}
     (tmp_path / "a.jsonl").write_text(json.dumps(talk) + "\n" + json.dumps({**talk, "tools": TOOLS}) + "\n")
     flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
@@ -34,12 +34,14 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     run = [*SIZES, "--seq-length", "512", "--global-batch-size", "1", "--train-iters", "1"]
     run += ["--save", str(tmp_path / "out"), "--data-path"]
     assert train.main([*run, str(tmp_path / "d")]) == 0
+    told = "2 answers are learned behind an empty thought, 0 behind a real one, 0 right behind the prompt"
+    assert told in capsys.readouterr().out
     command = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--tokenizer", str(path)]
-    capsys.readouterr()
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
-    assert "chat template: that of the training data" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "chat template: that of the training data" in said and f"{told}: ask with enable_thinking=False for" in said
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert theirs.chat_template == TEMPLATES["qwen_25"]
+    assert theirs.chat_template == TEMPLATES["qwen_3"]
     found = [theirs.apply_chat_template(talk["messages"], tools=t, return_dict=False) for t in (None, TOOLS)]
     assert found == documents(tmp_path / "d")
     back = ["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "back")]
@@ -51,7 +53,8 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     asked += ["--input", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
     assert generate.main(asked) == 0
     (answer,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
-    prompt = theirs.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    off = {"add_generation_prompt": True, "enable_thinking": False}
+    prompt = theirs.apply_chat_template([ASK], tokenize=False, **off)
     assert (answer["prompt"], answer["expected"]) == (prompt, TELL["content"])
     said = iter(["What is 6 x 7?", "a<|im_end|>b", "Sure?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
@@ -70,8 +73,9 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     assert "spells the special token '<|im_end|>'" in refusal
     history = [ASK, {"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
     for ids, messages in zip(asked, ([ASK], history), strict=True):
-        assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert generate.main([*chat, "--prompt", ASK["content"]]) == 0 and asked[-1] == asked[0]
+        assert ids == theirs.apply_chat_template(messages, return_dict=False, **off)
+    assert generate.main([*chat, "--prompt", ASK["content"], "--no-thinking"]) == 0 and asked[-1] == asked[0]
+    assert generate.main([*chat, "--prompt", ASK["content"], "--raw", "--no-thinking"]) == 2
     assert generate.main([*chat, "--prompt", ASK["content"], "--raw"]) == 0
     assert asked[-1] == theirs.encode(ASK["content"], add_special_tokens=False)
 

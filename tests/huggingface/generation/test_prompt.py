@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp.huggingface.generate_command import asked_by
 from megacp.huggingface.generation.prompt import PromptMaker, prompt_pixels
 from megacp.prepare.records.chat_template import template_of
 from megacp.prepare.records.record import Media
@@ -63,14 +66,28 @@ def test_the_header_of_an_answer_stands_at_the_end_of_each_branch_alone() -> Non
     assert [prompt.expected for prompt in prompts] == [None, "this", "more"]
 
 
-def test_a_model_without_thoughts_is_asked_behind_the_empty_one_that_its_answers_followed(tmp_path: Path) -> None:
-    """As the template itself asks where thinking is off; images and branches are asked in whole conversations."""
-    tokenizer = tokenizer_at(write_tokenizer(tmp_path))
-    template = template_of(TEMPLATES["qwen_3"], tokenizer, None, "<think>\n\n</think>\n\n")
-    maker, theirs = PromptMaker(tokenizer, template=template), library(tmp_path, TEMPLATES["qwen_3"])
+OFF, EMPTY = {"enable_thinking": False}, {"before_answers": "<think>\n\n</think>\n\n"}
+MIXED, TURNS = ({"empty_thoughts": 5, name: 5, **EMPTY} for name in ("real_thoughts", "no_thoughts"))
+THINKING: list[tuple[dict[str, Any], bool | None, dict[str, bool]]] = [
+    *((MIXED, None, {}), (MIXED, False, OFF), (EMPTY, True, {"enable_thinking": True}), (EMPTY, None, OFF)),
+    *((TURNS, None, {}), ({**TURNS, "no_thoughts": 4}, None, OFF), ({"empty_thoughts": 5}, None, OFF), ({}, None, {})),
+]
+"""What was learned, as a checkpoint keeps it; --thinking or --no-thinking; how the library is asked for the same."""
+
+
+def test_a_model_is_asked_as_most_of_its_answers_were_learned_or_as_told(tmp_path: Path) -> None:
+    """As the library asks; what a record says comes first. Images and branches are asked in whole conversations."""
+    tokenizer, text = tokenizer_at(write_tokenizer(tmp_path)), TEMPLATES["qwen_3"]
+    template, theirs = template_of(text, tokenizer, None), library(tmp_path, text)
     record = {"messages": [ASK, TELL, ASK], "branches": [{"messages": [TELL]}, {"messages": [TOOL, TELL, ASK]}]}
-    found = maker.of_record(record)
-    for prompt, more, expected in zip(found, ([], [TOOL, TELL, ASK]), ("this", None), strict=True):
-        talk = [ASK, TELL, ASK, *more]
-        ids = theirs.apply_chat_template(talk, add_generation_prompt=True, enable_thinking=False, return_dict=False)
-        assert (prompt.tokens.tolist(), prompt.expected, prompt.branch_start) == (ids, expected, None)
+    for kept, told, given in THINKING:
+        asked = dataclasses.replace(template, **asked_by({"default": text, **kept}, told))
+        for said in ({}, {"enable_thinking": not told}):
+            how = {"add_generation_prompt": True, "return_dict": False, **given, **said}
+            found = PromptMaker(tokenizer, template=asked).of_record({**record, "chat_template_kwargs": said})
+            for prompt, more, expected in zip(found, ([], [TOOL, TELL, ASK]), ("this", None), strict=True):
+                ids = theirs.apply_chat_template([ASK, TELL, ASK, *more], **how)
+                assert (prompt.tokens.tolist(), prompt.expected, prompt.branch_start) == (ids, expected, None)
+    with pytest.raises(ValueError, match="--no-thinking: the chat template reads no `enable_thinking`"):
+        asked_by({"default": TEMPLATES["qwen_25"]}, False)
+    assert asked_by({"default": TEMPLATES["qwen_25"], **EMPTY}, False) == EMPTY

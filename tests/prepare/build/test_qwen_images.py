@@ -26,7 +26,7 @@ from megacp.prepare.verify import verify
 from tests.prepare.build import builds
 from tests.prepare.media.pictures import encoded, noise, video
 from tests.prepare.media.test_qwen_geometry import SMALL, spelled, two_levels
-from tests.prepare.templates.public import write_tokenizer
+from tests.prepare.templates.public import of_trl, write_tokenizer
 from tests.reference import qwen_processor as reference
 from tests.tools.in_process import preprocessed as tool
 
@@ -34,12 +34,7 @@ pytest.importorskip("av")
 GIVEN = dataclasses.replace(SMALL, token_ids={})
 IDS = SMALL.token_ids
 TIME = re.compile("<[0-9.]+ seconds>")
-CHAT = """{%- for m in messages %}<|im_start|>{{ m.role }}
-{%- for part in m.content %}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
-{%- else %}{{ part.text }}{% endif %}
-{%- endfor %}<|im_end|>
-{%- endfor %}"""
+PLACE = re.compile(r"<\|vision_start\|><\|(?:image|video)_pad\|><\|vision_end\|>")
 FRAMES = {"odd.mp4": 26, "even.mp4": 40}
 """Frames of videos, of which 5 and 8 are taken."""
 
@@ -167,22 +162,38 @@ def test_chats_and_videos_have_the_ids_of_the_library_from_their_first_token_to_
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     made.add_special_tokens([*QWEN_TOKEN_TEXTS.values()])
     made.save(str(tmp_path / "tokenizer.json"))
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), chat_template=CHAT)
-    (tmp_path / "chat.jinja").write_text(CHAT)
-    pictures = [{"type": "image", "path": f"{i}.png"} for i in (3, 4)]
-    messages = [say("user", pictures[0], "What? ", *pictures, " Why?"), say("assistant", "The answer is 42.")]
-    films = parts("Look: ", *[{"type": "video", "path": name} for name in FRAMES], " The answer") | {"weight": 0.0}
-    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.chat_template = of_trl("qwen3_5_think")
+    (tmp_path / "chat.jinja").write_text(theirs.chat_template)
+    one, other = ({"type": "image", "path": f"{i}.png"} for i in (3, 4))
+    film, second = ({"type": "video", "path": name} for name in FRAMES)
+    answer = say("assistant", "The answer is 42.")
+    talks = [
+        [say("user", one, "What? ", film, one, other, " Why?", second, "The"), answer],
+        [say("user", "Look: ", film), say("user", "The answer", one), answer],
+        [say("user", "Look: ", film), say("user", second, second), answer],
+    ]
+    branches = [{"messages": talk[1:]} for talk in talks[1:]]
+    films = parts("Look: ", film, second, " The answer") | {"weight": 0.0}
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": talks[0]}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": talks[1][:1], "branches": branches}) + "\n")
     (tmp_path / "v.jsonl").write_text(json.dumps(films) + "\n" + json.dumps({"text": "so"}))
     more = {"image_rules": GIVEN, "image_root": str(corpus.parent), "seq_length": 4096, "append_eod": False}
-    more |= {"tokenizer": str(tmp_path / "tokenizer.json")}
-    builds.run([tmp_path / "c.jsonl"], tmp_path / "c", chat_template=str(tmp_path / "chat.jinja"), **more)
-    builds.run([tmp_path / "v.jsonl"], tmp_path / "v", **more)
-    chat = theirs.apply_chat_template(messages, tokenize=False).split("<|vision_start|><|image_pad|><|vision_end|>")
-    images = [library_pixels(corpus, name)[2] for name in ("3.png", "3.png", "4.png")]
-    assert len(chat) == 4
-    whole = "".join(text for pair in itertools.zip_longest(chat, images, fillvalue="") for text in pair)
-    assert builds.documents(tmp_path / "c") == [theirs.encode(whole, add_special_tokens=False)]
+    more |= {"tokenizer": str(tmp_path / "tokenizer.json"), "chat_template": str(tmp_path / "chat.jinja")}
+    for name in "cbv":
+        builds.run([tmp_path / f"{name}.jsonl"], tmp_path / name, **more)
+    pack = PackedDataset(tmp_path / "b").pack(0)
+    shared, *starts = [*pack.branches["start"].tolist(), len(pack.tokens)]
+    tree = [pack.tokens[:shared].tolist() + pack.tokens[a:b].tolist() for a, b in itertools.pairwise([shared, *starts])]
+    for talk, tokens in zip(talks, [*builds.documents(tmp_path / "c"), *tree], strict=True):
+        chat, names = PLACE.split(theirs.apply_chat_template(talk, tokenize=False)), named(talk)
+        seen = [library_pixels(corpus, name)[2] for name in names]
+        whole = "".join(text for pair in itertools.zip_longest(chat, seen, fillvalue="") for text in pair)
+        assert len(chat) == len(names) + 1 and tokens == theirs.encode(whole, add_special_tokens=False)
+    for name, count in {"c": 1, "b": 2}.items():
+        pack = PackedDataset(tmp_path / name).pack(0)
+        assert theirs.decode(pack.tokens[pack.weights > 0].tolist()) == "The answer is 42.<|im_end|>\n" * count
+        assert len(pack.images.units) == {"c": 3 + 3 + 4, "b": 3 + 1 + 4 + 4}[name]
     whole = "".join(["Look: ", *(library_pixels(corpus, name)[2] for name in FRAMES), " The answer"])
     assert builds.documents(tmp_path / "v")[0] == theirs.encode(whole, add_special_tokens=False)
 

@@ -222,24 +222,6 @@ def test_a_config_beside_vocab_and_merges_says_how_texts_begin(tmp_path: Path) -
         load_tokenizer(specification)
 
 
-@pytest.mark.parametrize(("where", "branch"), [("tokenizer_config.json", False), ("chat_template.jinja", True)])
-def test_messages_are_refused_where_the_tokenizer_has_a_template_for_them(
-    folder: Path, tmp_path: Path, where: str, branch: bool
-) -> None:
-    path = tokenizer_in(tmp_path / "t", folder, ["<s>", "A"])
-    written = {"tokenizer_config.json": json.dumps({"chat_template": "{{ messages }}"}), "chat_template.jinja": "{{ }}"}
-    (tmp_path / "t" / where).write_text(written[where])
-    record = {"text": "words", "branches": ["a", TALK]} if branch else TALK
-    a = write(tmp_path / "a.jsonl", {"text": "a"}, record)
-    with pytest.raises(ValueError, match=f"{a}:2: a record with messages, and .*{where} has a chat template"):
-        run([a], tmp_path / "d", tokenizer=str(path), on_error="skip")
-    assert run([a], tmp_path / "d", tokenizer=str(path), chat_template="ignore").documents == 2
-    text = write(tmp_path / "b.jsonl", {"text": "a"})
-    assert run([text], tmp_path / "e", tokenizer=str(path)).documents == 1
-    (path.parent / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
-    assert run([a], tmp_path / "f", tokenizer=str(path)).documents == 2
-
-
 def test_records_that_carry_ids_in_messages_or_text_under_a_forms_name_are_read(tmp_path: Path) -> None:
     told = {"messages": [{**USER, "id": "1"}, {**ASSISTANT, "id": 2}]}
     run([write(tmp_path / "a.jsonl", told)], tmp_path / "a")

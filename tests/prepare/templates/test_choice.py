@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from megacp.core.data.blend import PackBlend
 from megacp.core.data.geometry import image_layout
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
+from megacp.core.training.sources import Sources
+from megacp.prepare.build.run import build
 from megacp.prepare.command import main
 from megacp.prepare.records.chat_template import OURS, load_chat_template
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import documents, files, run
+from tests.prepare.build.builds import documents, files, run, settings
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, expected, library
@@ -33,7 +38,7 @@ def text(folder: Path, choice: str = "auto", today: str | None = None) -> str:
 def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     with pytest.raises(
-        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, or FILE.jinja"
+        ValueError, match=f"auto: {tmp_path} has no chat template; give auto, .* chatml, qwen3, qwen3_5, or FILE.jinja"
     ):
         text(tmp_path)
     assert text(tmp_path, "chatml") == OURS["chatml"]
@@ -146,9 +151,49 @@ def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
         run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
     run([tmp_path / "a.jsonl"], tmp_path / "e", chat_template="auto", **values)
     assert documents(tmp_path / "d") != documents(tmp_path / "e")
-    run([tmp_path / "a.jsonl"], tmp_path / "f", chat_template="ignore", **values)
-    assert "chat_template" not in (tmp_path / "f" / "manifest.json").read_text()
     assert len(made) == 4
+
+
+def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path: Path) -> None:
+    """It is looked at where there are messages alone, and a build that wrote some by it goes on with no other."""
+
+    def built(name: str, *inputs: str, part: tuple[int, int] | None = None, **more: Any) -> Any:
+        given: dict[str, Any] = {"tokenizer": str(tmp_path / "t"), "seq_length": 512, "unit_bytes": 10, **more}
+        stream, paths = io.StringIO(), [tmp_path / f"{each}.jsonl" for each in inputs]
+        build(settings(paths, tmp_path / name, **given), stream, part=part)
+        made = None if part else DatasetManifest.read(tmp_path / name).chat_template
+        return stream.getvalue(), made, documents(tmp_path / name) if part is None else None
+
+    write(tmp_path / "text.jsonl", {"text": "only words"})
+    made = records(tmp_path / "talks.jsonl", 4)
+    write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
+    told, kept, found = built("own", "talks")
+    assert f"{tmp_path / 't/tokenizer_config.json'} writes the messages" in told
+    assert (
+        (kept, found) == built("asked", "talks", chat_template="auto")[1:] == ({"default": TEMPLATES["qwen_25"]}, found)
+    )
+    assert found == [expected(library(tmp_path / "t", TEMPLATES["qwen_25"]), record["messages"])[0] for record in made]
+    ignored = built("ignored", "talks", chat_template="ignore")
+    assert ignored[:2] == ("", {"default": ""}) and ignored[2] != found
+    built("both", "text", "talks", part=(0, 9))
+    built("half", "text", "talks", part=(1, 2))
+    for broken in (TEMPLATES["smollm_3"], "{% if %}"):  # which writes today's date, and which is no template
+        write_tokenizer(tmp_path / "t", chat_template=broken)
+        assert built("words", "text")[:2] == ("", None)
+        with pytest.raises(
+            ValueError, match=r"tokenizer_config.json has a chat template: .* or --chat-template ignore"
+        ):
+            built(f"broken{len(broken)}", "talks", on_error="skip")
+    for other, by in {"own": kept, "ignored": None}.items():  # texts agree with any
+        mixed = PackBlend([PackedDataset(tmp_path / name) for name in ("words", other)], [Fraction(1)] * 2)
+        assert Sources(mixed, None, "").chat_template == by
+    write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["granite"])
+    for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
+        with pytest.raises(ValueError, match=f"{name} was begun with another chat template"):
+            built(name, *inputs)
+    assert built("both", "text", "talks")[1] == {"default": TEMPLATES["granite"]}  # the part of it had no messages
+    (tmp_path / "t" / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
+    assert built("ours", "talks") == ignored
 
 
 def test_the_command_takes_a_template_and_its_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,24 +295,22 @@ def test_branches_over_a_shared_image_hold_it_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("''", "`messages[0].content[1].path`: the chat template writes '' for it"),
-        ("'[IMG]'", "the chat template writes '[IMG]' for it, and an image needs a place of special tokens alone"),
-        ("'Picture: <image>'", "writes 'Picture: <image>' for it"),
-        ("loop.index ~ '<image>'", "writes '2<image>' for it"),
+        ("''", "`messages[0].content[1].path`: the chat template writes '' where it stands"),
+        (
+            "'[IMG]'",
+            "the chat template writes '[IMG]' where it stands, and images need a place of special tokens alone",
+        ),
+        ("'Picture: <image>'", "writes 'Picture: <image>' where it stands"),
+        ("loop.index ~ '<image>'", "writes '2<image>' where it stands"),
+        ("'<image>'", "`messages[0].content[1].path`: the chat template writes '' where it stands, and videos need"),
     ],
 )
 def test_an_image_without_a_place_of_its_own_is_refused(tmp_path: Path, place: str, message: str) -> None:
-    source = write(tmp_path / "a.jsonl", {"messages": [*TALK, TELL]})
+    said = json.dumps({"messages": [*TALK, TELL]}).replace('"image"', '"video"' if place == "'<image>'" else '"image"')
+    source = write(tmp_path / "a.jsonl", json.loads(said))
     with pytest.raises(ValueError) as error:
         run([source], tmp_path / "d", **values(tmp_path, place))
     assert f"{source}:1: " in str(error.value) and message in str(error.value)
-
-
-def test_a_video_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    part = {"type": "video", "path": "a.mp4"}
-    source = write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": [part]}, TELL]})
-    with pytest.raises(ValueError, match=r"a.jsonl:1: `messages\[0\].content\[0\]`: a video has no one place"):
-        run([source], tmp_path / "d", **values(tmp_path, "'<image>'"))
 
 
 def test_a_record_without_images_beside_them_is_a_conversation_too(tmp_path: Path) -> None:

@@ -71,10 +71,13 @@ STRING = "{% for m in messages %}{{ m.content or m.tool_calls[0].arguments }}{% 
 """Writes arguments as they are: an object would be Python's."""
 PART = {"type": "text", "text": "a"}
 THINKS = [{**TELL, **HM}, {**TELL, "content": f"<think>\nno\n</think>\n\n{ONE}"}]
+TIGHT, BOTH = {**TELL, "content": f"<think>so so</think>{ONE}"}, ("think", "nothink")
 PARTS = {**TELL, "content": [{"type": "text", "text": f"<think>\nno\n</think>\n\n{ONE}"}]}
 TAGS = [{**message, "content": "Why <think></think> here?"} for message in (ASK, TELL)]
 NANO, SHORT = of_trl("nemotron_3_nano_training"), "<think>\nsix by seven\n</think>\n"
 EMPTY = {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}
+R1, R1_END = of_trl("deepseek_r1_distill"), "<\uff5cend\u2581of\u2581sentence\uff5c>"
+"""It writes no thought, and its prompt opens one."""
 LAST = [("qwen_3", THOUGHT), ("ours_for_qwen3", THOUGHT.removesuffix("\n"))]
 """What is learned where an earlier answer had a thought too."""
 LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
@@ -106,6 +109,8 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ("zephyr", talk(TELL, ASK_2, TELL_2), [(f"{ONE}</s>\n", 1.0), (f"{TWO}</s>\n", 1.0)]),
     ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
+    *((of_trl(f"qwen3_5_{each}"), talk(ASK, TIGHT), [(f"so so\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]) for each in BOTH),
+    (OURS["qwen3_5"], talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, PARTS), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_6_training"), talk(ASK, PARTS), [(f"<think>\nno\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_8"), talk(*TAGS), [("Why <think></think> here?<|im_end|>\n", 1.0)]),
@@ -119,6 +124,8 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     ),
     (NANO, talk(ASK, EMPTY, ASK_2, EMPTY), [(f"{ONE}<|im_end|>\n", 1.0)] * 2),
     (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}', 1.0)]),
+    *((R1, talk(ASK, TELL, ASK_2, each), [(f"{ONE}{R1_END}", 1.0)] * 2) for each in (TELL, EMPTY)),
+    (R1, talk(SYSTEM, ASK, THINKS[1], ASK_2, TELL_2), [(f"{TWO}{R1_END}", 1.0)]),
     *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
 ]
 
@@ -129,27 +136,31 @@ def test_an_answer_is_learned_from_the_generation_prompt_to_its_end(folder: Path
     assert learned(folder, text, record) == expected
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 @pytest.mark.parametrize("prompt", [False, True])
-@pytest.mark.parametrize("number", range(8))
-def test_the_template_for_qwen3_writes_what_its_own_does(folder: Path, number: int, prompt: bool) -> None:
+@pytest.mark.parametrize("number", range(10))
+def test_a_template_for_qwen_writes_what_its_own_does(folder: Path, number: int, prompt: bool, name: str) -> None:
     """It has generation blocks, so that every answer of a conversation is learned."""
+    seen = [{"type": "image"}, {"type": "text", "text": "What?\n"}, {"type": "image_url", "image_url": "a"}]
+    called = {"name": "now", "arguments": {"of": [1, None], "deep": {"a": "\u00e9"}, "is": True}}
     thoughts, inside = {"reasoning_content": "\nhm\n"}, {"content": "<think>\nhm\n</think>\n\nyes"}
     talks = [
         ([ASK, TELL, ASK_2, TELL_2], {}),
         ([SYSTEM, ASK, {**TELL, **thoughts}, ASK_2, {**TELL_2, **thoughts}], {}),
-        ([SYSTEM, ASK, {**TELL, **inside}, ASK_2, {**TELL_2, **inside}, SYSTEM], {}),
+        ([SYSTEM, ASK, {**TELL, **inside}, ASK_2, {**TELL_2, **inside}, *[SYSTEM] * (name == "qwen3")], {}),
         ([ASK, CALL, RESULT, RESULT, TELL, ASK_2], {"tools": TOOLS}),
         ([SYSTEM, ASK, {**CALL, "content": "Let me see.", **thoughts}, RESULT, TELL], {"tools": TOOLS}),
-        ([ASK, {**CALL, "tool_calls": [*CALL["tool_calls"], {"name": "now", "arguments": "{}"}]}, RESULT], {}),
-        ([TELL], {}),
+        ([ASK, {**CALL, "tool_calls": [*CALL["tool_calls"], called]}, RESULT], {}),
+        ([TELL, ASK], {}),
         ([ASK, TELL], {"enable_thinking": False}),
+        ([{**ASK, "content": seen}, TELL, {**ASK, "content": [*seen, {"type": "video"}]}, {**TELL, **thoughts}], {}),
+        ([SYSTEM, ASK, TELL, {**ASK, "content": "<tool_response>a</tool_response> "}, {**TELL, **inside}, RESULT], {}),
     ]
     messages, options = talks[number]
+    published = of_trl("qwen3" if name == "qwen3" else "qwen3_5_think")
     texts = [
-        library(folder, TEMPLATES[name]).apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=prompt, **options
-        )
-        for name in ("qwen_3", "ours_for_qwen3")
+        library(folder, text).apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **options)
+        for text in (published, OURS[name])
     ]
     assert texts[0] == texts[1]
 
@@ -225,6 +236,12 @@ LOST: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_a_template_would_lose_is_refused_by_its_place(folder: Path, name: str) -> None:
     text, record, named = LOST[name]
     assert named in refusal(folder, text, record)
+
+
+@pytest.mark.parametrize("text", [R1, "qwen_3"])
+def test_an_image_is_refused_by_a_template_that_reads_texts_alone(folder: Path, text: str) -> None:
+    seen = {**ASK, "content": [{"type": "image", "path": "a.png"}, PART]}
+    assert "`messages[0].content` is a list with images" in refusal(folder, text, talk(seen, TELL), media=True)
 
 
 def test_a_key_that_is_ignored_is_left_out(folder: Path) -> None:

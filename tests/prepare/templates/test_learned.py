@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megacp.prepare.records.chat_template import template_of
+from megacp.prepare.records.chat_template import OURS, template_of
 from megacp.prepare.records.sample import parse_record
 from tests.prepare.records.test_read import values
 from tests.prepare.templates.public import TEMPLATES, of_trl, tokenizer_at, write_tokenizer
@@ -18,27 +18,22 @@ END = "<|im_end|>\n"
 FOUR, BEHIND = f"Four.{END}", "\n</think>\n\n"
 XML = "<tool_call>\n<function=look>\n<parameter=place>\nOslo\n</parameter>\n</function>\n</tool_call>"
 ATEM = '<atem:invoke name="look">\n<atem:parameter name="place">Oslo</atem:parameter>\n</atem:invoke>\n'
+CALLS = f"<|message|><atem:function_calls>\n{ATEM}</atem:function_calls><|eot|>"
+MUSE = " to=user<|message|>Four.<|eot|>"
+LFM = "<|tool_call_start|>[look(place='Oslo')]<|tool_call_end|>"
 GEMMA = '<|tool_call>call:look{place:<|"|>Oslo<|"|>}<tool_call|><|tool_response>'
 GLM = "<tool_call>look\n<arg_key>place</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call><|observation|>"
-LEARNED: dict[str, tuple[str, str, str, str | None]] = {
+LEARNED: dict[str, tuple[str, str, str, str]] = {
     **dict.fromkeys(("qwen3_5_think", "qwen3_6", "qwen3_8"), (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, BEHIND)),
+    "qwen3_5_nothink": (FOUR, f"Hm.{BEHIND}{FOUR}", XML + END, ""),
     "qwen3_5_think_training": (FOUR, f"<think>\nHm.{BEHIND}{FOUR}", XML + END, BEHIND),
+    "qwen3_5": (FOUR.strip(), f"Hm.{BEHIND}{FOUR.strip()}", f"{XML}<|im_end|>", BEHIND),  # ours
     "nemotron_3_super": (FOUR, f"Hm.\n</think>\n{FOUR}", f"\n{XML}\n{END}", "</think>"),
     "nemotron_3_5_lightning": (FOUR, f"Hm.</think>{FOUR}", f"\n{XML}\n{END}", "</think>"),
-    "lfm2_2_5": (
-        FOUR,
-        f"<think>Hm.</think>{FOUR}",
-        f"<|tool_call_start|>[look(place='Oslo')]<|tool_call_end|>{END}",
-        None,
-    ),
-    "gemma4_v5": ("Four.<turn|>\n", "<|channel>thought\nHm.\n<channel|>Four.<turn|>\n", GEMMA, None),
+    "lfm2_2_5": (FOUR, f"<think>Hm.</think>{FOUR}", LFM + END, ""),
+    "gemma4_v5": ("Four.<turn|>\n", "<|channel>thought\nHm.\n<channel|>Four.<turn|>\n", GEMMA, ""),
     "glm4moe_training": ("Four.<|user|>", "\n<think>Hm.</think>\nFour.<|user|>", GLM, "\n<think></think>\n"),
-    "muse_glimmer": (
-        " to=user<|message|>Four.<|eot|>",
-        " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Four.<|eot|>",
-        f" to=look<|message|><atem:function_calls>\n{ATEM}</atem:function_calls><|eot|>",
-        None,
-    ),
+    "muse_glimmer": (MUSE, f" to=self<|message|>Hm.<|eom|><|start|>assistant{MUSE}", f" to=look{CALLS}", ""),
 }
 """Of an answer, of one with a thought, of a call, and the empty thought that stands before an answer."""
 ASK, TELL = {"role": "user", "content": "How many?"}, {"role": "assistant", "content": "Four."}
@@ -57,11 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", LEARNED)
 def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, name: str) -> None:
     """Whether the prompt opens a thought or not; and a model is asked behind what stands before it."""
-    (answer, thinking, call, before), text = LEARNED[name], of_trl(name)
+    (answer, thinking, call, before), text = LEARNED[name], OURS.get(name) or of_trl(name)
     tokenizer = tokenizer_at(folder / "tokenizer.json")
     made = template_of(text, tokenizer, "2026-01-31")
 
-    def written(*messages: dict[str, Any]) -> tuple[str, list[str], str | None]:
+    def written(*messages: dict[str, Any]) -> tuple[str, list[str], str]:
         sample = parse_record({"messages": [*messages]}, template=made)
         (piece,) = sample.prefix
         return piece.text, [piece.text[a:b] for a, b, _ in piece.learned], sample.before_answers
@@ -74,8 +69,8 @@ def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, 
         assert written({**TELL, "weight": 0}, ASK, TELL)[1] == [answer]
     else:
         assert written(TELL, ASK, TELL)[1] == [answer, answer]
-    asked = template_of(text, tokenizer, "2026-01-31", before or "").render([ASK], prompt=True).text
-    assert written(ASK, TELL) == (asked + answer, [answer], before)
+    asked = template_of(text, tokenizer, "2026-01-31", before).render([ASK], prompt=True).text
+    assert written(ASK, TELL) == (asked + answer + "\n" * (name in OURS), [answer], before)
 
 
 PADDED: list[dict[str, Any]] = [{"city": "Oslo", "days": None}, {"city": None, "days": 3}]
