@@ -365,10 +365,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
     ],
     ("core/optim/lr_schedule.py", "tests/optim/test_sharded.py"): [
-        ("lr * update / warmup", "lr * (update - 1) / warmup", "the first update has rate 0"),
+        ("lr * update / top", "lr * (update - 1) / top", "the first update has rate 0"),
+        ("train_iters) + 1", "train_iters)", "the last update has rate 0"),
         ("settings.lr_decay_iters or settings", "settings", "--lr-decay-iters does nothing"),
         ("0.5 * (1.0 + math.cos(math.pi * part))", "math.cos(math.pi * part / 2)", "another cosine"),
-        ("(end - length)", "warmup", "WSD falls from the start"),
+        ("(end - length)", "top", "WSD falls from the start"),
     ],
     ("core/distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
@@ -423,6 +424,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("round(training.train_epochs * packs)", "int(training.train_epochs * packs)", "epochs are cut to whole packs"),
         ("round(training.train_epochs * packs", "int(-(-training.train_epochs * packs // 1)", "1.1 x 10 packs are 12"),
         ("step + max(0, -(-(end - consumed)", "max(0, -(-end", "epochs are counted anew after a resumption"),
+        ("_FEW_UPDATES or warmup > steps / 2)", "_FEW_UPDATES)", "a run that only warms up is not told"),
+    ],
+    ("core/training/stored.py", "tests/huggingface/convert/test_start.py"): [
+        ("FINETUNING_RATE_OF_PAIRS if config.model.lora_rank else ", "", "pairs learn at the rate of whole weights"),
+        ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
     ],
     ("core/data/collate.py", "tests/data/test_collate.py"): [
         ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),

@@ -11,7 +11,8 @@ import pytest
 from tools import rooms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*(ROOT / f"{x}.md" for x in ("README", "CONTRIBUTING", "AGENTS")), *sorted((ROOT / "docs").glob("*.md"))]
+TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "examples/README"))
+PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 MOST_WORDS = 1_000
 OTHERS = {
     *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
@@ -76,9 +77,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, or below megacp/core/ where it stands for a module."""
+    """A path begins at the root, beside the page, or below megacp/core/ where it stands for a module."""
     named = re.findall(r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8"))
-    found = {name for name in named if (ROOT / name).exists() or (ROOT / "megacp/core" / name).exists()}
+    places = ROOT, ROOT / "megacp/core", page.parent
+    found = {name for name in named if any((place / name).exists() for place in places)}
     assert sorted(set(named) - found - MADE) == []
 
 
