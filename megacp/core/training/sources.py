@@ -149,10 +149,10 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
     flags_found = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
     notes = [f"{flags_found}, as --data-path was packed"] if found else []
     config = with_values(config, found)
-    steps, warmup = config.training.train_iters, config.training.lr_warmup_iters
+    steps, warmup = config.training.train_iters, config.training.warmup_updates
     if manifests and (steps < _FEW_UPDATES or warmup > steps / 2) and progress(config) == (0, 0):
         few = f"{steps} updates of {training.global_batch_size} packs, {warmup} of them to warm up"
-        what = "lower --global-batch-size or --lr-warmup-iters, or raise --train-epochs or --train-iters"
+        what = "lower --global-batch-size or the warm-up, or raise --train-epochs or --train-iters"
         notes.append(f"this run makes {few}, which teaches a model little: {what}")
     return config, "\n".join(notes)
 
