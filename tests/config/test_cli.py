@@ -86,7 +86,7 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
     others = (
         "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
     )
-    undeclared = "config help-all fake image video vision"  # by no literal; the last is a word before several
+    undeclared = "config help-all fake image video no-thinking vision"  # by no literal; the last is before several
     actions = [a for made in (prepare_command, convert_command) for a in made.arguments_parser()._actions]
     for action in actions:  # which grows by those of the commands below a command
         if isinstance(action, argparse._SubParsersAction):
