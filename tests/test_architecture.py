@@ -329,20 +329,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 32_603,
-    "megacp/core": 18_915,
-    "megacp/prepare": 5_598,
-    "megacp/huggingface": 5_643,
-    "megacp/verify": 1_330,
+    "megacp": 33_250,
+    "megacp/core": 19_279,
+    "megacp/prepare": 5_731,
+    "megacp/huggingface": 5_747,
+    "megacp/verify": 1_342,
     "megacp/plan": 776,
-    "bench tools": 2_800,
-    "tests": 33_800,
+    "bench tools": 2_838,
+    "tests": 34_214,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (137, 19_925)}
+REACHED = {"megacp.train": (137, 20_323)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 10_660
-FLAGS = 124
+WORDS_OF_DOCS = 11_300
+FLAGS = 126
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""
