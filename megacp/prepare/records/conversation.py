@@ -265,6 +265,7 @@ class WrittenTalk:
             alone = self.text.removesuffix(rest)
             return alone, alone
         if not (self._template.writes_thoughts or empty):
+            self.answers["no_thoughts"] += 1
             return None
         own = empty[0] if empty else ""
         wordless = {**message, "content": own + PLACE}
