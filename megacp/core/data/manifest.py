@@ -176,7 +176,7 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     """How many answers of a manifest, or a blend, are learned behind which thought; empty where none is known."""
     counts = [(chat_template or {}).get(name, 0) for name in THOUGHTS]
     told = "{:,} answers are learned behind an empty thought, {:,} behind a real one, {:,} right behind the prompt"
-    return told.format(*counts) if any(counts) else ""
+    return told.format(*counts) if any(counts[:2]) else ""
 
 
 def _checksum(fields: dict[str, Any]) -> str:

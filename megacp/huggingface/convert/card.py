@@ -23,7 +23,8 @@ def model_card(loaded: LoadedCheckpoint, family: str, library: str, named: str |
     config, state, run = stored_config(loaded), stored_state(loaded), loaded.manifest
     folder, template = config.checkpoint.load_hf or "", (state.chat_template or {}).get("default")
     # a hub's own name of the base is what --base-model says, or stands in the path of its cache
-    hub = re.fullmatch(r"([\w.-]+)/([\w.-]+)", named or "") or re.search(r"models--([^/]+)--([^/]+)/snap", folder)
+    name = named if named and not Path(named).exists() else ""
+    hub = re.fullmatch(r"(\w[\w.-]*)/(\w[\w.-]*)", name) or re.search(r"models--([^/]+)--([^/]+)/snap", folder)
     base = f"{hub[1]}/{hub[2]}" if hub else _shown(named or folder)
     head = [f"library_name: {library}", "tags: [megacp]", *([f"base_model: {base}"] if hub else [])]
     if folder and (card := Path(folder, CARD)).is_file():

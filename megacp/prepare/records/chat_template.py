@@ -234,7 +234,7 @@ def _chosen(choice: str, folder: Path) -> str:
     found = templates_of(folder)
     name = "default" if choice == "auto" else choice
     if name in found or name in OURS:
-        return found.get(name) or OURS[name]
+        return found[name] if name in found else OURS[name]
     has = f"has the templates {', '.join(sorted(found))}" if found else "has no chat template"
     names = ", ".join(sorted({*found, *OURS}))
     raise ValueError(f"--chat-template {choice}: {folder} {has}; give auto, one of the names {names}, or FILE.jinja")

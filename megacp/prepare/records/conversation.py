@@ -265,6 +265,7 @@ class WrittenTalk:
             alone = self.text.removesuffix(rest)
             return alone, alone
         if not (self._template.writes_thoughts or empty):
+            self.answers["no_thoughts"] += 1
             return None
         own = empty[0] if empty else ""
         wordless = {**message, "content": own + PLACE}
@@ -288,7 +289,8 @@ class WrittenTalk:
             return None
         if is_behind or here == prompt:
             self.answers["empty_thoughts" if is_behind else "no_thoughts"] += 1
-        if not self.before_answers and prompt and not asked:
+        goes_on = i > 0 and before[-1]["role"] in LEARNED_ROLES  # which the template may write otherwise here
+        if not (self.before_answers or asked or goes_on) and prompt:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
         return alone, here
 

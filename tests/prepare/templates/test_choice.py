@@ -59,6 +59,8 @@ def test_a_template_is_found_where_the_library_finds_it(tmp_path: Path) -> None:
     assert text(tmp_path, str(tmp_path / "own.jinja")) == "own"
     with pytest.raises(FileNotFoundError, match="no.jinja"):
         text(tmp_path, str(tmp_path / "no.jinja"))
+    (tmp_path / "chat_template.jinja").write_text("")
+    assert text(tmp_path) == ""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
     values: dict[str, Any] = {"tokenizer": str(path), "seq_length": 512}
     run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
     manifest = DatasetManifest.read(tmp_path / "d")
-    assert manifest.chat_template == {"default": TEMPLATES["qwen_25"]}
+    assert manifest.chat_template == {"default": TEMPLATES["qwen_25"], "no_thoughts": 7}
     write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["chatml"])
     with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
         run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
@@ -169,9 +171,8 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
     write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
     told, kept, found = built("own", "talks")
     assert f"{tmp_path / 't/tokenizer_config.json'} writes the messages" in told
-    assert (
-        (kept, found) == built("asked", "talks", chat_template="auto")[1:] == ({"default": TEMPLATES["qwen_25"]}, found)
-    )
+    assert (kept, found) == built("asked", "talks", chat_template="auto")[1:]
+    assert kept["default"] == TEMPLATES["qwen_25"]
     assert found == [expected(library(tmp_path / "t", TEMPLATES["qwen_25"]), record["messages"])[0] for record in made]
     ignored = built("ignored", "talks", chat_template="ignore")
     assert ignored[:2] == ("", {"default": ""}) and ignored[2] != found
@@ -191,7 +192,7 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
     for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
         with pytest.raises(ValueError, match=f"{name} was begun with another chat template"):
             built(name, *inputs)
-    assert built("both", "text", "talks")[1] == {"default": TEMPLATES["granite"]}  # the part of it had no messages
+    assert built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]  # the part of it had no messages
     (tmp_path / "t" / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
     assert built("ours", "talks") == ignored
 

@@ -73,6 +73,11 @@ def test_an_answer_is_learned_without_the_thought_that_it_had_not(folder: Path, 
     assert written(ASK, TELL) == (asked + answer + "\n" * (name in OURS), [answer], before)
 
 
+def test_what_a_template_changes_of_an_answer_before_an_answer_is_no_empty_thought(folder: Path) -> None:
+    made = template_of(of_trl("qwen3"), tokenizer_at(folder / "tokenizer.json"), None)
+    assert parse_record({"messages": [ASK, TELL, TELL]}, template=made).before_answers == ""
+
+
 PADDED: list[dict[str, Any]] = [{"city": "Oslo", "days": None}, {"city": None, "days": 3}]
 
 
