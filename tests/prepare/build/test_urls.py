@@ -240,6 +240,16 @@ def test_a_server_is_asked_below_what_is_allowed_alone_and_nothing_is_unpacked(n
     assert Handler.asked and all(place.startswith("127.0.0.1/photos/") for place in Handler.asked)
 
 
+def test_a_store_is_read_below_the_urls_that_are_named_alone() -> None:
+    store = memory() / "a"
+    (store / "x.png").write(PICTURE)
+    reader = MediaReader(TINY, None, [str(store)])
+    assert reader._from_path(f"{store}/x.png") == PICTURE
+    for place in (f"{store}more/x.png", f"{store}/../b.png"):
+        with pytest.raises(ImageError, match="--image-urls|climbs with"):
+            reader._from_path(place)
+
+
 def part(inputs: list[Path], output: Path, index: int, count: int, **changes: Any) -> tuple[int, int]:
     """Units of a part, and those that were there."""
     summary = build(settings(inputs, output, **changes), io.StringIO(), part=(index, count))
