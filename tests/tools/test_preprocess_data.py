@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.prepare.build.builds import files
 from tests.tools.in_process import preprocessed as tool
 
 ROOT = Path(__file__).parents[2]
@@ -36,10 +37,6 @@ def corpus(tmp_path: Path) -> Path:
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {i} " * (i % 20 + 1)}) + "\n" for i in range(300)))
     return path
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
 def assert_one_line_error(result: subprocess.CompletedProcess[str], code: int = 2) -> None:

@@ -21,7 +21,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 SPECIAL = ("</s>", "<unk>", "<mask>", "<sep>", "<cls>", "<image>", "<a>", "<b>")
 NAMED = {
-    **{"eos_token": "</s>", "bos_token": None, "unk_token": "<unk>", "mask_token": "<mask>", "sep_token": "<sep>"},
+    **{"eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask>", "sep_token": "<sep>"},
     **{"cls_token": "<cls>", "image_token": "<image>", "additional_special_tokens": ["<a>", "<b>"]},
 }
 TEMPLATES = {"default": "{{ 'plain' }}", "tool_use": "{{ 'tools' }}", "rag": "{{ 'found' }}"}
@@ -82,15 +82,16 @@ def test_templates_and_named_tokens_survive_the_way_there_and_back(model: Path, 
     assert convert("hf", "hf", tmp_path / "back", tmp_path / "again") == 0, "its sums list the folder"
 
 
-def test_a_named_word_that_is_no_added_token_is_left_out(tmp_path: Path) -> None:
-    original = original_of(tmp_path, unk_token="?", extra_special_tokens=["<s>", "<a>"])
+@pytest.mark.parametrize("more", [{}, {"bos_token": None}])
+def test_a_named_word_that_is_no_added_token_is_left_out(more: dict[str, Any], tmp_path: Path) -> None:
+    original = original_of(tmp_path, unk_token="?", extra_special_tokens=["<s>", "<a>"], **more)
     write_tokenizer(original, tmp_path / "out", 512, ())
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert "unk_token" not in settings and settings["extra_special_tokens"] == ["<a>"]
     assert settings["mask_token"] == "<mask>" and settings["bos_token"] is None
     library = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     text = "is it <i><s>so</s>?"
-    assert library.encode(text, add_special_tokens=False) == original.encode(text)
+    assert library.encode(text, add_special_tokens=False) == original.encode(text) and library.bos_token is None
 
 
 def test_words_that_a_chat_template_wrote_as_special_tokens_stay_special(tmp_path: Path) -> None:

@@ -223,29 +223,3 @@ def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
     write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
-
-
-def spelling(folder: Path, settings: dict[str, Any]) -> str:
-    """A tokenizer.json whose vocabulary has `<s>` as a word, and `><`, which that word as a special token breaks."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    pieces = [*alphabet, "><", "<s", "<s>"]
-    merges = [(">", "<"), ("<", "s"), ("<s", ">")]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<|endoftext|>"])
-    made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return str(folder / "tokenizer.json")
-
-
-@pytest.mark.parametrize("settings", [{"bos_token": None, "eos_token": "<|endoftext|>"}, {}])
-def test_an_export_makes_no_special_token_of_a_word(settings: dict[str, Any], tmp_path: Path) -> None:
-    original = given(spelling(tmp_path, settings))
-    (tmp_path / "out").mkdir()
-    ids = write_tokenizer(original, tmp_path / "out", 512, PROBE)
-    library = theirs(tmp_path / "out")
-    assert ids["bos"] is None is library.bos_token and ids["eos"] == library.eos_token_id == 259
-    text = "<b><s>1</s></b>"
-    assert library.encode(text) == original.encode(text)
-    assert library.decode(library.encode(text), skip_special_tokens=True) == text

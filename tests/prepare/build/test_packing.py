@@ -58,15 +58,6 @@ def test_packs_of_equal_free_space_are_filled_in_their_order() -> None:
         assert [result.pack(p).tolist() for p in range(len(result))] == packs
 
 
-def test_200k_lognormal_lengths_are_packed_999_permille_full() -> None:
-    rng = np.random.default_rng(0)
-    lengths = np.clip(rng.lognormal(6.0, 1.2, 200_000).astype(np.int64), 1, 8192)
-    result = best_fit_decreasing(lengths, 8192)
-    check = np.sort(result.items)
-    assert np.array_equal(check, np.arange(200_000))
-    assert lengths.sum() / (len(result) * 8192) >= 0.999
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), max_size=40),
@@ -108,12 +99,6 @@ def test_each_oversize_rule_does_what_its_name_says() -> None:
     assert truncated[:, 2].tolist() == [3, 8, 8, 8] and not truncated[:, 1].any()
     for longest, sizes in ((8, [3, 8, 3, 8, 8, 8, 4]), (20, [3, 11, 8, 20])):
         assert np.diff(cut_oversize(lengths, longest, truncate=False)[:, 1:])[:, 0].tolist() == sizes
-
-
-def test_no_items_give_no_packs() -> None:
-    empty = np.zeros(0, np.int64)
-    assert len(best_fit_decreasing(empty, 8)) == 0 and len(two_budgets(empty, empty, 8, 2)) == 0
-    assert len(cut_oversize(empty, 8, truncate=False)) == 0
 
 
 def mixed_documents(rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -213,10 +198,6 @@ def _start(settings: str) -> Any:
         return task * task
 
     return handle
-
-
-def test_tasks_are_all_done_by_several_workers() -> None:
-    assert sorted(run_tasks(_start, "fine", list(range(7)), 3)) == [n * n for n in range(7)]
 
 
 def _start_asking(settings: str) -> Any:

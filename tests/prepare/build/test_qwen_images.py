@@ -240,10 +240,12 @@ def test_ranks_share_the_patches_of_a_row_evenly_and_know_their_grids(dataset: P
         assert max(len(part.vision.patches) for part in shares) <= whole.vision.num_crops / 3 + largest
 
 
-def test_a_text_shard_has_no_grids_and_its_rows_no_axes(tmp_path: Path) -> None:
+def test_a_text_shard_has_no_images_and_its_rows_no_axes(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps({"text": "only text"}) + "\n")
     builds.run([tmp_path / "t.jsonl"], tmp_path / "d", image_rules=GIVEN)
-    assert not (tmp_path / "d/shard_00000/grids.npy").exists()
+    names = {path.name for path in (tmp_path / "d/shard_00000").iterdir()}
+    assert names == {"checksums.npy", "packs.npy", "segments.npy", "tokens.bin", "tokens.idx"}
+    assert verify(tmp_path / "d") == []
     batch = loaded(PackedDataset(tmp_path / "d"), [0])
     assert batch.position_axes is None and batch.vision.grids is None and not len(batch.vision.patches)
 

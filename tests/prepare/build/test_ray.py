@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import io
 import os
@@ -137,21 +136,14 @@ def test_a_worker_that_is_not_like_this_process_does_nothing(fake: FakeRay, monk
 def test_without_ray_a_build_runs_as_ever_and_the_flag_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = builtins.__import__
-
-    def no_ray(name: str, *arguments: Any, **more: Any) -> Any:
-        if name.split(".")[0] == "ray":
-            raise ModuleNotFoundError("No module named 'ray'")
-        return found(name, *arguments, **more)
-
-    monkeypatch.setattr(builtins, "__import__", no_ray)
+    monkeypatch.setitem(sys.modules, "ray", None)
     write_records(tmp_path / "a.jsonl", 20)
     flags = ["build", "--input", str(tmp_path / "a.jsonl"), "--tokenizer", "byte", "--seq-length", "128"]
     assert preprocess.main([*flags, "--output", str(tmp_path / "d"), "--workers", "1"]) == 0
     capsys.readouterr()
     assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--executor", "ray"]) == 2
     told = capsys.readouterr().err
-    assert "--executor ray needs the package ray (No module named 'ray'): pip install 'megacp[ray]'" in told
+    assert "--executor ray needs the package ray (" in told and "): pip install 'megacp[ray]'" in told
     assert preprocess.main([*flags, "--output", str(tmp_path / "e"), "--ray-address", "auto"]) == 2
     assert "--ray-address auto needs --executor ray" in capsys.readouterr().err
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megacp.core.data.collate import collate
@@ -68,13 +67,6 @@ def test_a_flag_lets_through_what_it_names(tmp_path: Path) -> None:
     c = write(tmp_path / "c.jsonl", TALK, *UNLEARNED)
     summary = run([c], tmp_path / "c", oversize="truncate")
     assert (summary.documents, summary.unlearned) == (5, 4)
-
-
-def test_a_message_of_weight_zero_is_not_learned(tmp_path: Path) -> None:
-    a = write(tmp_path / "a.jsonl", {"messages": [USER, {**ASSISTANT, "weight": 0}, USER, ASSISTANT]})
-    run([a], tmp_path / "d")
-    weights = PackedDataset(tmp_path / "d").pack(0).weights
-    assert weights is not None and np.flatnonzero(weights).tolist() == [len(weights) - 2, len(weights) - 1]
 
 
 # ---- what is learned
@@ -220,15 +212,6 @@ def test_a_config_beside_vocab_and_merges_says_how_texts_begin(tmp_path: Path) -
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match="tokenizer_config.json is no JSON"):
         load_tokenizer(specification)
-
-
-def test_records_that_carry_ids_in_messages_or_text_under_a_forms_name_are_read(tmp_path: Path) -> None:
-    told = {"messages": [{**USER, "id": "1"}, {**ASSISTANT, "id": 2}]}
-    run([write(tmp_path / "a.jsonl", told)], tmp_path / "a")
-    code = {"content": "some code", "ext": "py"}
-    run([write(tmp_path / "b.jsonl", code)], tmp_path / "b", text_key="content")
-    run([write(tmp_path / "c.jsonl", {"text": "some code"})], tmp_path / "c")
-    assert documents(tmp_path / "b") == documents(tmp_path / "c")
 
 
 def test_a_vocabulary_without_letters_still_says_how_texts_begin(tmp_path: Path) -> None:

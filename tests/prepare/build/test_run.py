@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import megacp.prepare.build.run as build_module
-from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.prepare.build.unit import UnitBuilder
@@ -22,15 +20,6 @@ from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
 from tests.prepare.build.builds import documents, expected, files, run, write_records
-
-
-def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    write_records(a, 150)
-    run([a], tmp_path / "one", seed=3)
-    run([a], tmp_path / "two", seed=3, workers=2)
-    run([a], tmp_path / "three", seed=3, workers=3)
-    assert files(tmp_path / "one") == files(tmp_path / "two") == files(tmp_path / "three")
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -79,15 +68,6 @@ def test_a_build_killed_anywhere_and_run_again_has_the_same_bytes(
     summary = run([a], tmp_path / "d", workers=2)
     assert summary.units_resumed == survived
     assert files(tmp_path / "d") == files(tmp_path / "whole")
-
-
-def test_a_finished_build_run_again_does_nothing(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    write_records(a, 20)
-    assert not run([a], tmp_path / "d").already_complete
-    before = files(tmp_path / "d")
-    assert run([a], tmp_path / "d").already_complete
-    assert files(tmp_path / "d") == before
 
 
 def test_a_shard_that_was_lost_is_built_again(tmp_path: Path) -> None:
@@ -167,26 +147,6 @@ def test_more_bad_records_than_max_errors_end_the_build(tmp_path: Path) -> None:
         run([a], tmp_path / "d", on_error="skip", max_errors=2)
 
 
-def test_a_cut_gz_ends_the_build_and_skip_keeps_what_is_whole(tmp_path: Path) -> None:
-    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
-    records = write_records(plain, 900)
-    data = gzip.compress(plain.read_bytes())
-    packed.write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="a.jsonl.gz:.*cut short"):
-        run([packed], tmp_path / "d")
-    run([packed], tmp_path / "d", on_error="skip")
-    kept = documents(tmp_path / "d")
-    assert 0 < len(kept) < 900 and kept == expected(records)[: len(kept)]
-
-
-def test_input_without_a_usable_record_makes_no_dataset(tmp_path: Path) -> None:
-    a = tmp_path / "a.jsonl"
-    a.write_bytes(b"")
-    with pytest.raises(ValueError, match="no usable record"):
-        run([a], tmp_path / "d")
-    assert not (tmp_path / "d/manifest.json").exists()
-
-
 # ---- lengths
 
 
@@ -251,52 +211,6 @@ def test_branches_are_stored_behind_their_prefix(tmp_path: Path) -> None:
     assert pack.tokens.tolist() == [*b"T", *said, 256, *said, *b"\n", *said, 256]
     assert pack.branches is not None and pack.branches.tolist() == [(1, 11, 12), (12, 22, 34)]
     assert int(pack.segments["prefix_length"][0]) == 1 and verify(tmp_path / "d") == []
-
-
-def learned(directory: Path) -> list[tuple[bytes, int, float]]:
-    """Of every place with a loss weight: the tokens that it sees, in order, the label, the weight."""
-    found, dataset = [], PackedDataset(directory)
-    for number in range(len(dataset)):
-        batch = collate([dataset.pack(number)])
-        for place in np.flatnonzero(batch.loss_weights).tolist():
-            own = (np.arange(len(batch)) <= place) & (place < batch.leave)
-            seen = np.flatnonzero(own & (batch.position_ids <= batch.position_ids[place]))
-            assert batch.position_ids[seen].tolist() == list(range(len(seen)))
-            text = bytes(min(int(token), 255) for token in batch.tokens[seen])
-            found.append((text, int(batch.labels[place]), float(batch.loss_weights[place])))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("prefix", "branches"),
-    [
-        ("What? ", ["A", "Bc"]),
-        ("What? ", ["same", "same too", "sand"]),
-        ("What? ", ["one"]),
-        ("What? ", ["A", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}]),
-        ("ab", ["b", "b"]),
-    ],
-)
-def test_branches_teach_what_their_records_apart_would(tmp_path: Path, prefix: str, branches: list[Any]) -> None:
-    both = {"text": prefix, "weight": 0.5, "branches": branches}
-    (tmp_path / "a.jsonl").write_text(json.dumps(both) + "\n")
-    run([tmp_path / "a.jsonl"], tmp_path / "together")
-    apart = [{**both, "branches": [branch]} for branch in branches]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in apart))
-    run([tmp_path / "b.jsonl"], tmp_path / "apart")
-    (tmp_path / "c.jsonl").write_text(json.dumps({"text": prefix + str(branches[0]), "weight": 0.5}) + "\n")
-    run([tmp_path / "c.jsonl"], tmp_path / "flat")
-    together, separate = learned(tmp_path / "together"), learned(tmp_path / "apart")
-    stored = PackedDataset(tmp_path / "together").pack(0).weights
-    assert stored is not None and sum(weight for *_, weight in together) == stored.sum() - 0.5, (
-        "nothing predicts the first"
-    )
-    assert set(together) == set(separate)
-    once = [row for row in together if len(row[0]) < len(prefix)]
-    assert len(once) == len(set(once)) == len(prefix) - 1, "the prefix is learned once"
-    assert len(together) - len(once) == len(separate) - len(branches) * len(once)
-    if isinstance(branches[0], str):
-        assert set(learned(tmp_path / "flat")) <= set(together)
 
 
 def test_the_tokenizer_is_kept_with_the_dataset(tmp_path: Path) -> None:

@@ -75,15 +75,6 @@ def records(path: str, unit_bytes: int = 2000) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_every_reader_reads_a_url_as_it_reads_a_file(tmp_path: Path, name: str) -> None:
-    url = memory() / name
-    data = FORMS[name]()
-    url.write(data)
-    (tmp_path / name).write_bytes(data)
-    assert records(str(url)) == records(str(tmp_path / name)) == LINES
-
-
-@pytest.mark.parametrize("name", FORMS)
 def test_a_store_that_fails_loses_no_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megacp.core.storage.place._BLOCK", 4096)
     url = memory() / name
@@ -241,11 +232,22 @@ def test_a_server_is_asked_below_what_is_allowed_alone_and_nothing_is_unpacked(n
         for name in ("away", "up"):
             with pytest.raises(ImageError, match="leads to .*--image-urls"):
                 read(name)
-        for place in (url.replace("127.0.0.1", "localhost"), url.replace("//", "//127.0.0.1@localhost:1/"), f"{url}/x"):
-            with pytest.raises(ImageError, match="--image-urls"):
-                reader._from_path(f"{place}/photos/a.png")
+        others = [url.replace("127.0.0.1", "localhost"), url.replace("//", "//127.0.0.1@localhost:1/"), f"{url}/x"]
+        for place in (*(f"{other}/photos" for other in others), f"{url}/photosmore", f"{url}/photos/.."):
+            with pytest.raises(ImageError, match="--image-urls|climbs with"):
+                reader._from_path(f"{place}/a.png")
         server.shutdown()
     assert Handler.asked and all(place.startswith("127.0.0.1/photos/") for place in Handler.asked)
+
+
+def test_a_store_is_read_below_the_urls_that_are_named_alone() -> None:
+    store = memory() / "a"
+    (store / "x.png").write(PICTURE)
+    reader = MediaReader(TINY, None, [str(store)])
+    assert reader._from_path(f"{store}/x.png") == PICTURE
+    for place in (f"{store}more/x.png", f"{store}/../b.png"):
+        with pytest.raises(ImageError, match="--image-urls|climbs with"):
+            reader._from_path(place)
 
 
 def part(inputs: list[Path], output: Path, index: int, count: int, **changes: Any) -> tuple[int, int]:

@@ -82,14 +82,6 @@ def test_a_frame_is_one_crop_whose_tokens_are_those_of_the_library(columns: bool
     assert text.startswith("0.0 <frame_start>") and layout.tokens.tolist() == spelled(text, rules)
 
 
-def test_a_pooling_index_never_leaves_its_image_and_every_canvas_patch_is_pooled_once() -> None:
-    for width, height in SIZES["tiny"]:
-        layout = image_layout(width, height, TINY)
-        used = layout.pooling[layout.pooling >= 0]
-        assert used.max() < layout.num_crops * TINY.patches_per_crop and len(np.unique(used)) == len(used)
-        assert np.isin(np.arange(TINY.patches_per_crop), used).all()  # the low-resolution crop has no neighbours
-
-
 # ---- rules
 
 

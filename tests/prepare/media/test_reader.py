@@ -131,26 +131,3 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     (root / "grey.mp4").write_bytes(GREY)
     with pytest.raises(RecordError, match=message):
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
-
-
-def test_an_image_at_a_url_is_read_below_those_that_are_named(root: Path) -> None:
-    from tests.storage.stores import memory
-
-    store, items = memory() / "a", list[bytes]()
-    (store / "x.png").write(encoded(noise(8, 8)))
-    named = MediaReader(TINY, None, [str(store)])
-
-    def read(reader: MediaReader, url: str) -> None:
-        part = {"type": "image_url", "image_url": {"url": url}}
-        reader.expand(parse_record({"content": [part]}, RecordRules(media=True)).prefix, {}, items)
-
-    read(named, f"{store}/x.png")
-    assert len(items) == 1
-    for reader, url, words in (
-        (named, f"{store}/none.png", "there is none"),
-        (named, f"{store}more/x.png", "it is a URL or absolute"),
-        (named, f"{store}/../b.png", "climbs with `..`"),
-        (MediaReader(TINY, str(root)), f"{store}/x.png", "allowed are URLs below --image-urls"),
-    ):
-        with pytest.raises(RecordError, match=words):
-            read(reader, url)

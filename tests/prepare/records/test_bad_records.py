@@ -26,6 +26,7 @@ from tests.prepare.media.test_pixels import BAD, exif
 pytest.importorskip("av")
 RULES = dataclasses.replace(TINY, token_ids={}, max_pixels=10_000)
 SETTINGS: dict[str, Any] = {"image_rules": RULES, "seq_length": 1024, "max_record_bytes": 200_000, "on_error": "skip"}
+SETTINGS["max_crops_per_pack"] = 40
 
 
 def record(**part: Any) -> bytes:
@@ -53,7 +54,7 @@ def good_lines() -> dict[str, bytes]:
 
 def bad_lines(root: Path) -> dict[bytes, str]:
     """Line -> what its reason must say."""
-    whole = video(43)
+    whole, small = video(43), {"type": "image", "base64": base64.b64encode(encoded(noise(9, 9))).decode()}
     (root / "out.png").symlink_to(root.parent / "secret.png")
     lines = {
         json.dumps({"text": "x" * 200_000}).encode(): "more than --max-record-bytes 200000",
@@ -61,6 +62,8 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         b'{"body": "x"}': "missing key: a record needs exactly one of",
         b'{"prompt": "a", "chosen": "b", "rejected": "c"}': "DPO.*jq -c '.completion = .chosen",
         b'{"text": "cut': "invalid JSON",
+        json.dumps({"content": [small] * 41}).encode(): "image crops, more than --max-crops-per-pack 40",
+        json.dumps({"content": [small], "branches": ["x" * 1100]}).encode(): "with all branches, .* --seq-length 1024",
         record(path="../secret.png"): "climbs with `..`",
         record(path="/etc/passwd"): "absolute",
         record(path="out.png"): "a symbolic link leads out of --image-root",

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from megacp.prepare.records.read import Extent, LinesBefore, plan_units, read_extent
 from megacp.prepare.records.record import Record, Refusal
-from tests.prepare.build.builds import documents, run
-from tests.prepare.media.pictures import TINY, encoded, noise
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -133,26 +131,6 @@ def test_rows_of_a_table_are_records_and_a_cut_one_is_told(tmp_path: Path) -> No
     pq.write_table(arrow.Table.from_arrays(columns, names=["text", "id", "id"]), path)
     records, (refusal,) = read(path)
     assert [r.value for r in records] == [{"text": "a", "id": 1}, {"text": "c", "id": 3}] and refusal.line == 2
-
-
-def test_images_of_a_table_are_those_of_its_bytes(tmp_path: Path) -> None:
-    """The `Image` feature: a struct of bytes and path, of which bytes alone are read where there are some."""
-    picture = encoded(noise(20, 30), "PNG")
-    turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "Noise."}]
-    row = {"image": {"bytes": picture, "path": "elsewhere.png"}, "conversations": turns}
-    (tmp_path / "a.png").write_bytes(picture)
-    content = [{"type": "image", "path": "a.png"}, {"type": "text", "text": "\nWhat?"}]
-    told = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Noise."}]}
-    (tmp_path / "a.jsonl").write_text(json.dumps(told))
-    table = write(tmp_path / "b.parquet", [row])
-    found = []
-    for name, source in (("one", tmp_path / "a.jsonl"), ("two", table)):
-        run([source], tmp_path / name, image_rules=TINY, image_root=str(tmp_path), seq_length=512)
-        shard = tmp_path / name / "shard_00000"
-        found.append(
-            (documents(tmp_path / name), *((shard / each).read_bytes() for each in ("images.bin", "units.npy")))
-        )
-    assert found[0] == found[1]
 
 
 # ---- tars

@@ -36,7 +36,8 @@ def said(*pieces: tuple[str | None, float]) -> tuple[SamplePart, ...]:
 def test_texts_and_messages_are_learned_by_who_says_them() -> None:
     sample = parse_record({"text": "a b", "id": 7, "weight": 2, "url": "u"})
     assert (sample.prefix, sample.branches) == (said(("a b", 2), (None, 2)), ())
-    assert parse_record({"body": "x", "text": ""}, RecordRules("body")).prefix[0].text == "x"
+    for key in ("body", "content"):
+        assert parse_record({key: "x", "text": "", "ext": "py"}, RecordRules(key)).prefix[0].text == "x"
     assert parse_record({"content": [X, X]}).prefix == (SamplePart("xx", 1.0), END)
     assert parse_record({"messages": [ASK, TELL]}).prefix == said(
         ("<|user|>\n", 0), ("Q", 0), ("\n<|assistant|>\n", 0), ("A", 1), (None, 1)
@@ -81,6 +82,7 @@ def test_branches_continue_the_record_which_itself_does_not_end() -> None:
     [
         ({"conversations": TURNS}, [ASK, TELL]),
         ({"conversations": [ASK, TELL]}, [ASK, TELL]),
+        ({"messages": [{**ASK, "id": "1"}, {**TELL, "id": 2}]}, [ASK, TELL]),
         ({"conversations": TURNS, "system": "S"}, [{"role": "system", "content": "S"}, ASK, TELL]),
         ({"conversations": TURNS, "system": ""}, [ASK, TELL]),
         (

@@ -125,37 +125,6 @@ def records(path: Path, count: int = 40) -> list[dict[str, Any]]:
     return made
 
 
-@pytest.mark.slow
-def test_a_build_by_a_template_has_the_same_bytes_for_any_number_of_workers(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
-    made = records(tmp_path / "a.jsonl")
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps({"messages": [{**ASK, "mood": "x"}, TELL]}) + "\n")
-    values: dict[str, Any] = {"tokenizer": str(path), "chat_template": "auto", "seq_length": 512, "unit_bytes": 1500}
-    run([tmp_path / "a.jsonl"], tmp_path / "one", workers=1, **values)
-    run([tmp_path / "a.jsonl"], tmp_path / "two", workers=2, **values)
-    with pytest.raises(ValueError, match=f"{bad}:1: `messages.0..mood`"):
-        run([tmp_path / "a.jsonl", bad], tmp_path / "three", workers=1, **values)
-    assert files(tmp_path / "one") == files(tmp_path / "two") and verify(tmp_path / "one") == []
-    theirs = library(tmp_path / "t", TEMPLATES["qwen_25"])
-    assert documents(tmp_path / "one") == [expected(theirs, record["messages"])[0] for record in made]
-
-
-def test_the_template_is_part_of_the_dataset(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["qwen_25"])
-    made = records(tmp_path / "a.jsonl", 4)
-    values: dict[str, Any] = {"tokenizer": str(path), "seq_length": 512}
-    run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
-    manifest = DatasetManifest.read(tmp_path / "d")
-    assert manifest.chat_template == {"default": TEMPLATES["qwen_25"], "no_thoughts": 7}
-    write_tokenizer(tmp_path / "t", chat_template=TEMPLATES["chatml"])
-    with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
-        run([tmp_path / "a.jsonl"], tmp_path / "d", chat_template="auto", **values)
-    run([tmp_path / "a.jsonl"], tmp_path / "e", chat_template="auto", **values)
-    assert documents(tmp_path / "d") != documents(tmp_path / "e")
-    assert len(made) == 4
-
-
 def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path: Path) -> None:
     """It is looked at where there are messages alone, and a build that wrote some by it goes on with no other."""
 
@@ -192,6 +161,8 @@ def test_messages_are_written_by_the_template_of_the_tokenizer_unasked(tmp_path:
     for name, inputs in {"own": ["talks"], "half": ["text", "talks"]}.items():
         with pytest.raises(ValueError, match=f"{name} was begun with another chat template"):
             built(name, *inputs)
+    with pytest.raises(ValueError, match="begun with other settings.*chat_template: "):
+        built("asked", "talks", chat_template="auto")
     assert built("both", "text", "talks")[1]["default"] == TEMPLATES["granite"]  # the part of it had no messages
     (tmp_path / "t" / "chat_template.jinja").write_text("{#- megacp's messages. -#}")  # of what a build does
     assert built("ours", "talks") == ignored
@@ -272,25 +243,6 @@ def test_images_stand_in_the_places_of_the_template(tmp_path: Path, form: str) -
     assert verify(tmp_path / "d") == []
     run([tmp_path / "a.jsonl"], tmp_path / "again", workers=2, **given)
     assert files(tmp_path / "again") == files(tmp_path / "d")
-
-
-def test_branches_over_a_shared_image_hold_it_once(tmp_path: Path) -> None:
-    given = values(tmp_path, "'<image>'")
-    others = [{"messages": [ASK, TELL]}, {"messages": [TALK[0], TELL]}]
-    record = {"messages": TALK, "branches": others}
-    run([write(tmp_path / "a.jsonl", record)], tmp_path / "d", **given)
-    theirs = library(tmp_path / "t", CHATML.replace("PLACE", "'<image>'"))
-    place = theirs.convert_tokens_to_ids("<image>")
-    layouts = [image_layout(*SIZES[name], given["image_rules"]).tokens for name in SIZES]
-    pack = PackedDataset(tmp_path / "d").pack(0)
-    assert pack.branches is not None and pack.images is not None
-    starts = pack.branches["start"].tolist()
-    tokens = documents(tmp_path / "d")[0]
-    for branch, (start, end) in zip(others, zip(starts, [*starts[1:], len(tokens)], strict=True), strict=True):
-        messages = TALK + branch["messages"]
-        ids, _ = with_images(*expected(theirs, messages), place, layouts * (1 + (branch is others[1])))
-        assert tokens[: starts[0]] + tokens[start:end] == ids
-    assert len(pack.images.units) == 4
 
 
 @pytest.mark.parametrize(
