@@ -233,7 +233,7 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
 
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
-    from megacp.core.data.decoding import FAMILIES, rules_from_dict
+    from megacp.core.data.vision.decoding import FAMILIES, rules_from_dict
     from megacp.prepare.build.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}

@@ -17,15 +17,15 @@ from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.config.training import DataConfig, TrainingConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend, contradictions
-from megacp.core.data.decoding import RulesDecoder, rules_from_dict
-from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import ENDLESS, DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDecoder, MockRules
-from megacp.core.data.qwen_geometry import QwenRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.decoding import RulesDecoder, rules_from_dict
+from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.training.images import mock_images
 from megacp.core.training.stored import progress
 
@@ -223,12 +223,12 @@ def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[
     if rules.family != vision.vision_family:
         return [f"{where} was built with --vision-family {rules.family}, the model's tower is {vision.vision_family}'s"]
     patch, side = vision.vision_patch_size, vision.vision_image_size
-    if isinstance(rules, QwenRules):
+    if isinstance(rules, Qwen35Rules):
         if (rules.patch_size, rules.merge_size) == (patch, 2):
             return []
         have = f"{where} has patches of {rules.patch_size} pixels in windows of {rules.merge_size}"
         return [f"{have}, the model's are {patch} in 2: set --vision-patch-size or build the dataset again"]
-    assert isinstance(rules, ImageRules)
+    assert isinstance(rules, Molmo2Rules)
     sizes, expected = (rules.image_size, rules.patch_size), (side, patch)
     if sizes == expected:
         return []

@@ -18,9 +18,9 @@ from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
 from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.data.decoding import FAMILIES as VISION_FAMILIES
-from megacp.core.data.decoding import rules_from_dict
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.decoding import FAMILIES as VISION_FAMILIES
+from megacp.core.data.vision.decoding import rules_from_dict
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
 from megacp.core.training.state import stored_state

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megacp.core.data.geometry import TOKEN_TEXTS
-from megacp.core.data.qwen_geometry import QwenRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
 from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
@@ -171,7 +171,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
         c, folder = model.config, Path(folder)
         folder.mkdir()
         ids = {name: getattr(c, field) for field, name in QWEN3_5_VL.token_fields.items()}
-        write_processor(QwenRules(patch_size=4, resize_pixels=(64, 4096), token_ids=ids).to_dict(), folder)
+        write_processor(Qwen35Rules(patch_size=4, resize_pixels=(64, 4096), token_ids=ids).to_dict(), folder)
     if "molmo2" in name:
         folder.mkdir()
         write_processor(TINY.to_dict(), folder)
@@ -181,7 +181,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
 
 
 def given(specification: str, images: bool = False) -> Given:
-    images_by_text = {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()}
+    images_by_text = {Molmo2Rules.token_texts[name]: i for name, i in TINY.token_ids.items()}
     return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})
 
 

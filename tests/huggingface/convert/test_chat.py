@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.data.decoding import rules_from_dict
-from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules, image_layout, image_patches
-from megacp.core.data.qwen_geometry import QWEN_TOKEN_TEXTS, QwenRules
+from megacp.core.data.vision.decoding import rules_from_dict
+from megacp.core.data.vision.molmo2 import Molmo2Rules, image_layout, image_patches
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
 from megacp.huggingface.convert import chat, processor
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
@@ -73,7 +73,7 @@ TURNS: list[dict[str, Any]] = [
 
 
 def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
-    ids = {text: TINY.token_ids[name] for name, text in TOKEN_TEXTS.items()} if images else {}
+    ids = {text: TINY.token_ids[name] for name, text in Molmo2Rules.token_texts.items()} if images else {}
     write_tokenizer(Given(tokenizer, ids), folder, 512, ())
     probe = chat.probe(tokenizer, [TINY.token_ids[name] for name in TINY.placeholder] if images else [])
     chat.write_template(folder, tokenizer, probe, "<im_start><im_end>" if images else "")
@@ -199,11 +199,11 @@ OTHER = dataclasses.replace(
 
 
 @pytest.mark.parametrize("rules", [TINY, OTHER])
-def test_rules_come_back_from_the_files(rules: ImageRules, tmp_path: Path) -> None:
+def test_rules_come_back_from_the_files(rules: Molmo2Rules, tmp_path: Path) -> None:
     processor.write_processor(rules.to_dict(), tmp_path)
-    assert ImageRules.from_dict(processor.read_rules(tmp_path, rules.token_ids) or {}) == rules
+    assert Molmo2Rules.from_dict(processor.read_rules(tmp_path, rules.token_ids) or {}) == rules
     (tmp_path / processor.PROCESSOR).unlink()
-    older = ImageRules.from_dict(processor.read_rules(tmp_path, rules.token_ids) or {})
+    older = Molmo2Rules.from_dict(processor.read_rules(tmp_path, rules.token_ids) or {})
     assert (older.max_crops, older.video_fps) == (rules.max_crops, rules.video_fps)
     (tmp_path / processor.IMAGES).unlink()
     assert processor.read_rules(tmp_path, rules.token_ids) is None
@@ -232,7 +232,7 @@ def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("rules", [TINY, OTHER])
 def test_the_library_makes_our_tokens_and_pixels_after_a_token_of_its_own(
-    rules: ImageRules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rules: Molmo2Rules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It puts the tokenizer's bos, or else eos, before a text; all that follows is ours."""
     processor.write_processor(rules.to_dict(), tmp_path)
@@ -270,8 +270,8 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
 
 def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: Path) -> None:
     """An older file has its pixels beside `size`, and settings of videos are those of images."""
-    rules = QwenRules(
-        token_ids={name: n for n, name in enumerate(QWEN_TOKEN_TEXTS)},
+    rules = Qwen35Rules(
+        token_ids={name: n for n, name in enumerate(Qwen35Rules.token_texts)},
         resize_pixels=(1024, 4096),
         video_resize_pixels=(2048, 8192),
     )

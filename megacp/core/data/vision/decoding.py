@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.geometry import ImageRules
-from megacp.core.data.qwen_geometry import QwenRules
-from megacp.core.data.vision_rules import FIRST_FAMILY, ImageError, Pixels, VisionRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.core.data.vision.rules import FIRST_FAMILY, ImageError, Pixels, VisionRules
 
 _IMAGE = re.compile(
     rb"(?P<Jpeg>\xff\xd8\xff)|(?P<Png>\x89PNG\r\n\x1a\n)|(?P<Gif>GIF8[79]a)|(?P<Bmp>BM)|(?P<Tiff>II\*\0|MM\0\*)"
@@ -53,7 +53,7 @@ _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
 
-FAMILIES: dict[str, type[VisionRules]] = {rules.family: rules for rules in (ImageRules, QwenRules)}
+FAMILIES: dict[str, type[VisionRules]] = {rules.family: rules for rules in (Molmo2Rules, Qwen35Rules)}
 """Vision families by the name that --vision-family and a manifest give them."""
 
 

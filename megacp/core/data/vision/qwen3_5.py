@@ -18,14 +18,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from megacp.core.data.vision_rules import ImageError, ImageLayout, Pixels, VisionRules
+from megacp.core.data.vision.rules import ImageError, ImageLayout, Pixels, VisionRules
 
-QWEN_TOKEN_TEXTS = {
-    "image_patch": "<|image_pad|>",
-    "video_patch": "<|video_pad|>",
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-}
 _FRAMES = 2
 """Frames of a patch; an image is shown as two equal ones."""
 _LARGEST_RATIO = 200
@@ -33,11 +27,16 @@ _LARGEST_RATIO = 200
 
 
 @dataclass(frozen=True)
-class QwenRules(VisionRules):
+class Qwen35Rules(VisionRules):
     """How images and videos become patches and tokens; builtin types only, stored in the manifest."""
 
     family: ClassVar[str] = "qwen3_5"
-    token_texts: ClassVar[Mapping[str, str]] = QWEN_TOKEN_TEXTS
+    token_texts: ClassVar[Mapping[str, str]] = {
+        "image_patch": "<|image_pad|>",
+        "video_patch": "<|video_pad|>",
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+    }
     placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
     patch_size: int = 16
@@ -151,7 +150,7 @@ def _fitting(width: int, height: int, count: int, side: int, pixels: tuple[int, 
 
 
 @functools.lru_cache(maxsize=64)
-def _grid_layout(width: int, height: int, kind: str, rules: QwenRules) -> ImageLayout:
+def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> ImageLayout:
     """The tokens of a grid for pixels of this size: a start, a token a window, an end."""
     side, ids, merge = rules.patch_size * rules.merge_size, rules.token_ids, rules.merge_size
     rows, columns = height // side, width // side
