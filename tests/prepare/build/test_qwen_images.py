@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.config.model import VisionConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
 from megacp.core.data.image_shards import compute_image_shard_boundaries, units_of

@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megacp.core.data.vision.rules import FIRST_FAMILY, ImageLayout, Pixels, VisionRules
+from megacp.core.config.vision import VisionConfig
+from megacp.core.data.vision.rules import ImageLayout, Pixels, VisionRules, rule
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Molmo2Rules(VisionRules):
     Images and patches are measured in pixels, margins and pooling in patches (rows, columns).
     """
 
-    family: ClassVar[str] = FIRST_FAMILY
+    family: ClassVar[str] = "molmo2"
+    is_named: ClassVar[bool] = False
     token_texts: ClassVar[Mapping[str, str]] = {
         "image_patch": "<im_patch>",
         "image_col": "<im_col>",
@@ -41,31 +43,22 @@ class Molmo2Rules(VisionRules):
     }
     placeholder: ClassVar[tuple[str, ...]] = ("image_start", "image_end")
     frames_of_unit: ClassVar[int] = 1
-    image_size: int = 378
-    patch_size: int = 14
-    max_crops: int = 8
-    """High-resolution ones of an image; the low-resolution one comes on top."""
-    overlap_margins: tuple[int, int] = (4, 4)
-    """What a neighbour shows too, at the left/top and the right/bottom of a crop."""
-    image_pooling: tuple[int, int] = (2, 2)
-    video_pooling: tuple[int, int] = (3, 3)
-    max_frames: int = 64
-    video_fps: float = 2.0
-    """Frames taken from a second at most."""
-    time_mode: str = "per-frame"
-    """per-frame: the time in seconds as text before each frame; off: no text."""
-    use_column_tokens: bool = False
-    """A column token after each row of an image."""
-    low_res_column_tokens: bool | None = None
-    """The same in its low-resolution part; None: as use_column_tokens."""
-    video_column_tokens: bool = False
-    """The same in video frames."""
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Of red, green, blue between 0 and 1, as is the deviation."""
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    max_pixels: int = 89_478_485
-    token_ids: dict[str, int] = field(default_factory=dict, hash=False)
-    """Id of each special token of `token_texts`; those not named are found by `with_token_ids`."""
+    image_size: int = rule(378, "side of a crop in pixels")
+    patch_size: int = rule(14, "side of a patch in pixels")
+    max_crops: int = rule(8, "high-resolution crops of an image at most, beside its low-resolution one")
+    overlap_margins: tuple[int, int] = rule((4, 4), "patches that neighbours show too: at the left/top, right/bottom")
+    image_pooling: tuple[int, int] = rule((2, 2), "rows and columns of patches of a token of an image")
+    video_pooling: tuple[int, int] = rule((3, 3), "the same of a video frame")
+    max_frames: int = rule(64, "frames of a video at most")
+    video_fps: float = rule(2.0, "frames taken from a second at most")
+    time_mode: str = rule("per-frame", "per-frame: the time in seconds as text before each frame; off: no text")
+    use_column_tokens: bool = rule(False, "a token after each row of an image", "--column-tokens")
+    low_res_column_tokens: bool | None = rule(None, "in the low-resolution part (as --column-tokens)")
+    video_column_tokens: bool = rule(False, "in video frames")
+    image_mean: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1")
+    image_std: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "what the difference is divided by")
+    max_pixels: int = rule(89_478_485, "larger images are refused")
+    token_ids: dict[str, int] = rule({}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids")
 
     def __post_init__(self) -> None:
         """ValueError lists all that cannot be, each with its flag."""
@@ -102,6 +95,15 @@ class Molmo2Rules(VisionRules):
     def patch_shape(self) -> tuple[int, int]:
         """As of `VisionRules`, as is all that follows."""
         return self.patches_per_crop, self.patch_dim
+
+    def misfit(self, vision: VisionConfig) -> str | None:
+        """Sizes of crops and patches."""
+        size, patch = self.image_size, self.patch_size
+        expected = vision.vision_image_size, vision.vision_patch_size
+        if (size, patch) == expected:
+            return None
+        have = f"has crops of {size} pixels with patches of {patch}, the model's have {expected[0]} and {expected[1]}"
+        return f"{have}: set --vision-image-size {size} --vision-patch-size {patch}"
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
         """One low-resolution crop, and those of its tiling."""
