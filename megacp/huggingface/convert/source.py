@@ -182,12 +182,9 @@ def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: F
     if set(ids) != set(texts):
         return None  # without a tokenizer the ids of column tokens are not known
     rules = processor.read_rules(folder, ids, vision.vision_family)
-    if rules is None:
-        return None
-    image_rules = rules_from_dict(rules)
-    if misfit := image_rules.misfit(vision):
+    if rules is not None and (misfit := rules.misfit(vision)):
         raise ValueError(f"{folder}: its processor {misfit}")
-    return image_rules
+    return rules
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:

@@ -259,7 +259,10 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     dataset = PackedDataset(tmp_path / "d")
     rules = rules_from_dict(dataset.manifest.image_rules)
     assert rules == SMALL and dataset.manifest.feature_ids == (257, 258)
-    assert "built with --vision-family qwen3_5" in image_misfits("d", rules, VisionConfig(vision_num_layers=2))[0]
+    towers = VisionConfig(2), VisionConfig(2, "qwen3_5"), VisionConfig(2, "qwen3_5", vision_patch_size=4)
+    told = ["built with --vision-family qwen3_5", "patches of 4 pixels in windows of 2, the model's are 14 in 2"]
+    found = [image_misfits("d", rules, tower) for tower in towers]
+    assert all(text in reason for text, (reason,) in zip(told, found[:2], strict=True)) and found[2] == []
     page = tool("inspect", tmp_path / "d", "--pack", 1, "--html", tmp_path / "pack.html")
     assert page.returncode == 0 and "frame 3" in (tmp_path / "pack.html").read_text()
     folder, other = (write_tokenizer(tmp_path / name).parent for name in ("model", "other"))
