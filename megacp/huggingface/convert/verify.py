@@ -21,7 +21,7 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.images import joined, position_axes
-from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout, frame_patches
+from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
@@ -70,7 +70,7 @@ def _row(config: RunConfig, rules: VisionRules | None, count: int, media: Sequen
         noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         if size == _FRAME and isinstance(rules, Molmo2Rules):
             layout = frame_layout(rules)
-            pixels.append((frame_patches(noise, rules), layout.pooling))
+            pixels.append(rules.pixels_of_frames(rules.fitted(noise, 1)[None, None]))
         else:
             layout = rules.layout_of_image(width, height)
             pixels.append(rules.pixels_of_image(noise))

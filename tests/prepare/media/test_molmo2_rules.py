@@ -16,7 +16,6 @@ from megacp.core.data.image_shards import BOUNDARY_DTYPE, compute_image_shard_bo
 from megacp.core.data.vision.molmo2 import (
     Molmo2Rules,
     frame_layout,
-    frame_patches,
     image_layout,
     image_patches,
     pooling_windows,
@@ -146,10 +145,10 @@ def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
 
 
 def test_a_frame_of_the_models_size_keeps_its_pixels_and_their_ends_are_one() -> None:
-    rules = Molmo2Rules(image_size=4, patch_size=2, overlap_margins=(0, 0))
+    rules = Molmo2Rules(image_size=4, patch_size=2, overlap_margins=(0, 0)).with_token_ids(WordTokenizer)
     pixels = np.arange(0, 240, 5, dtype=np.uint8).reshape(4, 4, 3)
     pixels[0, 0], pixels[3, 3] = 0, 255
-    patches = frame_patches(pixels, rules)[0]  # [4, 2 * 2 * 3]
+    patches = rules.pixels_of_frames(rules.fitted(pixels, 1)[None, None])[0][0]  # [4, 2 * 2 * 3]
     expected = pixels.reshape(2, 2, 2, 2, 3).swapaxes(1, 2).reshape(4, 12) / 127.5 - 1.0
     np.testing.assert_allclose(patches, expected, atol=1e-6)
     assert patches.min() == -1.0 and patches.max() == 1.0

@@ -285,8 +285,3 @@ def image_patches(pixels: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
     canvas, side = resized(pixels, down, across), rules.image_size
     crops = [canvas[top : top + side, left : left + side] for top, left in origins]
     return patches_of(np.stack([resized(pixels, side, side), *crops]), rules)
-
-
-def frame_patches(pixels: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
-    """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
-    return patches_of(resized(pixels, rules.image_size, rules.image_size)[None], rules)
