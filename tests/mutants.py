@@ -643,7 +643,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("scores.masked_fill(~valid[:, None], -torch.inf)", "scores", "patches outside of the image get weight"),
         ("/ valid.sum(1, keepdim=True)", "/ (0 * valid + 1).sum(1, keepdim=True)", "the mean is over the whole window"),
     ],
-    ("core/config/vision.py", "tests/plan tests/config"): [
+    ("core/config/vision.py", "tests/plan/test_costs.py tests/config/test_cli.py"): [
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
         ("(WINDOW, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
