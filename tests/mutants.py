@@ -440,7 +440,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.cumsum(padded) - padded + true", "np.cumsum(padded) - padded", "padding does not begin at 0"),
         ("whole = begin + segments", "whole = begin.max() + segments", "segments see each other"),
     ],
-    ("core/data/image_shards.py", "tests/prepare/media/test_geometry.py"): [
+    ("core/data/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
@@ -615,7 +615,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
         ("(real or empty <= none)", "real", "answers behind nothing are asked behind an empty thought"),
     ],
-    ("core/data/decoding.py", "tests/prepare/media/test_pixels.py"): [
+    ("core/data/vision/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),
         ("= self._videos.pop(data, {})", "= self._videos.pop(data[:0], {})", "kept frames are forgotten"),
         ("len(video[0]) + sum", "sum", "kept files cost nothing"),
@@ -658,6 +658,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("scores.masked_fill(~valid[:, None], -torch.inf)", "scores", "patches outside of the image get weight"),
         ("/ valid.sum(1, keepdim=True)", "/ (0 * valid + 1).sum(1, keepdim=True)", "the mean is over the whole window"),
     ],
+    ("core/config/vision.py", "tests/plan/test_costs.py tests/config/test_cli.py"): [
+        ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
+        (", head_multiple=4", "", "angles by row and column turn half a pair"),
+        ("(WINDOW, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
+        ("3 * width * width + ffn", "2 * width * width + ffn", "the output of pooling attention costs nothing"),
+    ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),
         ("(x + self.positions).flatten", "x.flatten", "patches have no position"),
@@ -668,7 +674,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),
     ],
-    ("core/data/qwen_geometry.py", "tests/prepare/media/test_qwen_geometry.py"): [
+    ("core/data/vision/qwen3_5.py", "tests/prepare/media/test_qwen3_5_rules.py"): [
         ("round(count / step) * step", "count", "the frames of a video are not counted in pairs"),
         ("(0, 2, 5, 3, 6, 8, 1, 4, 7)", "(0, 2, 3, 5, 6, 8, 1, 4, 7)", "the patches of a token are torn apart"),
         ("(width, pixels.shape[0])", "(pixels.shape[1], height)", "columns are blended before rows"),
@@ -682,13 +688,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("within // columns", "within % columns", "rows count columns"),
         ("units.grids[mine]", "units.grids", "a rank has the grids of all ranks"),
     ],
-    ("core/data/decoding.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("core/data/vision/decoding.py", "tests/prepare/build/test_qwen_images.py"): [
         ("known.get(i, known[first])", "known.get(i, 0 * known[first])", "half a pair is followed by black"),
     ],
     ("prepare/build/writer.py", "tests/prepare/build/test_qwen_images.py"): [
         ("_GRID_ROW.pack(*unit.grid)", "_GRID_ROW.pack(*unit.grid[::-1])", "grids are stored lying down"),
     ],
-    ("core/data/geometry.py", "tests/prepare/media/test_geometry.py"): [
+    ("core/data/vision/molmo2.py", "tests/prepare/media/test_molmo2_rules.py"): [
         ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),
         ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -36,6 +37,17 @@ CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"
     "ignore_compile_internals",
 }
 """Methods that classes of Python and torch call."""
+
+VISION_FAMILY = re.compile("molmo|qwen", re.IGNORECASE)
+SHARED_ROOMS = ("megacp/core", "megacp/plan", "megacp/prepare", "megacp/verify")
+NAME_VISION_FAMILIES = (
+    "megacp/core/config/vision.py",
+    *(f"megacp/core/data/vision/{name}.py" for name in ("decoding", "molmo2", "qwen3_5")),
+    "megacp/core/models/multimodal.py",
+    "megacp/verify/parity.py",
+    "megacp/prepare/records/conversation.py",
+)
+"""A family's own files in the shared rooms, the tables with a row for each, and who names a chat template."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -185,6 +197,16 @@ def private_names(tree: ast.AST) -> list[str]:
     return sorted(name for name in names if any(part.startswith("_") for part in name.split(".")))
 
 
+def vision_families(tree: ast.AST) -> list[str]:
+    """Identifiers, imports and strings that name a vision family; a docstring may."""
+    docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    named = [name for name, _ in imports(tree)]
+    for node in ast.walk(tree):
+        kinds = ("id", "attr", "arg", "name", "value")
+        named += [word for kind in kinds if id(node) not in docs and isinstance(word := getattr(node, kind, None), str)]
+    return sorted({name for name in named if VISION_FAMILY.search(name)})
+
+
 def disk_uses(tree: ast.AST) -> list[str]:
     """What makes writing durable, atomic or exclusive, and hashes of files."""
     kinds = ("os.fsync", "os.replace", "os.rename", "fcntl", "hashlib.file_digest", "tempfile.mkstemp")
@@ -239,6 +261,10 @@ RULES: dict[str, tuple[Callable[[ast.Module], object], list[str]]] = {
         [path for path in sources("megacp") if path.endswith("__init__.py") and path not in PUBLIC],
     ),
     "tests import no private names": (private_names, sources("tests")),
+    "shared rooms name no vision family": (
+        vision_families,
+        [path for path in sources(*SHARED_ROOMS) if path not in NAME_VISION_FAMILIES],
+    ),
 }
 
 
@@ -264,6 +290,8 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (global_statements, "def f():\n    global x\n    x = 1"),
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
         (private_names, "from megacp.core.ops.mask import _runs"),
+        (vision_families, "if config.vision_family == 'qwen3_5': ..."),
+        (vision_families, "from megacp.core.data.vision.molmo2 import crop_origins"),
         (lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})), "def f():\n    import b"),
         (lambda tree: unused_names([tree], [tree]), "def f(): ..."),
         (lambda tree: unused_names([tree], [tree]), "class A:\n    def unread(self): ...\nA()"),

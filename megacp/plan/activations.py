@@ -37,7 +37,7 @@ import math
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.models.costs import STATE_CHUNK, WINDOW, connector_ffn, encoders, planned_images, tokens_per_rank
+from megacp.core.models.costs import STATE_CHUNK, connector_sizes, encoders, planned_images, tokens_per_rank
 from megacp.core.pipeline_parallel.schedules import defers
 
 MATH_BLOCK = 1024
@@ -297,11 +297,8 @@ def vision_activations(config: RunConfig, size: int, wide: int, world_size: int)
     total = work = 0
     frozen = config.frozen_parts
     if not {"vision", "connector"} <= set(frozen):
-        sharded, whole = (2 + 2 * WINDOW) * v.vision_hidden_size + 3 * connector_ffn(config), 2 * WINDOW + 3
-        if v.vision_family == "qwen3_5":  # features and those normed and joined, the MLP's two
-            sharded, whole = 2 * WINDOW * v.vision_hidden_size, 2 * WINDOW
-        sharded //= config.parallel.tensor_model_parallel_size
-        total += pooled * (whole * v.vision_hidden_size + sharded) * size  # of a window of patches each
+        sizes, tp = connector_sizes(config), config.parallel.tensor_model_parallel_size
+        total += pooled * (sizes.kept_replicated + sizes.kept // tp) * size
     if "vision" not in frozen and crops:
         patches = crops * v.crop_patches
         kept = v.vision_num_layers * _bytes(config, granularity, size, wide)

@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -47,7 +47,7 @@ def _token_ids(text: str) -> dict[str, int]:
 
 
 _token_ids.__name__ = "NAME=ID with commas between"
-_INTS, _FLOATS = _numbers(int), _numbers(float)
+_INTS = _numbers(int)
 
 
 class _CommandParser(OneLineParser):
@@ -152,39 +152,6 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
         ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
-        (
-            "--vision-family",
-            "whose rules make patches and tokens: molmo2 or qwen3_5 (the tokenizer's folder's, else molmo2)",
-            {"dest": "family", "metavar": "NAME"},
-        ),
-        ("--image-size", "side of a crop in pixels (378)", {"type": int, "metavar": "N"}),
-        ("--patch-size", "side of a patch in pixels (14; qwen3_5: 16)", {"type": int, "metavar": "N"}),
-        ("--max-crops", "high-resolution crops of an image at most (8)", {"type": int, "metavar": "N"}),
-        ("--overlap-margins", "patches that neighbouring crops share (4,4)", {"type": _INTS, "metavar": "A,B"}),
-        ("--image-pooling", "patches of one token of an image (2,2)", {"type": _INTS, "metavar": "H,W"}),
-        ("--video-pooling", "patches of one token of a video frame (3,3)", {"type": _INTS, "metavar": "H,W"}),
-        ("--merge-size", "qwen3_5: patches along a side of a token (2)", {"type": int, "metavar": "N"}),
-        ("--resize-pixels", "qwen3_5: least and most of an image (65536,16777216)", {"type": _INTS, "metavar": "A,B"}),
-        (
-            "--video-resize-pixels",
-            "qwen3_5: the same of all frames of a video (4096,25165824)",
-            {"type": _INTS, "metavar": "A,B"},
-        ),
-        ("--min-frames", "qwen3_5: frames of a video at least (4)", {"type": int, "metavar": "N"}),
-        ("--max-frames", "frames of a video at most (64; qwen3_5: 768)", {"type": int, "metavar": "N"}),
-        ("--video-fps", "frames taken from a second at most (2)", {"type": float, "metavar": "X"}),
-        ("--time-mode", "per-frame: the time as text before each frame; off (per-frame)", {"metavar": "MODE"}),
-        ("--column-tokens", "a token after each row of an image (no)", {**_YES_OR_NO, "dest": "use_column_tokens"}),
-        ("--low-res-column-tokens", "in the low-resolution part (as --column-tokens)", _YES_OR_NO),
-        ("--video-column-tokens", "in video frames (no)", _YES_OR_NO),
-        ("--image-mean", "subtracted from colours 0..1 (0.5,0.5,0.5)", {"type": _FLOATS, "metavar": "R,G,B"}),
-        ("--image-std", "what the difference is divided by (0.5,0.5,0.5)", {"type": _FLOATS, "metavar": "R,G,B"}),
-        ("--max-pixels", "larger images are refused (89,478,485)", {"type": int, "metavar": "N"}),
-        (
-            "--image-token-ids",
-            "ids of image tokens (the tokenizer's, or above it)",
-            {"type": _token_ids, "metavar": "NAME=ID,...", "dest": "token_ids"},
-        ),
     ],
     ("work", ""): [
         ("--workers", "processes (default: one for each core)", {"type": int, "default": _CORES, "metavar": "N"}),
@@ -207,9 +174,51 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """The flags of a build; the group of those that change nothing of its result."""
     for (title, description), flags in BUILD_FLAGS.items():
         group = build.add_argument_group(title, description or None)
-        for flag, text, how in flags:
+        for flag, text, how in [*flags, *(_rule_flags() if title == "images" else [])]:
             group.add_argument(flag, help=text, **how)
     return group
+
+
+def _rule_flags() -> list[tuple[str, str, dict[str, Any]]]:
+    """The flags of image rules: fields of all families, each with its defaults."""
+    from megacp.core.data.vision.decoding import RULES
+
+    first = next(iter(RULES))
+    whose = f"whose rules make patches and tokens: {' or '.join(RULES)} (the tokenizer's folder's, else {first})"
+    found: list[tuple[str, str, dict[str, Any]]] = [("--vision-family", whose, {"dest": "family", "metavar": "NAME"})]
+    owners: dict[str, dict[str, Any]] = {}  # name of a field -> family -> its field
+    for family, rules in RULES.items():
+        for field in fields(rules):  # type: ignore[arg-type]
+            owners.setdefault(field.name, {})[family] = field
+    for name, own in owners.items():
+        defaults = {family: _shown(field.default) for family, field in own.items()}
+        is_shared = len(own) == len(RULES) and len({*defaults.values()}) == 1
+        told = [*defaults.values()][:1] if is_shared else [f"{family}: {text}" for family, text in defaults.items()]
+        field = next(iter(own.values()))
+        flag = field.metadata["flag"] or f"--{name.replace('_', '-')}"
+        text = field.metadata["help"] + (f" ({', '.join(told)})" if any(defaults.values()) else "")
+        found.append((flag, text, {"dest": name, **_read(field.default)}))
+    return found
+
+
+def _shown(default: Any) -> str:
+    """A default as the command line has it; empty where the help says what it is."""
+    if isinstance(default, bool):
+        return "yes" if default else "no"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return "" if default in (None, MISSING) else str(default)
+
+
+def _read(default: Any) -> dict[str, Any]:
+    """How argparse reads what has the type of a field's default; MISSING: what dictionaries have."""
+    if isinstance(default, tuple):
+        return {"type": _numbers(type(default[0])), "metavar": ",".join("ABC"[: len(default)])}
+    if default is MISSING:
+        return {"type": _token_ids, "metavar": "NAME=ID,..."}
+    if isinstance(default, bool | None):
+        return _YES_OR_NO
+    return {"type": type(default), "metavar": {int: "N", float: "X", str: "WORD"}[type(default)]}
 
 
 def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, str]:
@@ -233,15 +242,15 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
 
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
-    from megacp.core.data.decoding import FAMILIES, rules_from_dict
+    from megacp.core.data.vision.decoding import RULES, rules_from_dict
     from megacp.prepare.build.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
     lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
-    names = {"family", *(f.name for family in FAMILIES.values() for f in fields(family))}  # type: ignore[arg-type]
+    names = {"family", *(f.name for rules in RULES.values() for f in fields(rules))}  # type: ignore[arg-type]
     rules = {name: value for name in sorted(names) if (value := getattr(args, name)) is not None}
     if rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None):  # there are images
-        lists["image_rules"] = rules_from_dict(_family(args, FAMILIES) | rules)
+        lists["image_rules"] = rules_from_dict(_family(args, RULES) | rules)
     return BuildSettings(**{**given, **lists})
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megacp.core.data.decoding import load_pixels, rules_from_dict, video_pixels
 from megacp.core.data.reader import Pack, PackedDataset
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.decoding import load_pixels, rules_from_dict, video_pixels
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.storage.files import write_atomically
 from megacp.prepare.describe import documents_of, learned_of_pack, pack_of, parts_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer

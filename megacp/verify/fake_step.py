@@ -34,6 +34,7 @@ from megacp.core.backends.select import backend_problems
 from megacp.core.config.checks import require
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.vision import WINDOW
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
@@ -42,7 +43,7 @@ from megacp.core.distributed.fake_world import Call, differences, fake_world, re
 from megacp.core.distributed.fully_shard import shard_of
 from megacp.core.distributed.grid import AXES, GridShape, build_grid
 from megacp.core.models import build, offload
-from megacp.core.models.costs import WINDOW, planned_images
+from megacp.core.models.costs import planned_images
 from megacp.core.training.sources import open_sources
 from megacp.core.training.step import ParallelModel
 from megacp.plan.memory import stage_memory
@@ -231,9 +232,8 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
     crops, pooled = (packs * count for count in planned_images(config))
     if not config.vision.vision_num_layers:
         return batch
-    edges = np.arange(1, crops + 1)
-    if config.vision.vision_family == "qwen3_5":
-        edges = edges[WINDOW - 1 :: WINDOW]  # images of one token
+    of_one, _ = config.vision.smallest_image
+    edges = np.arange(of_one, crops + 1, of_one)
     bounds = edges, edges * pooled // max(crops, 1)
     rank, ranks = encoder or (0, 1)
     mine = compute_image_shard_boundaries(*bounds, ranks)[rank]
@@ -243,7 +243,7 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
     shape = config.vision.crop_patches, config.vision.patch_dim
     windows = np.zeros((here[1], WINDOW), np.int64)
     pixels, strategy = np.zeros((here[0], *shape), np.float32), config.parallel.vision_shards
-    grids = np.ones((here[1], 2), np.int64) if config.vision.vision_family == "qwen3_5" else None
+    grids = np.ones((here[1], 2), np.int64) if config.vision.family.has_grids else None
     images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy, grids=grids)
     return dataclasses.replace(batch, vision=images)
 

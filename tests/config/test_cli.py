@@ -286,6 +286,7 @@ SEES = {
     "untie_embeddings_and_output_weights": True,
 }
 """A tiny tower of crops of 16 pixels, which fits."""
+GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
 CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"num_distributed_optimizer_instances": 4, "global_batch_size": 12}, 6, "--num-distributed-optimizer-instances 4"),
@@ -355,6 +356,8 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     (SEES | {"vision_feature_layers": (-1, -4)}, 1, "--vision-feature-layers -1 -4"),
     (SEES | {"vision_feature_layers": (1, 0)}, 1, "--vision-feature-layers 1 0"),
     (SEES | {"additional_vocab_size": 0}, 1, "--additional-vocab-size"),
+    (SEES | GRIDS | {"image_attention": "image"}, 1, "--image-attention image"),
+    (SEES | GRIDS | {"vision_num_attention_heads": 12}, 1, "2 wide"),
     (SEES | {"freeze": "vision,connector,text"}, 1, "--freeze vision,connector,text"),
     (SEES | {"freeze": "tower"}, 1, "--freeze tower"),
     # one field by itself

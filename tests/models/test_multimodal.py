@@ -9,14 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.core.config.run import fields
+from megacp.core.config.vision import VISION_FAMILIES
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
+from megacp.core.data.vision.decoding import RULES
 from megacp.core.distributed.parameter import spec_of
+from megacp.core.models import multimodal
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
+from megacp.huggingface.convert.families import FAMILIES
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
@@ -31,6 +36,11 @@ TOWERS: dict[str, tuple[Values, dict[str, Any]]] = {
     "other layers": ({"vision_feature_layers": (0, 2)}, {"layers": (0, 2)}),
 }
 WINDOWS = {"images": ((3, 1, 2), (5, 4, 3), 4), "video": ((1, 1, 1), (4, 4, 2), 9)}
+
+
+def test_a_vision_family_has_a_row_in_every_table() -> None:
+    words = fields()["vision_family"].words
+    assert words == [*VISION_FAMILIES] == [*RULES] == [*multimodal.TOWERS] and {*words} <= {*FAMILIES}
 
 
 def chunk_of(values: Values, state: dict[str, torch.Tensor], shape: dict[str, int]) -> LanguageModelChunk:

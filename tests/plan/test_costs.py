@@ -184,6 +184,9 @@ def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str
     values = {**TINY, "dtype": dtype, "recompute_granularity": granularity, "vision_family": family}
     if family == "qwen3_5":  # angles by row and column need heads of four
         values |= {"vision_hidden_size": 32, "vision_num_attention_heads": 4}
+    length = config_of(values, {}).data.seq_length
+    crops = 4 * length if family == "qwen3_5" else length // 4  # four patches of a token, four tokens of 4 x 4 patches
+    assert costs.planned_images(config_of(values, {})) == (crops, length)
     (chunk,) = build_chunks(config_of(values, {}), grid())
     tower, patches = chunk.vision.tower, 3 * 16
     block = tower.blocks[1]

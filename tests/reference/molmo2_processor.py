@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.data.geometry import ImageRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules
 
 
 @functools.cache
@@ -46,7 +46,7 @@ class _Backend:
         return (images.float() - mean[:, None, None]) / std[:, None, None]
 
 
-def _settings(rules: ImageRules) -> dict[str, Any]:
+def _settings(rules: Molmo2Rules) -> dict[str, Any]:
     return {
         "crop_size": rules.image_size,
         "resample": 2,
@@ -59,7 +59,7 @@ def _settings(rules: ImageRules) -> dict[str, Any]:
     }
 
 
-def process_image(pixels: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def process_image(pixels: np.ndarray, rules: Molmo2Rules) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """uint8 [h, w, 3] -> patches, pooling indices, [low rows, low columns, high rows, high columns]."""
     # a copy in channels-first order, as the library makes it from an array
     batch = torch.from_numpy(pixels.copy()).permute(2, 0, 1).contiguous()[None]
@@ -75,7 +75,7 @@ def process_image(pixels: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np
     return patches[0].numpy(), pooling[0].numpy(), grid[0].tolist()
 
 
-def process_video(frames: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np.ndarray, list[int]]:
+def process_video(frames: np.ndarray, rules: Molmo2Rules) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """uint8 [t, h, w, 3] -> patches [t, N, d], pooling indices of one frame, [rows, columns]."""
     batch = torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()
     grid, patches, pooling = _library("video_processing", "Molmo2VideoProcessor")._build_video_patches(
@@ -88,7 +88,7 @@ def process_video(frames: np.ndarray, rules: ImageRules) -> tuple[np.ndarray, np
     return patches.numpy(), pooling.numpy(), grid
 
 
-def sampled_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
+def sampled_frames(num_frames: int, fps: float, rules: Molmo2Rules) -> list[int]:
     """Numbers of the frames that the video processor takes."""
     metadata = SimpleNamespace(fps=fps, duration=num_frames / fps, total_num_frames=num_frames)
     processor = SimpleNamespace(max_fps=rules.video_fps, num_frames=rules.max_frames)
@@ -96,7 +96,7 @@ def sampled_frames(num_frames: int, fps: float, rules: ImageRules) -> list[int]:
     return found.tolist()
 
 
-def _texts(rules: ImageRules) -> Any:
+def _texts(rules: Molmo2Rules) -> Any:
     """What the library's processor keeps of its settings."""
     return SimpleNamespace(
         image_use_col_tokens=rules.use_column_tokens,
@@ -107,11 +107,11 @@ def _texts(rules: ImageRules) -> Any:
     )
 
 
-def image_text(grid: list[int], rules: ImageRules) -> str:
+def image_text(grid: list[int], rules: Molmo2Rules) -> str:
     """The tokens of an image, by their texts, for [low rows, low columns, high rows, high columns]."""
     return _library("processing", "Molmo2Processor").replace_image_token(_texts(rules), {"image_grids": [grid]}, 0)
 
 
-def video_text(grid: list[int], times: list[float], rules: ImageRules) -> str:
+def video_text(grid: list[int], times: list[float], rules: Molmo2Rules) -> str:
     """The tokens of a video with the times between, by their texts, for [frames, rows, columns]."""
     return _library("processing", "Molmo2Processor").get_video_string(_texts(rules), torch.tensor(grid), times)

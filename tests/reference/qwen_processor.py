@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megacp.core.data.qwen_geometry import QwenRules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
 
 
 def _library(module: str, name: str) -> Any:
@@ -32,7 +32,7 @@ def _resize(image: np.ndarray, size: tuple[int, int], resample: int, **options: 
     return _interpolated(torch.from_numpy(image.copy())[None], size)[0].numpy()
 
 
-def process_image(pixels: np.ndarray, rules: QwenRules) -> tuple[np.ndarray, list[int]]:
+def process_image(pixels: np.ndarray, rules: Qwen35Rules) -> tuple[np.ndarray, list[int]]:
     """uint8 [h, w, 3] -> patches [n, d], grid [1, rows, columns]."""
     processor = _library("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")(
         size=dict(zip(("shortest_edge", "longest_edge"), rules.resize_pixels, strict=True)),
@@ -51,7 +51,7 @@ class _Frames:
 
     max_video_tokens = 768
 
-    def __init__(self, rules: QwenRules) -> None:
+    def __init__(self, rules: Qwen35Rules) -> None:
         self.min_frames, self.max_frames, self.fps = rules.min_frames, rules.max_frames, rules.video_fps
         self._class = _library("qwen3_vl.video_processing_qwen3_vl", "Qwen3VLVideoProcessor")
 
@@ -72,7 +72,7 @@ class _Frames:
     def patchify(self, *arguments: Any, **options: Any) -> Any:
         return self._class.patchify(self, *arguments, **options)
 
-    def process(self, frames: np.ndarray, rules: QwenRules) -> tuple[np.ndarray, list[int]]:
+    def process(self, frames: np.ndarray, rules: Qwen35Rules) -> tuple[np.ndarray, list[int]]:
         found = self._class._preprocess(
             self,
             [torch.from_numpy(frames.copy()).permute(0, 3, 1, 2).contiguous()],
@@ -96,17 +96,17 @@ class _Frames:
         return self._class.sample_frames(self, metadata).tolist()
 
 
-def process_video(frames: np.ndarray, rules: QwenRules) -> tuple[np.ndarray, list[int]]:
+def process_video(frames: np.ndarray, rules: Qwen35Rules) -> tuple[np.ndarray, list[int]]:
     """uint8 [t, h, w, 3] -> patches [n, d], grid [pairs, rows, columns]."""
     return _Frames(rules).process(frames, rules)
 
 
-def sampled_frames(num_frames: int, fps: float, rules: QwenRules) -> list[int]:
+def sampled_frames(num_frames: int, fps: float, rules: Qwen35Rules) -> list[int]:
     """Numbers of the frames that the video processor takes."""
     return _Frames(rules).sampled(num_frames, fps)
 
 
-def _texts(rules: QwenRules) -> SimpleNamespace:
+def _texts(rules: Qwen35Rules) -> SimpleNamespace:
     """What the library's processor keeps of its settings."""
     processor = _library("qwen3_vl.processing_qwen3_vl", "Qwen3VLProcessor")
     sizes = SimpleNamespace(merge_size=rules.merge_size, temporal_patch_size=2)
@@ -122,14 +122,14 @@ def _texts(rules: QwenRules) -> SimpleNamespace:
     )
 
 
-def image_text(grid: list[int], rules: QwenRules) -> str:
+def image_text(grid: list[int], rules: Qwen35Rules) -> str:
     """The text of an image by a chat template, with its tokens, for [1, rows, columns]."""
     texts = _texts(rules)
     image = texts.library.replace_image_token(texts, {"image_grid_thw": np.array([grid])}, 0)
     return f"<|vision_start|>{image}<|vision_end|>"
 
 
-def video_text(grid: list[int], frames: list[int], fps: float, rules: QwenRules) -> str:
+def video_text(grid: list[int], frames: list[int], fps: float, rules: Qwen35Rules) -> str:
     """The text of a video with the times between, for [pairs, rows, columns] and the taken frames."""
     texts = _texts(rules)
     metadata = SimpleNamespace(frames_indices=[*frames], fps=fps)
@@ -139,7 +139,7 @@ def video_text(grid: list[int], frames: list[int], fps: float, rules: QwenRules)
 
 
 def positions(
-    tokens: np.ndarray, image_grids: list[list[int]], video_grids: list[list[int]], rules: QwenRules
+    tokens: np.ndarray, image_grids: list[list[int]], video_grids: list[list[int]], rules: Qwen35Rules
 ) -> np.ndarray:
     """int64 [n, 3] of one document: time, row and column of each token."""
     model = _library("qwen3_5.modeling_qwen3_5", "Qwen3_5Model")

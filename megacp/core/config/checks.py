@@ -203,20 +203,21 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
     parts = {"vision", "connector", "text"}
     if not set(v.frozen) <= parts or set(v.frozen) == parts:
         yield f"--freeze {v.freeze}: name one or two of vision, connector and text"
-    if v.vision_family == "qwen3_5":
-        if v.vision_head_dim % 4:
-            yield f"a head of the tower is {v.vision_head_dim} wide, its angles by row and column need a multiple of 4"
-        if (seen := config.data.image_attention) != "causal":
-            yield f"--image-attention {seen}: image tokens of --vision-family qwen3_5 are causal, give causal"
-        return
-    first, second = v.vision_feature_layers
-    if min(first, second) < -layers or max(first, second) >= layers or max(v.feature_layers) < layers - 1:
+    family, seen, (first, second) = v.family, config.data.image_attention, v.vision_feature_layers
+    if v.vision_head_dim % family.head_multiple:
+        need = f"its angles by row and column need a multiple of {family.head_multiple}"
+        yield f"a head of the tower is {v.vision_head_dim} wide, {need}"
+    if family.is_causal and seen != "causal":
+        yield f"--image-attention {seen}: image tokens of --vision-family {v.vision_family} are causal, give causal"
+    is_outside = min(first, second) < -layers or max(first, second) >= layers
+    if family.has_feature_layers and (is_outside or max(v.feature_layers) < layers - 1):
         yield (
             f"--vision-feature-layers {first} {second} are to be two of --vision-num-layers {layers}, the last one "
             f"among them: from {-layers} to {layers - 1}"
         )
-    if config.model.additional_vocab_size == 0:
-        yield f"--vision-num-layers {layers} needs rows for image tokens: give --additional-vocab-size (Molmo2 has 128)"
+    if family.token_rows and config.model.additional_vocab_size == 0:
+        rows = f"give --additional-vocab-size ({v.vision_family} has {family.token_rows})"
+        yield f"--vision-num-layers {layers} needs rows for image tokens: {rows}"
 
 
 def _lora(config: RunConfig, world: int) -> Iterator[str]:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.model import ModelConfig, VisionConfig
+from megacp.core.config.model import ModelConfig
 from megacp.core.config.parallel import ParallelConfig
 from megacp.core.config.ranges import Count, Range
 from megacp.core.config.training import CheckpointConfig, DataConfig, LogConfig, TrainingConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.storage.url import is_url
 
 Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None

@@ -111,7 +111,8 @@ class LocalVision:
     replicated: bool = False
     """Every rank encodes all features, so none is sent."""
     grids: np.ndarray | None = None
-    """int64 `[n, 2]` on the host: rows and columns of the pooled tokens of each unit encoded here; None: Molmo2's."""
+    """int64 `[n, 2]` on the host: rows and columns of the pooled tokens of each unit encoded here; None where the
+    positions of tokens have one axis."""
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""
@@ -144,8 +145,7 @@ def place_features(features: torch.Tensor, vision: LocalVision) -> tuple[torch.T
 def add_features(
     x: torch.Tensor, features: torch.Tensor, rows: np.ndarray, tp: Axis, sliced: bool, replaces: bool = False
 ) -> torch.Tensor:
-    """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`: Molmo2's rule. `replaces`: in their
-    place, Qwen's.
+    """`x` plus `features [k, h]` (replicated over tp) at token indices `rows [k]`, or with `replaces` in its place.
 
     `sliced` (sequence parallel): `x [t/tp, h]` is tp rank j's slice of the tokens, which uses other features on each
     rank, so their gradients are summed over tp; otherwise `x [t, h]`, alike on all tp ranks.

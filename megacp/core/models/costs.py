@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from megacp.core.config.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
+from megacp.core.config.vision import WINDOW, ConnectorSizes
 
 MATMUL_BACKWARD = 2.0
 """Backward of a linear over its forward: the gradients of input and weight."""
 ATTENTION_BACKWARD = 2.5
 """Backward of core attention over its forward: five products against two (FlashAttention-2, Dao 2023)."""
-WINDOW = 4
-"""Patches of a planned pooled token: 2 x 2, as images have."""
 STATE_CHUNK = 64
 """Tokens of a chunk of a gated delta rule (`ops.recurrence.CHUNK`)."""
 LOSS_WORK = 2**29
@@ -145,11 +144,6 @@ def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
     return sum(layers, head_flops(model, tokens))
 
 
-def connector_ffn(config: RunConfig) -> int:
-    """Width of the projector between pooled patches and text."""
-    return config.vision.connector_ffn_hidden_size or config.model.ffn_hidden_size
-
-
 def _block_weights(config: RunConfig) -> int:
     v = config.vision
     return v.vision_hidden_size * (4 * v.vision_hidden_size + 2 * v.vision_ffn_hidden_size)
@@ -164,21 +158,18 @@ def tower_parameters(config: RunConfig, tp: int = 1) -> int:
     return v.vision_num_layers * block + embedding if v.vision_num_layers else 0
 
 
-def _pool_weights(config: RunConfig) -> tuple[int, int]:
-    """Weights of the connector that meet a pooled token once, and those that meet each of its patches."""
-    width = config.vision.vision_hidden_size
-    if config.vision.vision_family == "qwen3_5":
-        return WINDOW * width * (WINDOW * width + config.model.hidden_size), 0
-    projector = connector_ffn(config) * (2 * width + config.model.hidden_size)
-    return 3 * width * width + projector, 4 * width * width
+def connector_sizes(config: RunConfig) -> ConnectorSizes:
+    """What the family's connector costs in the widths of a config."""
+    v, model = config.vision, config.model
+    ffn = v.connector_ffn_hidden_size or model.ffn_hidden_size
+    return v.family.connector(v.vision_hidden_size, ffn, model.hidden_size)
 
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the connector on one tp rank; 0 without a tower."""
-    v, merges = config.vision, config.vision.vision_family == "qwen3_5"
-    sharded = sum(_pool_weights(config)) + (WINDOW if merges else 3) * v.vision_hidden_size
-    whole = 2 * v.vision_hidden_size + config.model.hidden_size if merges else v.vision_hidden_size
-    return sharded // tp + whole if v.vision_num_layers else 0
+    sizes = connector_sizes(config)
+    sharded = sizes.once + sizes.each + sizes.biases
+    return sharded // tp + sizes.replicated if config.vision.vision_num_layers else 0
 
 
 def run_parameters(config: RunConfig) -> int:
@@ -205,9 +196,9 @@ def crop_flops(config: RunConfig) -> Flops:
 
 def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
     """The connector's forward over one pooled token of `window` patches."""
-    once, each = _pool_weights(config)
-    scores = 4.0 * window * config.vision.vision_hidden_size if each else 0.0
-    return Flops(2.0 * (once + window * each), scores)
+    sizes = connector_sizes(config)
+    scores = 4.0 * window * config.vision.vision_hidden_size if sizes.each else 0.0
+    return Flops(2.0 * (sizes.once + window * sizes.each), scores)
 
 
 def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
@@ -238,12 +229,9 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
     v, length = config.vision, config.data.seq_length
     if not v.vision_num_layers:
         return 0, 0
-    if v.vision_family == "qwen3_5":
-        patches = v.vision_planned_crops or WINDOW * length
-        return patches, min(length, -(-patches // WINDOW))
-    pooled = (-(-v.patches_per_side // 2)) ** 2  # tokens of a crop with windows of 2 x 2 patches
-    crops = v.vision_planned_crops or -(-length // pooled)
-    return crops, min(length, crops * pooled)
+    of_one, pooled = v.smallest_image
+    crops = v.vision_planned_crops or of_one * -(-length // pooled)
+    return crops, min(length, -(-crops // of_one) * pooled)
 
 
 def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec
-from megacp.core.config.model import ModelConfig, VisionConfig
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
@@ -101,7 +102,7 @@ class LanguageModelChunk(nn.Module):
         frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)
         self.axes = rotary_axes(config.mrope_section, config.rotary_dim // 2)
-        self.replaces = vision is not None and vision.vision_family == "qwen3_5"
+        self.replaces = vision is not None and vision.family.replaces
         """Whether features stand in the place of their tokens' embeddings, instead of being added to them."""
         self.window_frequencies, self.multiplier = None, config.embedding_multiplier
         if config.window_rotary_base is not None:

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
-from megacp.core.config.model import ModelConfig, VisionConfig
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.models.vision import GridTower, VisionTower
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu
@@ -73,11 +74,11 @@ class Merger(nn.Module):
         return self.down(F.gelu(self.up(windows)))
 
 
-FAMILIES: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
+TOWERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
     "molmo2": (VisionTower, Connector),
     "qwen3_5": (GridTower, Merger),
 }
-"""Tower and connector of a `--vision-family`."""
+"""Tower and connector of each `--vision-family`."""
 
 
 class _Nothing(torch.autograd.Function):
@@ -101,7 +102,7 @@ class VisionEncoder(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.width = config, model.hidden_size
-        tower, connector = FAMILIES[config.vision_family]
+        tower, connector = TOWERS[config.vision_family]
         self.tower = tower(config, model.init_method_std, backend.tower("vision"), recompute)
         self.connector = connector(config, model, backend.tower("connector"))
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
-from megacp.core.config.model import VisionConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import to_device

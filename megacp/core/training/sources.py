@@ -12,20 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from megacp.core.config.blend import DataPath, named_folders, weighted_folders
-from megacp.core.config.model import VisionConfig
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.config.training import DataConfig, TrainingConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend, contradictions
-from megacp.core.data.decoding import RulesDecoder, rules_from_dict
-from megacp.core.data.geometry import ImageRules
 from megacp.core.data.images import Decoder
 from megacp.core.data.loader import ENDLESS, DataRank, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDecoder, MockRules
-from megacp.core.data.qwen_geometry import QwenRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.decoding import RulesDecoder, rules_from_dict
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.training.images import mock_images
 from megacp.core.training.stored import progress
 
@@ -233,20 +231,8 @@ def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[
         return [f"{where} holds images, but the model has no vision tower: set --vision-num-layers"]
     if rules.family != vision.vision_family:
         return [f"{where} was built with --vision-family {rules.family}, the model's tower is {vision.vision_family}'s"]
-    patch, side = vision.vision_patch_size, vision.vision_image_size
-    if isinstance(rules, QwenRules):
-        if (rules.patch_size, rules.merge_size) == (patch, 2):
-            return []
-        have = f"{where} has patches of {rules.patch_size} pixels in windows of {rules.merge_size}"
-        return [f"{have}, the model's are {patch} in 2: set --vision-patch-size or build the dataset again"]
-    assert isinstance(rules, ImageRules)
-    sizes, expected = (rules.image_size, rules.patch_size), (side, patch)
-    if sizes == expected:
-        return []
-    return [
-        f"{where} has crops of {sizes[0]} pixels with patches of {sizes[1]}, the model's have {expected[0]} and "
-        f"{expected[1]}: set --vision-image-size {sizes[0]} --vision-patch-size {sizes[1]} or build the dataset again"
-    ]
+    misfit = rules.misfit(vision)
+    return [] if misfit is None else [f"{where} {misfit} or build the dataset again"]
 
 
 def loader_options(config: RunConfig, packs: int) -> LoaderOptions:

@@ -469,6 +469,8 @@ class Family:
     """Objects of the config whose fields are read."""
     token_fields: Mapping[str, str] = field(default_factory=dict)
     """Ids of image tokens that stand in the config, by the names of the image rules."""
+    token_order: tuple[str, ...] = ()
+    """The image tokens in the order of their ids behind the vocabulary, where no rules are known."""
 
     def values(self, content: Mapping[str, Any], left_out: list[str] | None = None) -> Values:
         """Our flags from a config.json; `left_out` is filled with fields that change nothing in the library.

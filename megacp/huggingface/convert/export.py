@@ -38,7 +38,6 @@ from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.card import CARD, model_card
 from megacp.huggingface.convert.chat import write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
-from megacp.huggingface.convert.families import token_ids
 from megacp.huggingface.convert.hf_files import files_of, mine, on_each, on_first
 from megacp.huggingface.convert.lora import write_adapter
 from megacp.huggingface.convert.source import (
@@ -97,7 +96,8 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
     source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
     content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[6:]  # the second name: before version 5
     if family.token_fields:
-        ids = token_ids(loaded.values, loaded.rules.token_ids if loaded.rules is not None else None)
+        known = loaded.rules.token_ids if loaded.rules is not None else {}
+        ids = known or {name: loaded.values["vocab_size"] + i for i, name in enumerate(family.token_order)}
         fields = {field: ids[name] for field, name in family.token_fields.items() if name in ids}
         content |= fields | {key: loaded.content[key] for key in fields if key in loaded.content}
     special = on_first(world, lambda: _files_beside(loaded, folder, request))
@@ -126,7 +126,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
         kept = (*SPECIAL, "use_cache", "pretraining_tp")
         return {key: loaded.content[key] for key in kept if key in loaded.content}
     if loaded.rules is not None:
-        processor.write_processor(loaded.rules.to_dict(), folder)
+        processor.write_processor(loaded.rules, folder)
     tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
     progress = stored_state(loaded.checkpoint)
     ids: dict[str, int | None] = dict.fromkeys(SPECIAL)  # else the library takes its own, 1 and 2 for a Llama

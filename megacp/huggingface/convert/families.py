@@ -7,7 +7,7 @@ from typing import Any
 
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.decoder import TEXT_FAMILIES, Family
-from megacp.huggingface.convert.molmo2 import MOLMO2, TOKEN_ORDER
+from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (*TEXT_FAMILIES, MOLMO2, QWEN3_5_VL)}
@@ -34,8 +34,7 @@ def of_values(values: Values) -> Family:
         return FAMILIES[named]
     after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
     chosen = {
-        "qwen3_5": values["vision_num_layers"] > 0 and values["vision_family"] == "qwen3_5",
-        "molmo2": values["vision_num_layers"] > 0,
+        values["vision_family"]: values["vision_num_layers"] > 0,  # the library's word is ours
         "gemma3_text": values["norm_position"] == "both",
         "olmo3": (after or values["qk_layernorm"] == "all_heads") and values["window_size"] is not None,
         "olmo2": after or values["qk_layernorm"] == "all_heads",
@@ -46,9 +45,3 @@ def of_values(values: Values) -> Family:
         "mistral": values["window_size"] is not None,
     }
     return FAMILIES[next((name for name, fits in chosen.items() if fits), "llama")]
-
-
-def token_ids(values: Values, known: Mapping[str, int] | None) -> dict[str, int]:
-    """Ids of the image tokens by name: those that are known, or of a Molmo2 the first ones behind the vocabulary."""
-    order = TOKEN_ORDER if values["vision_family"] == "molmo2" else ()
-    return dict(known) if known else {n: values["vocab_size"] + i for i, n in enumerate(order)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megacp.core.data.vision.molmo2 import Molmo2Rules
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import (
     DECODER,
@@ -25,7 +26,7 @@ from megacp.huggingface.convert.decoder import (
 )
 from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
 
-TOKEN_FIELDS = {
+_TOKEN_FIELDS = {
     "image_start_token_id": "image_start",
     "low_res_image_start_token_id": "low_res_image_start",
     "image_end_token_id": "image_end",
@@ -34,11 +35,6 @@ TOKEN_FIELDS = {
     "frame_end_token_id": "frame_end",
 }
 """Ids that stand in the config, by the names of the image rules."""
-TOKEN_ORDER = (
-    *("image_patch", "image_col", "image_start", "low_res_image_start"),
-    *("frame_start", "image_end", "frame_end", "image_low_res"),
-)
-"""The order in which image tokens get ids behind the vocabulary where no rules are known."""
 _SPLIT_EMBEDDING = ("model.transformer.wte.embedding", "model.transformer.wte.new_embedding")
 
 
@@ -275,5 +271,6 @@ MOLMO2 = Molmo2(
     *("molmo2", "Molmo2ForConditionalGeneration", TEXT, from_hf, to_hf, NATIVE_TABLE),
     frozenset({"float32_attention", "use_frame_special_tokens"}),
     ("text_config", "vision_config", "adapter_config"),
-    TOKEN_FIELDS,
+    _TOKEN_FIELDS,
+    tuple(Molmo2Rules.token_texts),
 )

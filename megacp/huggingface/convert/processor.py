@@ -6,10 +6,12 @@ the library reads a missing one as its default.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megacp.core.data.vision.decoding import RULES
+from megacp.core.data.vision.rules import VisionRules
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.prepare.tokenize.beside import read_object
 
@@ -52,7 +54,7 @@ _PIXELS = {"resize_pixels": [3136, 1003520], "video_resize_pixels": [131072, 786
 
 
 def _write_windows(rules: Rules, folder: Path) -> None:
-    """Qwen3.5's."""
+    """Of whole images in windows of patches, as Qwen3.5 has them."""
     for name, more, kind, table in (
         (IMAGES, "resize_pixels", {"image_processor_type": "Qwen2VLImageProcessor"}, {}),
         (VIDEOS, "video_resize_pixels", {"video_processor_type": "Qwen3VLVideoProcessor"}, _FRAMES),
@@ -63,7 +65,8 @@ def _write_windows(rules: Rules, folder: Path) -> None:
         write_json(folder / name, {**part, "processor_class": "Qwen3VLProcessor"})
 
 
-def _read_windows(image: dict[str, Any], video: dict[str, Any]) -> Rules:
+def _read_windows(image: Rules, video: Rules | None, whole: Rules) -> Rules:
+    video = video or {}
     reasons = [
         f"{name}: {key} is {part[key]!r}, megacp can only express {value!r}"
         for name, part in ((IMAGES, image), (VIDEOS, video))
@@ -80,7 +83,7 @@ def _read_windows(image: dict[str, Any], video: dict[str, Any]) -> Rules:
     ]
     if reasons:
         raise ValueError("; ".join(reasons))
-    rules: Rules = {"family": "qwen3_5", **_read(image, _WINDOWS), **_read(video, _FRAMES)}
+    rules: Rules = {**_read(image, _WINDOWS), **_read(video, _FRAMES)}
     for (name, default), part in zip(_PIXELS.items(), (image, video), strict=True):
         given = [(part.get("size") or {}).get(key) for key in ("shortest_edge", "longest_edge")]
         given = [part.get(key) or value for key, value in zip(("min_pixels", "max_pixels"), given, strict=True)]
@@ -88,10 +91,8 @@ def _read_windows(image: dict[str, Any], video: dict[str, Any]) -> Rules:
     return {**rules, "video_fps": float(rules["video_fps"])}
 
 
-def write_processor(rules: Rules, folder: Path) -> None:
-    """Write the files: one with all parts, and each part for older versions. ValueError for a rule it cannot follow."""
-    if rules.get("family") == "qwen3_5":
-        return _write_windows(rules, folder)
+def _write_crops(rules: Rules, folder: Path) -> None:
+    """Of square crops, as Molmo2 has them."""
     if rules["time_mode"] != "per-frame":
         raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
     size = {"height": rules["image_size"], "width": rules["image_size"]}
@@ -122,14 +123,7 @@ def _part(folder: Path, name: str, whole: Mapping[str, Any], key: str) -> dict[s
     return read_object(folder / name) if (folder / name).is_file() else None
 
 
-def read_rules(folder: Path, token_ids: Mapping[str, int], family: str = "molmo2") -> Rules | None:
-    """The rules of a folder, None where there are none. ValueError names a setting that megacp cannot express."""
-    whole = read_object(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
-    image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
-    if image is None:
-        return None
-    if family == "qwen3_5":
-        return {**_read_windows(image, video or {}), "token_ids": dict(token_ids)}
+def _read_crops(image: Rules, video: Rules | None, whole: Rules) -> Rules:
     size = image.get("size", {"height": 378, "width": 378})
     reasons = [
         f"{IMAGES}: {key} is {part[key]!r}, megacp can only express {value!r}"
@@ -147,4 +141,27 @@ def read_rules(folder: Path, token_ids: Mapping[str, int], family: str = "molmo2
         raise ValueError("; ".join(reasons))
     rules: Rules = {"image_size": size["height"], **_read(image, _BOTH | _IMAGE), **_read(video or {}, _VIDEO)}
     rules |= {ours: whole.get(theirs, default) for theirs, (ours, default) in TEXT.items()}
-    return {**rules, "video_fps": float(rules["video_fps"]), "time_mode": "per-frame", "token_ids": dict(token_ids)}
+    return {**rules, "video_fps": float(rules["video_fps"]), "time_mode": "per-frame"}
+
+
+_FILES: dict[str, tuple[Callable[[Rules, Path], None], Callable[[Rules, Rules | None, Rules], Rules]]] = {
+    "molmo2": (_write_crops, _read_crops),
+    "qwen3_5": (_write_windows, _read_windows),
+}
+"""What writes the files of a vision family's rules, and what reads them: image part, video part, and the whole."""
+
+
+def write_processor(rules: VisionRules, folder: Path) -> None:
+    """Write the files: one with all parts, and each part for older versions. ValueError for a rule it cannot follow."""
+    write, _ = _FILES[rules.family]
+    write(rules.to_dict(), folder)
+
+
+def read_rules(folder: Path, token_ids: Mapping[str, int], family: str) -> VisionRules | None:
+    """The rules of a folder, None where there are none. ValueError names a setting that megacp cannot express."""
+    whole = read_object(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
+    image, video = _part(folder, IMAGES, whole, "image_processor"), _part(folder, VIDEOS, whole, "video_processor")
+    if image is None:
+        return None
+    _, read = _FILES[family]
+    return RULES[family].from_dict({**read(image, video, whole), "token_ids": dict(token_ids)})

@@ -18,9 +18,8 @@ from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
 from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.data.decoding import FAMILIES as VISION_FAMILIES
-from megacp.core.data.decoding import rules_from_dict
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.decoding import RULES, rules_from_dict
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
 from megacp.core.training.state import stored_state
@@ -170,7 +169,7 @@ def _of_folder(path: Path) -> Loaded:
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:
     """The image rules of a folder: its processor files, and ids from its tokenizer or its config."""
     ids, vision = dict[str, int](), config.vision
-    texts = VISION_FAMILIES[vision.vision_family].token_texts
+    texts = RULES[vision.vision_family].token_texts
     if (folder / "tokenizer.json").is_file():
         tokenizer = load_tokenizer(str(folder / "tokenizer.json"), engine="reference")
         found = {name: tokenizer.token_id(text) for name, text in texts.items()}
@@ -183,12 +182,9 @@ def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: F
     if set(ids) != set(texts):
         return None  # without a tokenizer the ids of column tokens are not known
     rules = processor.read_rules(folder, ids, vision.vision_family)
-    if rules is None:
-        return None
-    sizes = rules.get("image_size", vision.vision_image_size), rules["patch_size"]
-    if sizes != (vision.vision_image_size, vision.vision_patch_size):
-        raise ValueError(f"{folder}: crops and patches of {sizes} pixels in the processor files are not the tower's")
-    return rules_from_dict(rules)
+    if rules is not None and (misfit := rules.misfit(vision)):
+        raise ValueError(f"{folder}: its processor {misfit}")
+    return rules
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:

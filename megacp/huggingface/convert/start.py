@@ -18,13 +18,14 @@ import torch
 
 from megacp.core.checkpoint.weights import TensorRows
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
+from megacp.core.config.vision import VISION_FAMILIES
 from megacp.core.models.build import DTYPES
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
 from megacp.huggingface.convert.decoder import decoder_shapes
 from megacp.huggingface.convert.lora import Adapter, pair_names
-from megacp.huggingface.convert.molmo2 import tower_shapes
+from megacp.huggingface.convert.molmo2 import MOLMO2, tower_shapes
 from megacp.huggingface.convert.source import (
     Loaded,
     copy_tokenizer,
@@ -37,8 +38,6 @@ from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-IMAGE_ROWS = 128
-"""Rows of the embedding for image tokens, where no flag says how many (as Molmo2 has)."""
 
 
 class Together:
@@ -61,13 +60,16 @@ def with_tower(
     """
     if text.config.vision.vision_num_layers:
         raise ValueError(f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag out")
-    if tower is not None and not tower.config.vision.vision_num_layers:
+    if tower is not None and tower.family is not MOLMO2:
         raise ValueError(f"--vision-from-hf {tower.folder} is a {tower.family.name}, a molmo2 is needed")
     if tower is None and not config.vision.vision_num_layers:
         raise ValueError("--vision-from-hf none makes a new tower: give its --vision-num-layers (Molmo2 has 25)")
+    if tower is None and config.vision.vision_family != MOLMO2.name:
+        raise ValueError(f"--vision-from-hf none makes a molmo2's, --vision-family is {config.vision.vision_family}")
     values = flatten(config if tower is None else tower.config)
     changes = {name: values[name] for name, info in fields().items() if info.room == "vision"}
-    asked = config.model.additional_vocab_size if "additional_vocab_size" in given else IMAGE_ROWS
+    usual = VISION_FAMILIES[MOLMO2.name].token_rows
+    asked = config.model.additional_vocab_size if "additional_vocab_size" in given else usual
     changes |= {"additional_vocab_size": asked, "untie_embeddings_and_output_weights": True, "hf_model_type": None}
     whole = with_values(text.config, changes)
     places = {name: (text.source, name) for name in text.source.infos}

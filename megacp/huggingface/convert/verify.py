@@ -20,9 +20,9 @@ from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches
 from megacp.core.data.images import joined, position_axes
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
@@ -52,7 +52,7 @@ def rows_for(config: RunConfig, rules: VisionRules | None) -> dict[str, PackedBa
     count = min(64, config.model.max_position_embeddings or config.data.seq_length)
     rows = {"random text": _row(config, rules, count, ())}
     if config.vision.vision_num_layers and rules is not None:
-        names = _MEDIA if isinstance(rules, ImageRules) else ("random images",)
+        names = _MEDIA if isinstance(rules, Molmo2Rules) else ("random images",)
         rows |= {name: _row(config, rules, 5, _MEDIA[name]) for name in names}
     return rows
 
@@ -65,12 +65,12 @@ def _row(config: RunConfig, rules: VisionRules | None, count: int, media: Sequen
     tokens, span, layouts, pixels = [rng.choice(words, count)], [np.zeros(count, np.int32)], [], []
     for size in media:
         assert rules is not None, "a model with a tower is compared by image rules"
-        side = rules.image_size if isinstance(rules, ImageRules) else 4 * config.vision.vision_patch_size
+        side = rules.image_size if isinstance(rules, Molmo2Rules) else 4 * config.vision.vision_patch_size
         width, height = (side * max(1, crops) for crops in size)
         noise = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        if size == _FRAME and isinstance(rules, ImageRules):
+        if size == _FRAME and isinstance(rules, Molmo2Rules):
             layout = frame_layout(rules)
-            pixels.append((frame_patches(noise, rules), layout.pooling))
+            pixels.append(rules.pixels_of_frames(rules.fitted(noise, 1)[None, None]))
         else:
             layout = rules.layout_of_image(width, height)
             pixels.append(rules.pixels_of_image(noise))

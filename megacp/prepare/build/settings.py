@@ -9,7 +9,7 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
-from megacp.core.data.vision_rules import VisionRules
+from megacp.core.data.vision.rules import VisionRules
 from megacp.core.storage.url import is_url
 from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
 from megacp.prepare.records.read import input_problem

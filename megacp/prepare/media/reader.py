@@ -15,8 +15,8 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from megacp.core.data.decoding import load_pixels, video_info, video_pixels
-from megacp.core.data.vision_rules import ImageError, VisionRules
+from megacp.core.data.vision.decoding import load_pixels, video_info, video_pixels
+from megacp.core.data.vision.rules import ImageError, VisionRules
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Part, Placed

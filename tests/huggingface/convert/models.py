@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from megacp.core.data.geometry import TOKEN_TEXTS
-from megacp.core.data.qwen_geometry import QwenRules
-from megacp.huggingface.convert.molmo2 import TOKEN_FIELDS
+from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
 from megacp.huggingface.convert.tensors import Info
@@ -95,7 +95,7 @@ def molmo2(**changes: Any) -> Any:
         vision_config={**vision, "image_size": [16, 16], "patch_size": 4, "hidden_act": "gelu_pytorch_tanh"},
         adapter_config={**adapter, "vision_feature_layer": [-1, -3]},
         text_config=text,
-        **{field: TINY.token_ids[name] for field, name in TOKEN_FIELDS.items()},
+        **{field: TINY.token_ids[name] for field, name in MOLMO2.token_fields.items()},
     )
     return transformers.Molmo2ForConditionalGeneration(config)
 
@@ -171,17 +171,17 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
         c, folder = model.config, Path(folder)
         folder.mkdir()
         ids = {name: getattr(c, field) for field, name in QWEN3_5_VL.token_fields.items()}
-        write_processor(QwenRules(patch_size=4, resize_pixels=(64, 4096), token_ids=ids).to_dict(), folder)
+        write_processor(Qwen35Rules(patch_size=4, resize_pixels=(64, 4096), token_ids=ids), folder)
     if "molmo2" in name:
         folder.mkdir()
-        write_processor(TINY.to_dict(), folder)
+        write_processor(TINY, folder)
         write_tokenizer(given("byte", images=True), folder, 512, ())
     model.save_pretrained(folder, save_original_format=name != "molmo2 native", **options)
     return model.eval()
 
 
 def given(specification: str, images: bool = False) -> Given:
-    images_by_text = {TOKEN_TEXTS[name]: i for name, i in TINY.token_ids.items()}
+    images_by_text = {Molmo2Rules.token_texts[name]: i for name, i in TINY.token_ids.items()}
     return Given(load_tokenizer(specification, engine="reference"), images_by_text if images else {})
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.data.decoding import rules_from_dict
-from megacp.core.data.geometry import TOKEN_TEXTS, ImageRules, image_layout, image_patches
-from megacp.core.data.qwen_geometry import QWEN_TOKEN_TEXTS, QwenRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules, image_layout, image_patches
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
 from megacp.huggingface.convert import chat, processor
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
@@ -73,7 +72,7 @@ TURNS: list[dict[str, Any]] = [
 
 
 def exported(tokenizer: Tokenizer, folder: Path, images: bool) -> None:
-    ids = {text: TINY.token_ids[name] for name, text in TOKEN_TEXTS.items()} if images else {}
+    ids = {text: TINY.token_ids[name] for name, text in Molmo2Rules.token_texts.items()} if images else {}
     write_tokenizer(Given(tokenizer, ids), folder, 512, ())
     probe = chat.probe(tokenizer, [TINY.token_ids[name] for name in TINY.placeholder] if images else [])
     chat.write_template(folder, tokenizer, probe, "<im_start><im_end>" if images else "")
@@ -110,7 +109,7 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
     images: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = load_tokenizer("byte", engine="reference")
-    write_processor(TINY.to_dict(), tmp_path)
+    write_processor(TINY, tmp_path)
     exported(tokenizer, tmp_path, images=True)
     (tmp_path / "config.json").write_text('{"model_type": "molmo2"}')
     pixels = [noise(40, 24), noise(16, 32)][:images]
@@ -199,14 +198,14 @@ OTHER = dataclasses.replace(
 
 
 @pytest.mark.parametrize("rules", [TINY, OTHER])
-def test_rules_come_back_from_the_files(rules: ImageRules, tmp_path: Path) -> None:
-    processor.write_processor(rules.to_dict(), tmp_path)
-    assert ImageRules.from_dict(processor.read_rules(tmp_path, rules.token_ids) or {}) == rules
+def test_rules_come_back_from_the_files(rules: Molmo2Rules, tmp_path: Path) -> None:
+    processor.write_processor(rules, tmp_path)
+    assert processor.read_rules(tmp_path, rules.token_ids, "molmo2") == rules
     (tmp_path / processor.PROCESSOR).unlink()
-    older = ImageRules.from_dict(processor.read_rules(tmp_path, rules.token_ids) or {})
+    older: Any = processor.read_rules(tmp_path, rules.token_ids, "molmo2")
     assert (older.max_crops, older.video_fps) == (rules.max_crops, rules.video_fps)
     (tmp_path / processor.IMAGES).unlink()
-    assert processor.read_rules(tmp_path, rules.token_ids) is None
+    assert processor.read_rules(tmp_path, rules.token_ids, "molmo2") is None
 
 
 def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -232,10 +231,10 @@ def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize("rules", [TINY, OTHER])
 def test_the_library_makes_our_tokens_and_pixels_after_a_token_of_its_own(
-    rules: ImageRules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rules: Molmo2Rules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It puts the tokenizer's bos, or else eos, before a text; all that follows is ours."""
-    processor.write_processor(rules.to_dict(), tmp_path)
+    processor.write_processor(rules, tmp_path)
     write_tokenizer(given("byte", images=True), tmp_path, 512, ())
     (tmp_path / "config.json").write_text('{"model_type": "molmo2"}')
     made = library_processor(tmp_path, monkeypatch)
@@ -253,8 +252,8 @@ def test_the_library_makes_our_tokens_and_pixels_after_a_token_of_its_own(
 
 def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="time_mode is 'off'"):
-        processor.write_processor(dataclasses.replace(TINY, time_mode="off").to_dict(), tmp_path)
-    processor.write_processor(TINY.to_dict(), tmp_path)
+        processor.write_processor(dataclasses.replace(TINY, time_mode="off"), tmp_path)
+    processor.write_processor(TINY, tmp_path)
     whole = json.loads((tmp_path / processor.PROCESSOR).read_text())
     for part, change, message in (
         ("image_processor", {"resample": 3}, "resample is 3, megacp can only express 2"),
@@ -265,23 +264,23 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
         changed = {**whole, **change} if part is None else {**whole, part: {**whole[part], **change}}
         (tmp_path / processor.PROCESSOR).write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
-            processor.read_rules(tmp_path, TINY.token_ids)
+            processor.read_rules(tmp_path, TINY.token_ids, "molmo2")
 
 
 def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: Path) -> None:
     """An older file has its pixels beside `size`, and settings of videos are those of images."""
-    rules = QwenRules(
-        token_ids={name: n for n, name in enumerate(QWEN_TOKEN_TEXTS)},
+    rules = Qwen35Rules(
+        token_ids={name: n for n, name in enumerate(Qwen35Rules.token_texts)},
         resize_pixels=(1024, 4096),
         video_resize_pixels=(2048, 8192),
     )
-    processor.write_processor(rules.to_dict(), tmp_path)
+    processor.write_processor(rules, tmp_path)
 
     def read(name: str, **change: Any) -> Any:
         path, text = tmp_path / name, (tmp_path / name).read_text()
         path.write_text(json.dumps({**json.loads(text), **change}))
         try:
-            return rules_from_dict(processor.read_rules(tmp_path, rules.token_ids, "qwen3_5") or {})
+            return processor.read_rules(tmp_path, rules.token_ids, "qwen3_5")
         finally:
             path.write_text(text)
 

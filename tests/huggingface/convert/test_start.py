@@ -330,6 +330,10 @@ def test_a_new_tower_has_the_sizes_of_the_flags_and_the_run_is_exported_as_molmo
 def test_a_tower_that_does_not_fit_is_refused(folder: Path, tower: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["--load-hf", str(folder), "--vision-from-hf"]
     assert "is a qwen3, a molmo2 is needed" in refused([*start, str(folder)], capsys)
+    save("qwen3_5 with images", other := tower.parent / "other")
+    assert "is a qwen3_5, a molmo2 is needed" in refused([*start, str(other)], capsys)
+    new = ["none", "--vision-num-layers", "2"]
+    assert "--vision-family is qwen3_5" in refused([*start, *new, "--vision-family", "qwen3_5"], capsys)
     assert "none makes a new tower: give its --vision-num-layers" in refused([*start, "none"], capsys)
     assert "has --vision-num-layers 3, this run 2" in refused([*start, str(tower), "--vision-num-layers", "2"], capsys)
     assert "has one: leave the flag out" in refused(["--load-hf", str(tower), "--vision-from-hf", "none"], capsys)

@@ -12,9 +12,9 @@ import pytest
 
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.data.collate import collate
-from megacp.core.data.decoding import RulesDecoder
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.training.state import RunState, first_token, last_token
 from megacp.core.training.stored import stored_config
 from megacp.huggingface import convert_command as convert

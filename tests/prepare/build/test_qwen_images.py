@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.config.model import VisionConfig
+from megacp.core.config.vision import VisionConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
-from megacp.core.data.decoding import RulesDecoder, load_pixels, rules_from_dict, video_info, video_pixels
 from megacp.core.data.image_shards import compute_image_shard_boundaries, units_of
 from megacp.core.data.images import ImageLoading
-from megacp.core.data.qwen_geometry import QWEN_TOKEN_TEXTS
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision_rules import ImageError
+from megacp.core.data.vision.decoding import RulesDecoder, load_pixels, rules_from_dict, video_info, video_pixels
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.core.data.vision.rules import ImageError
 from megacp.core.training.sources import image_misfits
 from megacp.prepare.verify import verify
 from tests.prepare.build import builds
 from tests.prepare.media.pictures import encoded, noise, video
-from tests.prepare.media.test_qwen_geometry import SMALL, spelled, two_levels
+from tests.prepare.media.test_qwen3_5_rules import SMALL, spelled, two_levels
 from tests.prepare.templates.public import of_trl, write_tokenizer
 from tests.reference import qwen_processor as reference
 from tests.tools.in_process import preprocessed as tool
@@ -160,7 +160,7 @@ def test_chats_and_videos_have_the_ids_of_the_library_from_their_first_token_to_
 
     write_tokenizer(tmp_path)
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    made.add_special_tokens([*QWEN_TOKEN_TEXTS.values()])
+    made.add_special_tokens([*Qwen35Rules.token_texts.values()])
     made.save(str(tmp_path / "tokenizer.json"))
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     theirs.chat_template = of_trl("qwen3_5_think")
@@ -261,7 +261,10 @@ def test_flags_choose_the_family_and_its_sizes(corpus: Path, tmp_path: Path) -> 
     dataset = PackedDataset(tmp_path / "d")
     rules = rules_from_dict(dataset.manifest.image_rules)
     assert rules == SMALL and dataset.manifest.feature_ids == (257, 258)
-    assert "built with --vision-family qwen3_5" in image_misfits("d", rules, VisionConfig(vision_num_layers=2))[0]
+    towers = VisionConfig(2), VisionConfig(2, "qwen3_5"), VisionConfig(2, "qwen3_5", vision_patch_size=4)
+    told = ["built with --vision-family qwen3_5", "patches of 4 pixels in windows of 2, the model's are 14 in 2"]
+    found = [image_misfits("d", rules, tower) for tower in towers]
+    assert all(text in reason for text, (reason,) in zip(told, found[:2], strict=True)) and found[2] == []
     page = tool("inspect", tmp_path / "d", "--pack", 1, "--html", tmp_path / "pack.html")
     assert page.returncode == 0 and "frame 3" in (tmp_path / "pack.html").read_text()
     folder, other = (write_tokenizer(tmp_path / name).parent for name in ("model", "other"))

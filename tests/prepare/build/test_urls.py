@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision_rules import ImageError
+from megacp.core.data.vision.rules import ImageError
 from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare import command as preprocess
 from megacp.prepare.build.journal import locked

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megacp.core.data.geometry import ImageRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules
 
 
 class WordTokenizer:
@@ -18,7 +18,7 @@ class WordTokenizer:
     vocab_size = 257
 
 
-TINY = ImageRules(
+TINY = Molmo2Rules(
     image_size=16, patch_size=4, overlap_margins=(1, 1), max_crops=6, max_frames=12, video_fps=4.0
 ).with_token_ids(WordTokenizer)
 

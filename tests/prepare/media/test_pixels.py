@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megacp.core.data import decoding
-from megacp.core.data.decoding import (
+from megacp.core.data.vision import decoding
+from megacp.core.data.vision.decoding import (
     ImageError,
     RulesDecoder,
     load_pixels,
     video_info,
     video_pixels,
 )
-from megacp.core.data.geometry import ImageRules, time_text
+from megacp.core.data.vision.molmo2 import Molmo2Rules, time_text
 from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
@@ -195,7 +195,7 @@ def test_a_video_that_is_asked_for_again_is_not_decoded_again(monkeypatch: pytes
     one, two = video(43), video(20)
     whole, asked = decoded(one), []
 
-    def noted(data: bytes, rules: ImageRules, frames: Sequence[int], fit: Any) -> Iterator[np.ndarray]:
+    def noted(data: bytes, rules: Molmo2Rules, frames: Sequence[int], fit: Any) -> Iterator[np.ndarray]:
         asked.append((data is one, list(frames)))
         return video_pixels(data, rules, frames, fit)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megacp.core.data.geometry import frame_layout, image_layout
+from megacp.core.data.vision.molmo2 import frame_layout, image_layout
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import Part, Placed
 from megacp.prepare.records.record import RecordError, RecordRules, SamplePart

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from megacp.core.data.blend import PackBlend
-from megacp.core.data.geometry import image_layout
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision.molmo2 import image_layout
 from megacp.core.training.sources import Sources
 from megacp.prepare.build.run import build
 from megacp.prepare.command import main

@@ -1,27 +1,35 @@
 """What the rules of a vision family say: how images and videos become patches and tokens, whatever the family.
 
 A family is a frozen dataclass of builtin types below `VisionRules`, stored in the manifest, and a row of
-`decoding.FAMILIES`.
+`decoding.RULES`. Its fields are flags of the preprocessing command.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
+
+from megacp.core.config.vision import VisionConfig
 
 LARGEST_ID = (1 << 31) - 2
 """Tokens are stored in at most 4 bytes, and there is one id more than the largest."""
 Pixels = tuple[np.ndarray, np.ndarray]
 """float32 [c, patches of a crop, patch_dim]; int64 [pooled tokens, window] into its patches, -1 = outside."""
+_T = TypeVar("_T")
 
 
-FIRST_FAMILY = "molmo2"
-"""Whose rules name no family, as when there was no other."""
+def rule(default: _T, text: str, flag: str | None = None) -> _T:
+    """A field of rules with what --help says of its flag, which has the field's name where no other is given."""
+    said = {"help": text, "flag": flag}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), hash=False, metadata=said)
+    return dataclasses.field(default=default, metadata=said)
 
 
 class ImageError(ValueError):
@@ -45,6 +53,8 @@ class VisionRules(ABC):
     """The rules of one family. A unit is what is encoded alone: an image, or `frames_of_unit` taken frames."""
 
     family: ClassVar[str]
+    is_named: ClassVar[bool] = True
+    """Whether stored rules name their family; those of the first do not, as when there was no other."""
     token_texts: ClassVar[Mapping[str, str]]
     """The special tokens by the names used here, and their texts in the tokenizers of the family."""
     placeholder: ClassVar[tuple[str, ...]]
@@ -59,6 +69,10 @@ class VisionRules(ABC):
     @abstractmethod
     def patch_shape(self) -> tuple[int, int]:
         """Patches of a crop, and numbers of a patch."""
+
+    @abstractmethod
+    def misfit(self, vision: VisionConfig) -> str | None:
+        """How these rules differ from a tower of the family, and the flags for it; None where they fit."""
 
     @abstractmethod
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
@@ -105,9 +119,9 @@ class VisionRules(ABC):
         return dataclasses.replace(self, token_ids=ids)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: tuples as lists, and with the family that is not the first."""
+        """As JSON has it: tuples as lists, and with the family where rules are to name it."""
         values = dataclasses.asdict(self)  # type: ignore[call-overload]
-        named = {} if self.family == FIRST_FAMILY else {"family": self.family}
+        named = {"family": self.family} if self.is_named else {}
         return named | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @classmethod

@@ -12,21 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.data.geometry import (
-    TOKEN_TEXTS,
-    ImageRules,
+from megacp.core.data.image_shards import BOUNDARY_DTYPE, compute_image_shard_boundaries, units_of
+from megacp.core.data.vision.molmo2 import (
+    Molmo2Rules,
     frame_layout,
-    frame_patches,
     image_layout,
     image_patches,
     pooling_windows,
 )
-from megacp.core.data.image_shards import BOUNDARY_DTYPE, compute_image_shard_boundaries, units_of
 from tests.prepare.media.pictures import TINY, WordTokenizer, noise
 from tests.reference import molmo2_processor as reference
 from tests.reference.packing import least_largest_cost
 
-MOLMO2 = ImageRules().with_token_ids(WordTokenizer)
+MOLMO2 = Molmo2Rules().with_token_ids(WordTokenizer)
 RULES = {
     "tiny": TINY,
     "no margins, odd pooling": dataclasses.replace(TINY, overlap_margins=(0, 0), image_pooling=(3, 2), image_size=20),
@@ -54,8 +52,8 @@ def test_pixels_and_pooling_are_those_of_the_transformers_library(name: str) -> 
         assert np.abs(mine - patches).max() <= ONE_LEVEL, (width, height)
 
 
-def spelled(text: str, rules: ImageRules) -> list[int]:
-    ids = {text: rules.token_ids[name] for name, text in TOKEN_TEXTS.items()}
+def spelled(text: str, rules: Molmo2Rules) -> list[int]:
+    ids = {text: rules.token_ids[name] for name, text in Molmo2Rules.token_texts.items()}
     return [ids[word] for word in re.findall("<[^>]*>", text)]
 
 
@@ -86,17 +84,17 @@ def test_a_frame_is_one_crop_whose_tokens_are_those_of_the_library(columns: bool
 
 
 def test_rules_survive_json_and_unknown_keys_or_types_are_named() -> None:
-    assert ImageRules.from_dict(MOLMO2.to_dict()) == MOLMO2
-    assert ImageRules.from_dict({"patch_size": 7, "video_fps": 3}).patch_size == 7
+    assert Molmo2Rules.from_dict(MOLMO2.to_dict()) == MOLMO2
+    assert Molmo2Rules.from_dict({"patch_size": 7, "video_fps": 3}).patch_size == 7
     with pytest.raises(ValueError, match="unknown keys patchsize; known are image_size"):
-        ImageRules.from_dict({"patchsize": 7})
+        Molmo2Rules.from_dict({"patchsize": 7})
     with pytest.raises(ValueError, match="`patch_size` is '7'; `use_column_tokens` is 1"):
-        ImageRules.from_dict({"patch_size": "7", "use_column_tokens": 1})
+        Molmo2Rules.from_dict({"patch_size": "7", "use_column_tokens": 1})
 
 
 def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
     with pytest.raises(ValueError) as error:
-        ImageRules.from_dict(
+        Molmo2Rules.from_dict(
             {"image_size": 0, "max_crops": 0, "video_fps": 0.0, "image_pooling": [0, 2], "time_mode": "x"}
             | {"image_std": [0.0, 1.0, 1.0], "token_ids": {"image_patch": 3, "image_col": 3, "cat": 1}}
         )
@@ -114,23 +112,23 @@ def test_all_wrong_rules_are_listed_at_once_with_their_flags() -> None:
     with pytest.raises(
         ValueError, match="--image-token-ids are .*4000000000.*, they must differ and be 0 to 2147483646"
     ):
-        ImageRules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
+        Molmo2Rules.from_dict({"token_ids": {"image_patch": 4_000_000_000}})
     with pytest.raises(ValueError, match="unknown keys 14, foo; known are"):
-        ImageRules.from_dict({14: 2, "foo": 3})  # type: ignore[dict-item]
+        Molmo2Rules.from_dict({14: 2, "foo": 3})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="`token_ids` is {5: 7}"):
-        ImageRules.from_dict({"token_ids": {5: 7}})
+        Molmo2Rules.from_dict({"token_ids": {5: 7}})
     with pytest.raises(ValueError, match="--image-size 378 is not a multiple of --patch-size 16"):
-        ImageRules.from_dict({"patch_size": 16})
+        Molmo2Rules.from_dict({"patch_size": 16})
     with pytest.raises(ValueError, match=r"--overlap-margins .* leave nothing of 4"):
-        ImageRules.from_dict({"image_size": 16, "patch_size": 4})
+        Molmo2Rules.from_dict({"image_size": 16, "patch_size": 4})
 
 
 def test_image_tokens_are_given_found_in_the_tokenizer_or_put_above_it() -> None:
     assert sorted(MOLMO2.token_ids.values()) == list(range(257, 265))
     tokenizer = SimpleNamespace(vocab_size=50, token_id={"<im_patch>": 7, "<im_end>": 9}.get)
-    ids = ImageRules(token_ids={"image_start": 60}).with_token_ids(tokenizer).token_ids
+    ids = Molmo2Rules(token_ids={"image_start": 60}).with_token_ids(tokenizer).token_ids
     assert (ids["image_patch"], ids["image_end"], ids["image_start"]) == (7, 9, 60)
-    assert sorted(ids.values())[3:] == [61, 62, 63, 64, 65] and set(ids) == set(TOKEN_TEXTS)
+    assert sorted(ids.values())[3:] == [61, 62, 63, 64, 65] and set(ids) == set(Molmo2Rules.token_texts)
 
 
 def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
@@ -139,10 +137,10 @@ def test_a_grid_that_does_not_divide_is_filled_up_at_its_end() -> None:
 
 
 def test_a_frame_of_the_models_size_keeps_its_pixels_and_their_ends_are_one() -> None:
-    rules = ImageRules(image_size=4, patch_size=2, overlap_margins=(0, 0))
+    rules = Molmo2Rules(image_size=4, patch_size=2, overlap_margins=(0, 0)).with_token_ids(WordTokenizer)
     pixels = np.arange(0, 240, 5, dtype=np.uint8).reshape(4, 4, 3)
     pixels[0, 0], pixels[3, 3] = 0, 255
-    patches = frame_patches(pixels, rules)[0]  # [4, 2 * 2 * 3]
+    patches = rules.pixels_of_frames(rules.fitted(pixels, 1)[None, None])[0][0]  # [4, 2 * 2 * 3]
     expected = pixels.reshape(2, 2, 2, 2, 3).swapaxes(1, 2).reshape(4, 12) / 127.5 - 1.0
     np.testing.assert_allclose(patches, expected, atol=1e-6)
     assert patches.min() == -1.0 and patches.max() == 1.0

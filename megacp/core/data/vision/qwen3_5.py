@@ -13,19 +13,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megacp.core.data.vision_rules import ImageError, ImageLayout, Pixels, VisionRules
+from megacp.core.config.vision import VisionConfig
+from megacp.core.data.vision.rules import ImageError, ImageLayout, Pixels, VisionRules, rule
 
-QWEN_TOKEN_TEXTS = {
-    "image_patch": "<|image_pad|>",
-    "video_patch": "<|video_pad|>",
-    "vision_start": "<|vision_start|>",
-    "vision_end": "<|vision_end|>",
-}
 _FRAMES = 2
 """Frames of a patch; an image is shown as two equal ones."""
 _LARGEST_RATIO = 200
@@ -33,29 +28,29 @@ _LARGEST_RATIO = 200
 
 
 @dataclass(frozen=True)
-class QwenRules(VisionRules):
+class Qwen35Rules(VisionRules):
     """How images and videos become patches and tokens; builtin types only, stored in the manifest."""
 
     family: ClassVar[str] = "qwen3_5"
-    token_texts: ClassVar[Mapping[str, str]] = QWEN_TOKEN_TEXTS
+    token_texts: ClassVar[Mapping[str, str]] = {
+        "image_patch": "<|image_pad|>",
+        "video_patch": "<|video_pad|>",
+        "vision_start": "<|vision_start|>",
+        "vision_end": "<|vision_end|>",
+    }
     placeholder: ClassVar[tuple[str, ...]] = ("vision_start", "image_patch", "vision_end")
     frames_of_unit: ClassVar[int] = _FRAMES
-    patch_size: int = 16
-    merge_size: int = 2
-    """Patches along a side of the window that becomes one token."""
-    resize_pixels: tuple[int, int] = (1 << 16, 1 << 24)
-    """The least and most pixels of an image once its sides are multiples of a window's."""
-    video_resize_pixels: tuple[int, int] = (1 << 12, 24 << 20)
-    """The same of all taken frames of a video together."""
-    min_frames: int = 4
-    max_frames: int = 768
-    video_fps: float = 2.0
-    """Frames taken from a second, between `min_frames` and `max_frames` of a video."""
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    max_pixels: int = 89_478_485
-    """Larger ones are refused."""
-    token_ids: dict[str, int] = field(default_factory=dict, hash=False)
+    patch_size: int = rule(16, "side of a patch in pixels")
+    merge_size: int = rule(2, "patches along a side of the window that becomes one token")
+    resize_pixels: tuple[int, int] = rule((1 << 16, 1 << 24), "least and most of an image, in whole windows")
+    video_resize_pixels: tuple[int, int] = rule((1 << 12, 24 << 20), "the same of all taken frames of a video")
+    min_frames: int = rule(4, "frames of a video at least")
+    max_frames: int = rule(768, "frames of a video at most")
+    video_fps: float = rule(2.0, "frames taken from a second, between --min-frames and --max-frames")
+    image_mean: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1")
+    image_std: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "what the difference is divided by")
+    max_pixels: int = rule(89_478_485, "larger images are refused")
+    token_ids: dict[str, int] = rule({}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids")
 
     def __post_init__(self) -> None:
         """ValueError lists all that cannot be, each with its flag."""
@@ -71,6 +66,14 @@ class QwenRules(VisionRules):
     def patch_shape(self) -> tuple[int, int]:
         """As of `VisionRules`, as is all that follows."""
         return 1, 3 * _FRAMES * self.patch_size**2
+
+    def misfit(self, vision: VisionConfig) -> str | None:
+        """Sizes of patches and windows."""
+        patch, merge = self.patch_size, self.merge_size
+        if (patch, merge) == (vision.vision_patch_size, 2):
+            return None
+        have = f"has patches of {patch} pixels in windows of {merge}, the model's are {vision.vision_patch_size} in 2"
+        return f"{have}: set --vision-patch-size"
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
         """One grid, in which the sides keep their ratio."""
@@ -151,7 +154,7 @@ def _fitting(width: int, height: int, count: int, side: int, pixels: tuple[int, 
 
 
 @functools.lru_cache(maxsize=64)
-def _grid_layout(width: int, height: int, kind: str, rules: QwenRules) -> ImageLayout:
+def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> ImageLayout:
     """The tokens of a grid for pixels of this size: a start, a token a window, an end."""
     side, ids, merge = rules.patch_size * rules.merge_size, rules.token_ids, rules.merge_size
     rows, columns = height // side, width // side

@@ -8,14 +8,14 @@ import re
 import numpy as np
 import pytest
 
-from megacp.core.data.decoding import rules_from_dict
-from megacp.core.data.geometry import ImageRules
-from megacp.core.data.qwen_geometry import QWEN_TOKEN_TEXTS, QwenRules
-from megacp.core.data.vision_rules import ImageError
+from megacp.core.data.vision.decoding import rules_from_dict
+from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.core.data.vision.rules import ImageError
 from tests.prepare.media.pictures import WordTokenizer, noise
 from tests.reference import qwen_processor as reference
 
-QWEN = QwenRules().with_token_ids(WordTokenizer)
+QWEN = Qwen35Rules().with_token_ids(WordTokenizer)
 SMALL = dataclasses.replace(
     QWEN, patch_size=4, resize_pixels=(300, 6000), video_resize_pixels=(2000, 30_000), max_frames=12
 )
@@ -24,13 +24,13 @@ ROUNDED = 1e-6
 """The library's processor for bytes without torchvision scales before it subtracts."""
 
 
-def two_levels(rules: QwenRules) -> float:
+def two_levels(rules: Qwen35Rules) -> float:
     """torch blends with weights of 16 bits, which may move a byte by one in each of two passes."""
     return 2 / 255 / min(rules.image_std) + ROUNDED
 
 
-def spelled(text: str, rules: QwenRules) -> list[int]:
-    ids = {text: rules.token_ids[name] for name, text in QWEN_TOKEN_TEXTS.items()}
+def spelled(text: str, rules: Qwen35Rules) -> list[int]:
+    ids = {text: rules.token_ids[name] for name, text in Qwen35Rules.token_texts.items()}
     return [ids[word] for word in re.findall(r"<\|[^>]*\|>", text)]
 
 
@@ -41,7 +41,7 @@ def sizes(count: int, seed: int, least: int = 1) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("rules", [QWEN, SMALL, MEAN], ids=["Qwen3.5", "small", "other mean"])
-def test_patches_grids_and_tokens_of_images_are_those_of_the_transformers_library(rules: QwenRules) -> None:
+def test_patches_grids_and_tokens_of_images_are_those_of_the_transformers_library(rules: Qwen35Rules) -> None:
     chosen = sizes(205, 0) if rules is SMALL else [(1, 1), (640, 480), (37, 221), *sizes(8, 1)]
     assert rules is not SMALL or len(chosen) >= 200
     for number, (width, height) in enumerate(chosen):
@@ -70,7 +70,7 @@ def test_without_a_resize_every_number_of_a_patch_is_that_of_the_library() -> No
 
 
 @pytest.mark.parametrize("rules", [QWEN, SMALL], ids=["Qwen3.5", "small"])
-def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_library(rules: QwenRules) -> None:
+def test_frames_patches_grids_times_and_tokens_of_videos_are_those_of_the_library(rules: Qwen35Rules) -> None:
     rng = np.random.default_rng(5)
     for width, height in sizes(22, 2, least=4):
         num_frames, fps = int(rng.integers(2, 60)), float(rng.choice([2.0, 3.7, 24.0, 29.97]))
@@ -109,10 +109,10 @@ def test_what_the_library_refuses_is_refused() -> None:
 
 def test_rules_survive_json_by_the_name_of_their_family() -> None:
     assert rules_from_dict(QWEN.to_dict()) == QWEN and QWEN.to_dict()["family"] == "qwen3_5"
-    assert rules_from_dict({"patch_size": 7}) == ImageRules(patch_size=7), "what names no family is Molmo2's"
+    assert rules_from_dict({"patch_size": 7}) == Molmo2Rules(patch_size=7), "what names no family is Molmo2's"
     with pytest.raises(ValueError, match="--vision-family is 'llava', allowed are molmo2, qwen3_5"):
         rules_from_dict({"family": "llava"})
     with pytest.raises(ValueError, match="unknown keys max_crops; known are patch_size, merge_size"):
         rules_from_dict({"family": "qwen3_5", "max_crops": 3})
     with pytest.raises(ValueError, match="--merge-size is 0.*--video-resize-pixels is .5, 4., the least is more"):
-        QwenRules(merge_size=0, video_resize_pixels=(5, 4))
+        Qwen35Rules(merge_size=0, video_resize_pixels=(5, 4))

@@ -3,11 +3,10 @@
 The outcome depends on the bytes alone. Images become upright RGB of 8 bits: 16-bit grey by its high byte, as 16-bit
 colour is by Pillow; CMYK by Pillow's formula; alpha and transparent colours over white.
 
-Frames and times of videos are those of the transformers library's Molmo2 video processor. A frame has the same pixels
-whichever others are asked for, so several ranks may decode one video: where containers have true times, decoding begins
-at the key frame before it, else at the first frame. A frame that the decoder calls damaged ends in an ImageError, never
-in FFmpeg's grey. FFmpeg gets the container's name, which the first bytes tell, so that no playlist among the "videos"
-can make it open other files. A still image is a video of one frame.
+A frame has the same pixels whichever others are asked for, so several ranks may decode one video: where containers have
+true times, decoding begins at the key frame before it, else at the first frame. A frame that the decoder calls damaged
+ends in an ImageError, never in FFmpeg's grey. FFmpeg gets the container's name, which the first bytes tell, so that no
+playlist among the "videos" can make it open other files. A still image is a video of one frame.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.geometry import ImageRules
-from megacp.core.data.qwen_geometry import QwenRules
-from megacp.core.data.vision_rules import FIRST_FAMILY, ImageError, Pixels, VisionRules
+from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.core.data.vision.rules import ImageError, Pixels, VisionRules
 
 _IMAGE = re.compile(
     rb"(?P<Jpeg>\xff\xd8\xff)|(?P<Png>\x89PNG\r\n\x1a\n)|(?P<Gif>GIF8[79]a)|(?P<Bmp>BM)|(?P<Tiff>II\*\0|MM\0\*)"
@@ -53,16 +52,16 @@ _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
 
-FAMILIES: dict[str, type[VisionRules]] = {rules.family: rules for rules in (ImageRules, QwenRules)}
-"""Vision families by the name that --vision-family and a manifest give them."""
+RULES: dict[str, type[VisionRules]] = {rules.family: rules for rules in (Molmo2Rules, Qwen35Rules)}
+"""Those of each vision family, by the name that --vision-family and a manifest give it."""
 
 
 def rules_from_dict(values: Mapping[str, Any]) -> VisionRules:
-    """The rules of the family that `values` name, Molmo2's where they name none; ValueError as of `from_dict`."""
-    family = values.get("family", FIRST_FAMILY)
-    if family not in FAMILIES:
-        raise ValueError(f"image rules: --vision-family is {family!r}, allowed are {', '.join(FAMILIES)}")
-    return FAMILIES[family].from_dict({key: value for key, value in values.items() if key != "family"})
+    """The rules of the family that `values` name, of the first where they name none; ValueError as of `from_dict`."""
+    family = values.get("family", next(iter(RULES)))
+    if family not in RULES:
+        raise ValueError(f"image rules: --vision-family is {family!r}, allowed are {', '.join(RULES)}")
+    return RULES[family].from_dict({key: value for key, value in values.items() if key != "family"})
 
 
 def _kind(data: bytes, known: re.Pattern[bytes]) -> str:

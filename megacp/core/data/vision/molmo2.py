@@ -1,7 +1,7 @@
 """Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
 
 Tokens and pooling indices are those of the transformers library (models/molmo2); pixels differ by at most one of 255
-levels, where a resized value lies on a rounding edge. Each size is a number in `ImageRules`.
+levels, where a resized value lies on a rounding edge. Each size is a number in `Molmo2Rules`.
 
 An image becomes one low-resolution crop of the whole, then overlapping high-resolution crops of a canvas that is tiled
 by at most `max_crops`. In each part windows of patches are pooled into one token. A pooling index counts patches over
@@ -13,62 +13,52 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from megacp.core.data.vision_rules import FIRST_FAMILY, ImageLayout, Pixels, VisionRules
-
-TOKEN_TEXTS = {
-    "image_patch": "<im_patch>",
-    "image_col": "<im_col>",
-    "image_start": "<im_start>",
-    "low_res_image_start": "<low_res_im_start>",
-    "frame_start": "<frame_start>",
-    "image_end": "<im_end>",
-    "frame_end": "<frame_end>",
-    "image_low_res": "<im_low>",
-}
-"""The special tokens by the names used here, and their texts in Molmo2's tokenizer."""
+from megacp.core.config.vision import VisionConfig
+from megacp.core.data.vision.rules import ImageLayout, Pixels, VisionRules, rule
 
 
 @dataclass(frozen=True)
-class ImageRules(VisionRules):
+class Molmo2Rules(VisionRules):
     """How images and videos become crops and tokens; builtin types only, stored in the manifest.
 
     Images and patches are measured in pixels, margins and pooling in patches (rows, columns).
     """
 
-    family: ClassVar[str] = FIRST_FAMILY
-    token_texts: ClassVar[Mapping[str, str]] = TOKEN_TEXTS
+    family: ClassVar[str] = "molmo2"
+    is_named: ClassVar[bool] = False
+    token_texts: ClassVar[Mapping[str, str]] = {
+        "image_patch": "<im_patch>",
+        "image_col": "<im_col>",
+        "image_start": "<im_start>",
+        "low_res_image_start": "<low_res_im_start>",
+        "frame_start": "<frame_start>",
+        "image_end": "<im_end>",
+        "frame_end": "<frame_end>",
+        "image_low_res": "<im_low>",
+    }
     placeholder: ClassVar[tuple[str, ...]] = ("image_start", "image_end")
     frames_of_unit: ClassVar[int] = 1
-    image_size: int = 378
-    patch_size: int = 14
-    max_crops: int = 8
-    """High-resolution ones of an image; the low-resolution one comes on top."""
-    overlap_margins: tuple[int, int] = (4, 4)
-    """What a neighbour shows too, at the left/top and the right/bottom of a crop."""
-    image_pooling: tuple[int, int] = (2, 2)
-    video_pooling: tuple[int, int] = (3, 3)
-    max_frames: int = 64
-    video_fps: float = 2.0
-    """Frames taken from a second at most."""
-    time_mode: str = "per-frame"
-    """per-frame: the time in seconds as text before each frame; off: no text."""
-    use_column_tokens: bool = False
-    """A column token after each row of an image."""
-    low_res_column_tokens: bool | None = None
-    """The same in its low-resolution part; None: as use_column_tokens."""
-    video_column_tokens: bool = False
-    """The same in video frames."""
-    image_mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    """Of red, green, blue between 0 and 1, as is the deviation."""
-    image_std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    max_pixels: int = 89_478_485
-    token_ids: dict[str, int] = field(default_factory=dict, hash=False)
-    """Id of each special token (TOKEN_TEXTS); those not named are found by `with_token_ids`."""
+    image_size: int = rule(378, "side of a crop in pixels")
+    patch_size: int = rule(14, "side of a patch in pixels")
+    max_crops: int = rule(8, "high-resolution crops of an image at most, beside its low-resolution one")
+    overlap_margins: tuple[int, int] = rule((4, 4), "patches that neighbours show too: at the left/top, right/bottom")
+    image_pooling: tuple[int, int] = rule((2, 2), "rows and columns of patches of a token of an image")
+    video_pooling: tuple[int, int] = rule((3, 3), "the same of a video frame")
+    max_frames: int = rule(64, "frames of a video at most")
+    video_fps: float = rule(2.0, "frames taken from a second at most")
+    time_mode: str = rule("per-frame", "per-frame: the time in seconds as text before each frame; off: no text")
+    use_column_tokens: bool = rule(False, "a token after each row of an image", "--column-tokens")
+    low_res_column_tokens: bool | None = rule(None, "in the low-resolution part (as --column-tokens)")
+    video_column_tokens: bool = rule(False, "in video frames")
+    image_mean: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "subtracted from red, green, blue between 0 and 1")
+    image_std: tuple[float, float, float] = rule((0.5, 0.5, 0.5), "what the difference is divided by")
+    max_pixels: int = rule(89_478_485, "larger images are refused")
+    token_ids: dict[str, int] = rule({}, "ids of image tokens (the tokenizer's, or above it)", "--image-token-ids")
 
     def __post_init__(self) -> None:
         """ValueError lists all that cannot be, each with its flag."""
@@ -105,6 +95,15 @@ class ImageRules(VisionRules):
     def patch_shape(self) -> tuple[int, int]:
         """As of `VisionRules`, as is all that follows."""
         return self.patches_per_crop, self.patch_dim
+
+    def misfit(self, vision: VisionConfig) -> str | None:
+        """Sizes of crops and patches."""
+        size, patch = self.image_size, self.patch_size
+        expected = vision.vision_image_size, vision.vision_patch_size
+        if (size, patch) == expected:
+            return None
+        have = f"has crops of {size} pixels with patches of {patch}, the model's have {expected[0]} and {expected[1]}"
+        return f"{have}: set --vision-image-size {size} --vision-patch-size {patch}"
 
     def layout_of_image(self, width: int, height: int) -> ImageLayout:
         """One low-resolution crop, and those of its tiling."""
@@ -151,7 +150,7 @@ class ImageRules(VisionRules):
         return canvas, [(left, top, self.image_size) for top, left in origins]
 
 
-def _tiling(width: int, height: int, rules: ImageRules) -> tuple[int, int]:
+def _tiling(width: int, height: int, rules: Molmo2Rules) -> tuple[int, int]:
     """Rows and columns of high-resolution crops, whose canvas shrinks the image least, else enlarges it least.
 
     In float32 and with ties to the first, as the reference: sizes may be below 0 (less than the margins).
@@ -181,7 +180,7 @@ def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray
     return windows, (rows, columns)
 
 
-def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
+def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
     """Index of the patch shown at each place of the canvas, int64 [canvas rows, canvas columns], low-res crop counted.
 
     Where crops overlap, each shows the half on its side.
@@ -203,7 +202,7 @@ def _high_res_grid(rows: int, columns: int, rules: ImageRules) -> np.ndarray:
 
 
 def _layout(
-    grid: np.ndarray | None, pool: tuple[int, int], rules: ImageRules, kind: str, start: str, in_columns: bool
+    grid: np.ndarray | None, pool: tuple[int, int], rules: Molmo2Rules, kind: str, start: str, in_columns: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of patches [h, w] (None: of one crop) and their pooling: a start token, rows of `image_patch`, an end."""
     crop = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
@@ -214,7 +213,7 @@ def _layout(
 
 
 @functools.lru_cache(maxsize=256)
-def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
+def image_layout(width: int, height: int, rules: Molmo2Rules) -> ImageLayout:
     """What an image of this size (upright) becomes; `rules` must have all token ids."""
     rows, columns = _tiling(width, height, rules)
     in_high, in_low = rules.use_column_tokens, rules.low_res_column_tokens
@@ -225,13 +224,13 @@ def image_layout(width: int, height: int, rules: ImageRules) -> ImageLayout:
 
 
 @functools.lru_cache(maxsize=16)
-def frame_layout(rules: ImageRules) -> ImageLayout:
+def frame_layout(rules: Molmo2Rules) -> ImageLayout:
     """What one frame of a video becomes, whatever its size: one crop, pooled by `video_pooling`."""
     pool, in_columns = rules.video_pooling, rules.video_column_tokens
     return ImageLayout(1, *_layout(None, pool, rules, "frame", "frame_start", in_columns))
 
 
-def time_text(index: int, seconds: float, rules: ImageRules) -> str:
+def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
     """The text before the `index`-th taken frame."""
     return "" if rules.time_mode == "off" else f"{' ' if index else ''}{seconds:.1f} "
 
@@ -258,7 +257,7 @@ def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     return np.rint(above + below).clip(0, 255).astype(np.uint8).reshape(height, width, 3)
 
 
-def patches_of(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
+def patches_of(crops: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
     """uint8 [crops, size, size, 3] -> normalized float32 [crops, N, 3 * patch ** 2], a patch row by row, RGB inside."""
     side, patch = rules.patches_per_side, rules.patch_size
     of_colours = [np.array(values, np.float32) * np.float32(255) for values in (rules.image_mean, rules.image_std)]
@@ -270,7 +269,7 @@ def patches_of(crops: np.ndarray, rules: ImageRules) -> np.ndarray:
     return values
 
 
-def crop_origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+def crop_origins(width: int, height: int, rules: Molmo2Rules) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """Height and width of the canvas, and row and column of the first pixel of each high-resolution crop."""
     rows, columns = _tiling(width, height, rules)
     margin = sum(rules.overlap_margins) * rules.patch_size
@@ -279,15 +278,10 @@ def crop_origins(width: int, height: int, rules: ImageRules) -> tuple[tuple[int,
     return (rows * step + margin, columns * step + margin), origins
 
 
-def image_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
+def image_patches(pixels: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
     """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution crop first."""
     height, width, _ = pixels.shape
     (down, across), origins = crop_origins(width, height, rules)
     canvas, side = resized(pixels, down, across), rules.image_size
     crops = [canvas[top : top + side, left : left + side] for top, left in origins]
     return patches_of(np.stack([resized(pixels, side, side), *crops]), rules)
-
-
-def frame_patches(pixels: np.ndarray, rules: ImageRules) -> np.ndarray:
-    """uint8 [h, w, 3] of one video frame -> float32 [1, patches_per_crop, 3 * patch ** 2]."""
-    return patches_of(resized(pixels, rules.image_size, rules.image_size)[None], rules)
