@@ -24,7 +24,6 @@ from megacp.core.data.reader import Pack
 from megacp.core.data.tables import BRANCH_DTYPE
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
-from megacp.core.models.build import grid_shape
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.storage.wording import human_bytes
@@ -61,7 +60,7 @@ class Subject:
         self.before = peak_bytes()
         self.world_size = world_size
         self.config, self.rules = config, rules
-        self.grid = build_grid(grid_shape(config, world_size), rank)
+        self.grid = build_grid(config.grid_shape(world_size), rank)
         self.model = ParallelModel(config, self.grid, phase)
         decoder = MockDecoder(rules.images) if rules.images is not None else None
         self.loading = image_loading(config, self.grid, self.model.rows, decoder)

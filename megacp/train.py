@@ -35,10 +35,10 @@ from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.distributed import launch
-from megacp.core.distributed.grid import GridShape, ProcessGrid
-from megacp.core.models.build import grid_shape, stage_layers
+from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.place import place_of
 from megacp.core.training.agreement import AlikeError, require_agreement, statement
@@ -95,7 +95,7 @@ def dry_run(config: RunConfig) -> str:
         config, _ = prepare(config, world_size)
     else:
         require(config, world_size, backend_problems(config, None))
-    return describe(config, world_size, stage_layers(config, world_size))
+    return describe(config, world_size)
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
@@ -118,7 +118,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
             f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer {ours[:12]}, --load-hf "
             f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer of that folder"
         )
-    return Plan(config, sources, grid_shape(config, world.size), weights)
+    return Plan(config, sources, config.grid_shape(world.size), weights)
 
 
 def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, Weights | None, str]:

@@ -323,6 +323,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/pipeline_parallel/partition.py", PP): [
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
+    ("core/pipeline_parallel/timeline.py", PP): [
+        ("max(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
+    ],
     ("core/data_parallel/buckets.py", DP): [
         ("partial_over, spec.weight_decay, spec.", "partial_over, spec.", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
@@ -369,11 +372,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(end - length)", "warmup", "WSD falls from the start"),
     ],
     ("core/distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
-        ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
         ("[axis.rank % inner :: inner]", "[axis.rank // inner :: inner]", "outer groups of other ranks"),
         ("axis.rank // inner * inner", "axis.rank % inner * inner", "inner groups of other ranks"),
         ("self.channels[direction,", 'self.channels["forward",', "both directions share a channel"),
         ("(stages[0], stages[-1])", "stages[:2]", "the embedding's copies are those of the first stages"),
+    ],
+    ("core/config/parallel.py", GRID): [
+        ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
     ],
     ("core/distributed/grid.py", "tests/training/test_loss.py"): [
         ('self.over("dp", "cp"), self.emb', "self.emb", "ranks that sum gradients first meet in a step"),

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 
 from megacp.core.config.cli import OneLineParser
-from megacp.core.distributed.grid import GridShape, single_axis
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.launch import World, join, meet, stop, world_from_environment
 from megacp.core.monitor.console import to_nowhere
 from megacp.huggingface.convert.chat import CHOICES

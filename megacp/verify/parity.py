@@ -35,7 +35,6 @@ from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import build_grid
-from megacp.core.models.build import grid_shape
 from megacp.core.models.costs import run_parameters
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.optim.lr_schedule import learning_rate
@@ -300,7 +299,7 @@ def train_rank(
 
     `rules`: of random packs, None takes those of --data-path. `strategy`: how to deal images first, see `ImageLoading`.
     """
-    grid = build_grid(grid_shape(config, world_size), rank)
+    grid = build_grid(config.grid_shape(world_size), rank)
     model = ParallelModel(config, grid)
     packs = rules or open_sources(config)[1]
     if isinstance(packs, Sources):

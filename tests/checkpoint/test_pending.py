@@ -23,7 +23,8 @@ from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
 from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.storage import INDEX_FILE
-from megacp.core.distributed.grid import Axis, GridShape, build_grid, single_axis
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed.grid import Axis, build_grid, single_axis
 from megacp.core.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks

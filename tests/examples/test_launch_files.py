@@ -19,8 +19,7 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.config.yaml_file import values_of_file
 from megacp.core.data.reader import PackedDataset
-from megacp.core.models.build import stage_layers
-from megacp.core.models.costs import run_parameters
+from megacp.core.models.costs import run_parameters, stage_layers
 from megacp.huggingface.convert.families import of_values
 from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess

@@ -26,7 +26,6 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.fake_world import recorded
 from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.models.build import grid_shape
 from megacp.core.ops.pointwise import keep_mask
 from megacp.core.ops.tile_kernels import TileKernel
 from megacp.core.tensor_parallel.vocabulary import weighted_loss
@@ -307,7 +306,7 @@ def _strangers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int,
     config = with_values(RunConfig(), {**SIZES, **values})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_file, "_near", lambda rank: None)  # neighbours would go from memory to memory
-        here = build_grid(grid_shape(config, world_size), rank)
+        here = build_grid(config.grid_shape(world_size), rank)
     model, groups = ParallelModel(config, here), Groups()
     row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length))
     with groups:

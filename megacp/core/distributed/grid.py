@@ -1,7 +1,6 @@
-"""The DP x TP x PP x CP grid: rank arithmetic as a pure value, process groups as frozen axes.
+"""The DP x TP x PP x CP grid of processes: a `GridShape` with process groups, as frozen axes.
 
-A layer that communicates sees one `Axis`. Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default
-`tp-cp-ep-dp-pp` without experts.
+A layer that communicates sees one `Axis`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import datetime
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.distributed import same_host
 from megacp.core.distributed.same_host import LocalChannel, SameHost
-
-AXES = ("tp", "cp", "dp", "pp")
-"""Axis names, fastest varying first."""
 
 
 @dataclass(frozen=True)
@@ -50,35 +47,6 @@ class Axis:
 def single_axis(name: str, global_rank: int = 0) -> Axis:
     """An axis of one rank: every collective on it is the identity and needs no process group."""
     return Axis(name, 1, 0, (global_rank,))
-
-
-@dataclass(frozen=True)
-class GridShape:
-    """Sizes of the four axes. All methods are pure functions of them."""
-
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
-    pp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks: the product of the axes."""
-        return self.tp * self.cp * self.dp * self.pp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a global rank on each axis, by axis name."""
-        place = {}
-        for name in AXES:
-            rank, place[name] = divmod(rank, getattr(self, name))
-        return place
-
-    def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
-        mine = self.coordinates(rank)
-        place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
-        sizes = [getattr(self, name) for name in reversed(AXES)]
-        return tuple(torch.arange(self.world_size).view(sizes)[place].flatten().tolist())
 
 
 @dataclass(frozen=True)

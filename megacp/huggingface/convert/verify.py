@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
@@ -23,7 +24,7 @@ from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.geometry import ImageRules, frame_layout, frame_patches
 from megacp.core.data.images import joined, position_axes
 from megacp.core.data.vision_rules import VisionRules
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megacp.core.config.checks import check
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import model_parameters, run_parameters

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.names import TensorBox
+from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import launch
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.launch import run_store
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
 from megacp.huggingface.convert.start import FolderStart
