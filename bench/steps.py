@@ -27,8 +27,8 @@ from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.storage.wording import human_bytes
+from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading
-from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
 from megacp.plan.report import table
 from megacp.verify.parity import microbatches
@@ -80,7 +80,7 @@ class Subject:
 
     def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
         """Tokens and loss of the step, once all ranks have ended it."""
-        agreed = agree(batches, self.grid, replica=self.model.rows.data_rank.index)
+        agreed = agree_on_step(batches, self.grid, replica=self.model.rows.data_rank.index)
         loss = self.model.train(batches, self.step, agreed.denominator).loss
         barrier(self.grid.world)
         return agreed.tokens, loss

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megacp.core.backends.select import backend_problems
-from megacp.core.checkpoint.agree import reason_of
+from megacp.core.checkpoint.outcome import reason_of
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
@@ -41,7 +41,7 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.place import place_of
-from megacp.core.training.agreement import AlikeError, require_agreement, statement
+from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
 from megacp.core.training.stopping import FAILED, STOPPED
 from megacp.core.training.stored import resumes, with_stored_model
@@ -308,7 +308,7 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
         if isinstance(silence, AlikeError):
             raise
         raise ValueError(problem) from None  # the others did not come; the problem here is certain
-    require_agreement(meeting, None, problem)
+    require_equal_start(meeting, None, problem)
     raise AssertionError("a rank with a problem was let in")
 
 
@@ -317,7 +317,7 @@ def _agree(plan: Plan, world: launch.World) -> launch.Meeting:
     meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
     known = plan.weights.fingerprint if plan.weights is not None else "none"
-    require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
+    require_equal_start(meeting, {**stated, "the fingerprint of --load-hf": known})
     return meeting
 
 

@@ -380,7 +380,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/config/parallel.py", GRID): [
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
     ],
-    ("core/distributed/grid.py", "tests/training/test_loss.py"): [
+    ("core/distributed/grid.py", "tests/training/test_denominator.py"): [
         ('self.over("dp", "cp"), self.emb', "self.emb", "ranks that sum gradients first meet in a step"),
         ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
     ],
@@ -400,7 +400,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("all_reduce, _identity", "all_reduce, collectives.all_reduce", "reduce_from sums twice"),
         ("over, out_splits, in_splits", "over, in_splits, out_splits", "an exchange's gradient takes the way there"),
     ],
-    ("core/training/loss.py", f"{GOLDEN} tests/training/test_loss.py"): [
+    ("core/training/denominator.py", f"{GOLDEN} tests/training/test_denominator.py"): [
         ("return self.weight or 1.0", "return 1.0", "sums are not divided"),
         ("total = table[first, 2:4].sum", "total = table[:, 2:4].sum", "all ranks count, not one of each replica"),
         ('("flops", "image_documents")', '("flops", "image_documents", "stop_reason")', "stop reasons add up"),
@@ -473,7 +473,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
         ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
     ],
-    ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
+    ("core/checkpoint/outcome.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
         (", one.st_dev, one.st_ino)", ")", "folders of one machine are one copy"),
     ],
@@ -619,13 +619,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("own if in_place else", "torch.empty_like(own) if in_place else", "a sum stands beside what it is the sum of"),
         ("own if in_place else torch.empty_like(own)", "own", "a sum is written over an input that is still needed"),
     ],
-    ("core/training/step.py", f"{GOLDEN} tests/training/test_loss.py"): [
+    ("core/training/step.py", f"{GOLDEN} tests/training/test_denominator.py"): [
         ('f"{self.config.training.seed}/{step}"', 'f"{self.config.training.seed}"', "every step has one dropout mask"),
         ("self.grid.tp.rank == 0  #", "True  #", "the loss counts once for each tp rank"),
         ("chunk.eval()", "chunk.train()", "evaluation drops out"),
         ("check(loss, norm)", "check(loss, 0.0)", "nobody looks at the norm"),
     ],
-    ("core/training/rows.py", "tests/training/test_loss.py"): [
+    ("core/training/rows.py", "tests/training/test_denominator.py"): [
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [

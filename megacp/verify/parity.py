@@ -38,8 +38,8 @@ from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import run_parameters
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.optim.lr_schedule import learning_rate
+from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, mock_images
-from megacp.core.training.loss import agree
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import Sources, loader_options, open_sources
 from megacp.core.training.step import ParallelModel
@@ -311,7 +311,7 @@ def train_rank(
     before = _boxes(model.parameters.parameters_held())
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
-        agreed = agree(batches, grid, replica=model.rows.data_rank.index)
+        agreed = agree_on_step(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator)
         gradients = _boxes(model.parameters.gradient_slices())
         norm = model.optimizer.step(learning_rate(step, config.training))

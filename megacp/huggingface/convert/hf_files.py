@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from megacp.core.checkpoint import storage
-from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
+from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import files
 from megacp.huggingface.convert.tensors import Info, Source, num_bytes, whole

@@ -60,7 +60,7 @@ class StepAgreement:
         return self.weight or 1.0
 
 
-def agree(
+def agree_on_step(
     batches: Sequence[PackedBatch], grid: ProcessGrid, report: RankReport | None = None, *, replica: int | None = None
 ) -> StepAgreement:
     """One all-gather over the world: loss denominator, equality of the packs of ranks that read the same, reports.
