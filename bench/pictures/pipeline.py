@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -47,7 +48,7 @@ def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, tit
 
 def draw_pipeline() -> Figure:
     """1F1B, interleaved 1F1B and zero bubble one below the other, with the same work a stage."""
-    figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
+    figure, places = plt.subplots(3, 1, figsize=(13.6, 9.4))
     schedules = {
         "1F1B, one chunk a stage: idle {idle:.1%} of the work": ("1f1b", 1),
         f"interleaved 1F1B, {CHUNKS} chunks a stage: idle {{idle:.1%}}": ("1f1b", CHUNKS),

@@ -16,11 +16,12 @@ from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.context_parallel.vision import LocalVision
 from megacp.core.data.collate import collate
-from megacp.core.data.decoding import ImageError, RulesDecoder
-from megacp.core.data.images import ImageLoading, Pixels
+from megacp.core.data.decoding import RulesDecoder
+from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import PackedLoader
 from megacp.core.data.mock import MockDecoder, MockImages
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision_rules import ImageError, Pixels
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, without_bad_images
 from megacp.core.training.sources import loader_options, open_sources

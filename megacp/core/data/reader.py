@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.decoding import ImageError
 from megacp.core.data.image_shards import BOUNDARY_DTYPE
 from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32
+from megacp.core.data.vision_rules import ImageError
 from megacp.core.storage import files
 from megacp.core.storage.place import CACHE, Place, place_of
 from megacp.core.storage.url import Url

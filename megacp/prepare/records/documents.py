@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megacp.core.data.collate import parents
-from megacp.core.data.geometry import ImageLayout
 from megacp.core.data.tables import token_dtype
+from megacp.core.data.vision_rules import ImageLayout
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.record import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer

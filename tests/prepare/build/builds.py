@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.data.reader import PackedDataset
-from megacp.prepare.build.run import BuildSummary, build
+from megacp.prepare.build.progress import BuildSummary
+from megacp.prepare.build.run import build
 from megacp.prepare.build.settings import BuildSettings
 
 

@@ -25,7 +25,8 @@ from megacp.core.data.vision_rules import ImageError
 from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare import command as preprocess
 from megacp.prepare.build.journal import locked
-from megacp.prepare.build.run import BuildSummary, build
+from megacp.prepare.build.progress import BuildSummary
+from megacp.prepare.build.run import build
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.read import identity, plan_units, read_extent
 from megacp.prepare.records.record import Record

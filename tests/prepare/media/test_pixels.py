@@ -14,14 +14,9 @@ import pytest
 from PIL import Image, ImageOps
 
 from megacp.core.data import decoding
-from megacp.core.data.decoding import (
-    ImageError,
-    RulesDecoder,
-    load_pixels,
-    video_info,
-    video_pixels,
-)
+from megacp.core.data.decoding import RulesDecoder, load_pixels, video_info, video_pixels
 from megacp.core.data.geometry import ImageRules, time_text
+from megacp.core.data.vision_rules import ImageError
 from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference

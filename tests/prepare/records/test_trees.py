@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from megacp.core.data.collate import collate
 from megacp.core.data.decoding import RulesDecoder
-from megacp.core.data.geometry import ImageLayout
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
+from megacp.core.data.vision_rules import ImageLayout
 from megacp.prepare.command import main
 from megacp.prepare.describe import describe_pack, statistics
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, Placed, learned_tokens
