@@ -46,9 +46,7 @@ from megacp.core.models import build, offload
 from megacp.core.models.costs import WINDOW, planned_images, stage_layers
 from megacp.core.training.sources import open_sources
 from megacp.core.training.step import ParallelModel
-from megacp.plan.memory import stage_memory
-
-STATE = ("weights", "gradients", "optimizer")
+from megacp.plan.memory import STATE, stage_memory
 
 
 class Watch(TorchDispatchMode):

@@ -44,7 +44,7 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought, as templates write it."""
 THINKS = "enable_thinking"
 """The variable by which a template is told whether to think."""
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """Of a template that says by itself what is learned."""
 LONGEST = 10.0
 """Seconds that one rendering may compute; a long conversation takes some thousandths."""
