@@ -495,13 +495,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/tokenize/tokenizer.py", "tests/prepare/test_tokenizer.py"): [
         (" or _has_newer(text)", "", "new letters are cut by the engine's own tables"),
     ],
-    ("prepare/build/packing.py", "tests/prepare/build/test_packing.py"): [
+    ("prepare/packs/packing.py", "tests/prepare/packs/test_packing.py"): [
         ("min(len(available), -(-remaining // each))", "len(available)", "more packs are taken than items are left"),
         ('np.argsort(-lengths, kind="stable")', 'np.argsort(lengths, kind="stable")', "the shortest first"),
         ("(start + longest, lengths[document])", "(start + longest, start + longest)", "the last piece is too long"),
         ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
     ],
-    ("prepare/build/unit.py", "tests/prepare/test_public_chats.py"): [
+    ("prepare/packs/unit.py", "tests/prepare/test_public_chats.py"): [
         ("if is_valid != settings.is_valid", "if is_valid < settings.is_valid", "what is validated is learned too"),
     ],
     ("prepare/records/read.py", "tests/prepare/test_public_chats.py tests/prepare/records/test_read.py"): [
@@ -509,14 +509,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stop is not None and offset >= stop:", "stop is not None and offset > stop:", "an element is in two units"),
         ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
     ],
-    ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
+    ("prepare/records/read.py", "tests/prepare/packs/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
     ],
-    ("prepare/build/unit.py", "tests/prepare/build/test_folders.py"): [
+    ("prepare/packs/unit.py", "tests/prepare/packs/test_folders.py"): [
         ("document.weights[start:stop]", "document.weights[: stop - start]", "all pieces are learned as the first"),
         ("(place.extent) + place.line", "(place.extent) + 1", "every reject stands in the first line of its unit"),
     ],
-    ("prepare/records/tables.py", "tests/prepare/records/test_read.py tests/prepare/build/test_images.py"): [
+    ("prepare/records/tables.py", "tests/prepare/records/test_read.py tests/prepare/packs/test_images.py"): [
         ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
         ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
         ("says and len(seen) == 1 and", "says and seen and", "the first of two images is the text's"),
@@ -529,12 +529,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/media/reader.py", "tests/prepare/media/test_reader.py"): [
         ("if os.path.commonpath((path, str(self._root))) != self._root:", "if False:", "a path leads out of the root"),
     ],
-    ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
+    ("prepare/media/reader.py", "tests/prepare/packs/test_urls.py"): [
         ("if (top.scheme, top.host, top.port) == server", "", "a redirect leads to another host"),
         ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
         ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
     ],
-    ("core/storage/url.py", "tests/prepare/build/test_urls.py"): [
+    ("core/storage/url.py", "tests/prepare/packs/test_urls.py"): [
         ('"auto_decompress": False, ', "", "a server's few bytes unpack to many"),
         ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
     ],
@@ -582,10 +582,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if takes else", "if True else", "an object stands where a string is meant"),
         ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
     ],
-    ("prepare/build/run.py", "tests/prepare/templates/test_choice.py"): [
+    ("prepare/packs/run.py", "tests/prepare/templates/test_choice.py"): [
         ("if writers and writers !=", "if False and writers !=", "a build goes on with another chat template"),
     ],
-    ("prepare/media/reader.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("prepare/media/reader.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("(max(a, start) + by, min(b, stop) + by, w)", "(a, b, w)", "what is learned does not move behind a video"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
@@ -666,16 +666,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("shrink = math.sqrt(count *", "shrink = math.sqrt(", "each frame has all pixels of the video"),
         ('"video_patch", self)', '"image_patch", self)', "a video is told as images"),
     ],
-    ("core/data/images.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("core/data/images.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("- step - ended", "- step", "a branch counts on behind its sibling"),
         ("= grids.max(1)", "= grids[:, 0]", "text goes on within a wide image"),
         ("within // columns", "within % columns", "rows count columns"),
         ("units.grids[mine]", "units.grids", "a rank has the grids of all ranks"),
     ],
-    ("core/data/decoding.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("core/data/decoding.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("known.get(i, known[first])", "known.get(i, 0 * known[first])", "half a pair is followed by black"),
     ],
-    ("prepare/build/writer.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("prepare/packs/writer.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("_GRID_ROW.pack(*unit.grid)", "_GRID_ROW.pack(*unit.grid[::-1])", "grids are stored lying down"),
     ],
     ("core/data/geometry.py", "tests/prepare/media/test_geometry.py"): [

@@ -23,7 +23,7 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 """Packages that say more than what they are: the version, and the names for other libraries in one place."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
-ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/build/unit.py")
+ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/packs/unit.py")
 PURE_ROOMS = ("megacp/core/config/", "megacp/plan/", "megacp/core/data/", "megacp/core/data/batch.py")
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""

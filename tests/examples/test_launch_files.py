@@ -25,7 +25,7 @@ from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess
 from megacp.train import dry_run, main
 from tests.data.datasets import random_packs, write_dataset
-from tests.prepare.build.builds import write_records
+from tests.prepare.packs.builds import write_records
 from tests.test_packaging import COMMANDS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

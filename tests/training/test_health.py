@@ -30,8 +30,8 @@ from megacp.train import main
 from megacp.verify.parity import ParitySetup, microbatches, prepare
 from tests.data.datasets import damage
 from tests.faults.sick_run import train_sick
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY as TINY_RULES
+from tests.prepare.packs.builds import run as build
 from tests.ranks import RankError, grid, preload, run_ranks
 from tests.training.faulty_rank import FAULTS
 from tests.training.runs import TINY, losses, run, train_on_rank

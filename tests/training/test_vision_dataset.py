@@ -29,8 +29,8 @@ from megacp.core.training.step import ParallelModel
 from megacp.verify import command as parity
 from megacp.verify.parity import MODELS, ParitySetup, microbatches, prepare
 from tests.data.datasets import damage
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.prepare.packs.builds import run as build
 from tests.ranks import grid, run_ranks
 from tests.training.runs import train_on_rank
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from megacp.prepare.records.read import Extent, LinesBefore, plan_units, read_extent
 from megacp.prepare.records.record import Record, Refusal
-from tests.prepare.build.builds import documents, run
 from tests.prepare.media.pictures import TINY, encoded, noise
+from tests.prepare.packs.builds import documents, run
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

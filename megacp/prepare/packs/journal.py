@@ -18,8 +18,8 @@ from typing import Any
 
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
-from megacp.prepare.build.settings import VALID_FOLDER
-from megacp.prepare.build.unit import UnitResult
+from megacp.prepare.packs.settings import VALID_FOLDER
+from megacp.prepare.packs.unit import UnitResult
 from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megacp.core.storage.files import source_digest
-from megacp.prepare.build.workers import Handler, WorkerFailed, answer_of, result_of
+from megacp.prepare.packs.workers import Handler, WorkerFailed, answer_of, result_of
 
 _TRIES = 4
 """How often a task is begun whose workers are lost."""

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data.manifest import DatasetManifest, thoughts_told
-from megacp.prepare.build.unit import UnitResult
+from megacp.prepare.packs.unit import UnitResult
 
 _BATCH = TrainingConfig.global_batch_size
 _EVERY_SECONDS = 10.0
