@@ -73,7 +73,7 @@ class Plan:
     sources: Sources
     shape: GridShape
     weights: Weights | None = None
-    """Those of --load-hf."""
+    """Weights of --load-hf."""
 
 
 def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:

@@ -51,7 +51,7 @@ _INTS, _FLOATS = _numbers(int), _numbers(float)
 
 
 class _CommandParser(OneLineParser):
-    """Of one command: it names the flag that is nearest to an unknown one."""
+    """The parser of one command: it names the flag that is nearest to an unknown one."""
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
         """As argparse's, where nothing is unknown."""

@@ -123,13 +123,13 @@ class ParitySetup:
 
     config: RunConfig
     rules: MockRules | None
-    """Of random packs; None takes those of --data-path."""
+    """Rules of random packs; None takes the packs of --data-path."""
     world_size: int
     notes: tuple[str, ...]
 
     @property
     def reference(self) -> RunConfig:
-        """Of the one process, on the same rows: dynamic context parallelism joins the packs of dp ranks in one."""
+        """The config of the one process, on the same rows: dynamic context parallelism joins the packs of dp ranks."""
         dynamic = self.config.parallel.dynamic_context_parallel
         joined = self.config.data_parallel_size(self.world_size) if dynamic else 1
         packs = self.config.training.micro_batch_size * joined

@@ -203,7 +203,7 @@ class LoadedCheckpoint:
         return dict(self.manifest.extra)
 
     def payload(self) -> Payload:
-        """Its tensors, opened for reading. Raises like `Payload`."""
+        """The tensors of the checkpoint, opened for reading. Raises like `Payload`."""
         return Payload(self.path, self.manifest.files)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:

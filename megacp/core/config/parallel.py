@@ -44,7 +44,7 @@ class ParallelConfig:
     just the keys that it needs, auto chooses by the masks of the first packs."""
 
     hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
-    """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""
+    """Ranks of a group that swaps tokens for heads, and number of groups in the ring, under a2a+p2p; A x B = cp."""
 
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
     """Which tokens a cp rank holds: zigzag deals 2 x cp chunks of the row, zigzag_document of each document, contiguous

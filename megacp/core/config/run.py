@@ -59,7 +59,7 @@ class RunConfig:
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Of `text`, `vision` and `connector` those whose weights stay; beside low-rank pairs all do."""
+        """Parts among `text`, `vision` and `connector` whose weights stay; beside low-rank pairs all do."""
         parts = ("text", "vision", "connector")
         return parts if self.model.lora_rank > 0 else tuple(name for name in parts if name in self.vision.frozen)
 

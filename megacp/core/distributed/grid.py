@@ -39,7 +39,7 @@ class Axis:
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Of the world: a gloo group with a timeout of its own (`patience`), for ranks whose own work may take long."""
+    """A gloo group of the world with a timeout of its own (`patience`), for ranks whose own work may take long."""
     patience: float = field(default=0.0, compare=False, repr=False)
     """Seconds that the ranks of `host_group` wait for one another."""
 
@@ -209,7 +209,7 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
     timeout = datetime.timedelta(seconds=axis.local.seconds) if axis.local is not None else None
 
     def part(name: str, members: tuple[int, ...]) -> Axis:
-        """Its traffic counts as that of the whole axis."""
+        """A part of the axis, whose traffic counts as that of the whole."""
         return dataclasses.replace(_axis(f"{axis.name}_{name}", members, rank, near, timeout), traffic=axis.traffic)
 
     inside, across = axis.global_ranks[first : first + inner], axis.global_ranks[axis.rank % inner :: inner]

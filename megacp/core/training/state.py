@@ -49,7 +49,7 @@ class RunState:
 
 
 def fresh_state(config: RunConfig, sources: Sources) -> RunState:
-    """That of a run at step 0."""
+    """The state of a run at step 0."""
     return RunState(
         data_fingerprint=sources.fingerprint,
         seed=config.training.seed,

@@ -38,9 +38,9 @@ _FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parque
 _OTHERS = (".csv", ".tsv", ".txt")
 """What people have, and what says nothing of where a record ends or what its columns mean."""
 _BEFORE, _EMPTY, _END = map(re.compile, (r"\s*([\[,]?)\s*", r"\s*\[\s*\]\s*", r"\s*\]\s*"))
-"""Of a JSON array: what stands before an element, one without any, and the end."""
+"""Parts of a JSON array: what stands before an element, one without any, and the end."""
 SAMPLED_BYTES = 1 << 16
-"""Of the edges of a file, by which a changed one is told."""
+"""Bytes of the edges of a file, by which a changed one is recognised."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".tar": read_tar,
