@@ -30,7 +30,7 @@ help:
 	@echo 'make test-all   these, the long ones and the faults (about 25 minutes)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
-	@echo 'make mutants    break the code in 360 places, and see which of them no fast test sees (half an hour)'
+	@echo 'make mutants    break the code, one place at a time, and see which breaks no fast test sees (half an hour)'
 	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
 	@echo 'make fake-grids  a step of every grid of examples/ on fake tensors, beside its dry run (20 minutes)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'

@@ -24,12 +24,11 @@ from megacp.core.data.reader import Pack
 from megacp.core.data.tables import BRANCH_DTYPE
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
-from megacp.core.models.build import grid_shape
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.storage.wording import human_bytes
+from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading
-from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
 from megacp.plan.report import table
 from megacp.verify.parity import microbatches
@@ -61,7 +60,7 @@ class Subject:
         self.before = peak_bytes()
         self.world_size = world_size
         self.config, self.rules = config, rules
-        self.grid = build_grid(grid_shape(config, world_size), rank)
+        self.grid = build_grid(config.grid_shape(world_size), rank)
         self.model = ParallelModel(config, self.grid, phase)
         decoder = MockDecoder(rules.images) if rules.images is not None else None
         self.loading = image_loading(config, self.grid, self.model.rows, decoder)
@@ -81,7 +80,7 @@ class Subject:
 
     def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
         """Tokens and loss of the step, once all ranks have ended it."""
-        agreed = agree(batches, self.grid, replica=self.model.rows.data_rank.index)
+        agreed = agree_on_step(batches, self.grid, replica=self.model.rows.data_rank.index)
         loss = self.model.train(batches, self.step, agreed.denominator).loss
         barrier(self.grid.world)
         return agreed.tokens, loss

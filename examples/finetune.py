@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from megacp.huggingface.generate_command import open_session
-from megacp.prepare.build.run import build
-from megacp.prepare.build.settings import BuildSettings
+from megacp.prepare.packs.run import build
+from megacp.prepare.packs.settings import BuildSettings
 from megacp.train import train
 
 FOLDER = Path(sys.argv[1] if sys.argv[1:] else "runs/finetune")

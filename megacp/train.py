@@ -30,18 +30,18 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megacp.core.backends.select import backend_problems
-from megacp.core.checkpoint.agree import reason_of
+from megacp.core.checkpoint.outcome import reason_of
 from megacp.core.checkpoint.weights import Weights
 from megacp.core.config.blend import shown_path
 from megacp.core.config.checks import require
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.distributed import launch
-from megacp.core.distributed.grid import GridShape, ProcessGrid
-from megacp.core.models.build import grid_shape, stage_layers
+from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.console import ends_with_its_reader
 from megacp.core.storage.place import place_of
-from megacp.core.training.agreement import AlikeError, require_agreement, statement
+from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
 from megacp.core.training.stopping import FAILED, STOPPED
 from megacp.core.training.stored import resumes, with_stored_model
@@ -73,7 +73,7 @@ class Plan:
     sources: Sources
     shape: GridShape
     weights: Weights | None = None
-    """Those of --load-hf."""
+    """Weights of --load-hf."""
 
 
 def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
@@ -95,7 +95,7 @@ def dry_run(config: RunConfig) -> str:
         config, _ = prepare(config, world_size)
     else:
         require(config, world_size, backend_problems(config, None))
-    return describe(config, world_size, stage_layers(config, world_size))
+    return describe(config, world_size)
 
 
 def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
@@ -118,7 +118,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
             f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer {ours[:12]}, --load-hf "
             f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer of that folder"
         )
-    return Plan(config, sources, grid_shape(config, world.size), weights)
+    return Plan(config, sources, config.grid_shape(world.size), weights)
 
 
 def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunConfig, Weights | None, str]:
@@ -308,7 +308,7 @@ def _refuse_together(world: launch.World, problem: str) -> NoReturn:
         if isinstance(silence, AlikeError):
             raise
         raise ValueError(problem) from None  # the others did not come; the problem here is certain
-    require_agreement(meeting, None, problem)
+    require_equal_start(meeting, None, problem)
     raise AssertionError("a rank with a problem was let in")
 
 
@@ -317,7 +317,7 @@ def _agree(plan: Plan, world: launch.World) -> launch.Meeting:
     meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
     known = plan.weights.fingerprint if plan.weights is not None else "none"
-    require_agreement(meeting, {**stated, "the fingerprint of --load-hf": known})
+    require_equal_start(meeting, {**stated, "the fingerprint of --load-hf": known})
     return meeting
 
 

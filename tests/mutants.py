@@ -325,6 +325,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/pipeline_parallel/partition.py", PP): [
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
+    ("core/pipeline_parallel/timeline.py", PP): [
+        ("max(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
+    ],
     ("core/data_parallel/buckets.py", DP): [
         ("partial_over, spec.weight_decay, spec.", "partial_over, spec.", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
@@ -372,13 +375,15 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(end - length)", "top", "WSD falls from the start"),
     ],
     ("core/distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
-        ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
         ("[axis.rank % inner :: inner]", "[axis.rank // inner :: inner]", "outer groups of other ranks"),
         ("axis.rank // inner * inner", "axis.rank % inner * inner", "inner groups of other ranks"),
         ("self.channels[direction,", 'self.channels["forward",', "both directions share a channel"),
         ("(stages[0], stages[-1])", "stages[:2]", "the embedding's copies are those of the first stages"),
     ],
-    ("core/distributed/grid.py", "tests/training/test_loss.py"): [
+    ("core/config/parallel.py", GRID): [
+        ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
+    ],
+    ("core/distributed/grid.py", "tests/training/test_denominator.py"): [
         ('self.over("dp", "cp"), self.emb', "self.emb", "ranks that sum gradients first meet in a step"),
         ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
     ],
@@ -398,7 +403,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("all_reduce, _identity", "all_reduce, collectives.all_reduce", "reduce_from sums twice"),
         ("over, out_splits, in_splits", "over, in_splits, out_splits", "an exchange's gradient takes the way there"),
     ],
-    ("core/training/loss.py", f"{GOLDEN} tests/training/test_loss.py"): [
+    ("core/training/denominator.py", f"{GOLDEN} tests/training/test_denominator.py"): [
         ("return self.weight or 1.0", "return 1.0", "sums are not divided"),
         ("total = table[first, 2:4].sum", "total = table[:, 2:4].sum", "all ranks count, not one of each replica"),
         ('("flops", "image_documents")', '("flops", "image_documents", "stop_reason")', "stop reasons add up"),
@@ -476,7 +481,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
         ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
     ],
-    ("core/checkpoint/agree.py", "tests/checkpoint/test_commit.py"): [
+    ("core/checkpoint/outcome.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
         (", one.st_dev, one.st_ino)", ")", "folders of one machine are one copy"),
     ],
@@ -505,13 +510,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/tokenize/tokenizer.py", "tests/prepare/test_tokenizer.py"): [
         (" or _has_newer(text)", "", "new letters are cut by the engine's own tables"),
     ],
-    ("prepare/build/packing.py", "tests/prepare/build/test_packing.py"): [
+    ("prepare/packs/packing.py", "tests/prepare/packs/test_packing.py"): [
         ("min(len(available), -(-remaining // each))", "len(available)", "more packs are taken than items are left"),
         ('np.argsort(-lengths, kind="stable")', 'np.argsort(lengths, kind="stable")', "the shortest first"),
         ("(start + longest, lengths[document])", "(start + longest, start + longest)", "the last piece is too long"),
         ("[: opened + 1] >= need_crops", "[: opened + 1] >= 0", "the second budget does not count"),
     ],
-    ("prepare/build/unit.py", "tests/prepare/test_public_chats.py"): [
+    ("prepare/packs/unit.py", "tests/prepare/test_public_chats.py"): [
         ("if is_valid != settings.is_valid", "if is_valid < settings.is_valid", "what is validated is learned too"),
     ],
     ("prepare/records/read.py", "tests/prepare/test_public_chats.py tests/prepare/records/test_read.py"): [
@@ -519,14 +524,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stop is not None and offset >= stop:", "stop is not None and offset > stop:", "an element is in two units"),
         ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
     ],
-    ("prepare/records/read.py", "tests/prepare/build/test_run.py"): [
+    ("prepare/records/read.py", "tests/prepare/packs/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
     ],
-    ("prepare/build/unit.py", "tests/prepare/build/test_folders.py"): [
+    ("prepare/packs/unit.py", "tests/prepare/packs/test_folders.py"): [
         ("document.weights[start:stop]", "document.weights[: stop - start]", "all pieces are learned as the first"),
         ("(place.extent) + place.line", "(place.extent) + 1", "every reject stands in the first line of its unit"),
     ],
-    ("prepare/records/tables.py", "tests/prepare/records/test_read.py tests/prepare/build/test_images.py"): [
+    ("prepare/records/tables.py", "tests/prepare/records/test_read.py tests/prepare/packs/test_images.py"): [
         ("others.isdisjoint(names) and others", "False", "halves of a record are records"),
         ("others.isdisjoint(names) and others", "others", "two records of one name are halves"),
         ("says and len(seen) == 1 and", "says and seen and", "the first of two images is the text's"),
@@ -539,12 +544,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/media/reader.py", "tests/prepare/media/test_reader.py"): [
         ("if os.path.commonpath((path, str(self._root))) != self._root:", "if False:", "a path leads out of the root"),
     ],
-    ("prepare/media/reader.py", "tests/prepare/build/test_urls.py"): [
+    ("prepare/media/reader.py", "tests/prepare/packs/test_urls.py"): [
         ("if (top.scheme, top.host, top.port) == server", "", "a redirect leads to another host"),
         ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
         ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
     ],
-    ("core/storage/url.py", "tests/prepare/build/test_urls.py"): [
+    ("core/storage/url.py", "tests/prepare/packs/test_urls.py"): [
         ('"auto_decompress": False, ', "", "a server's few bytes unpack to many"),
         ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
     ],
@@ -592,10 +597,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if takes else", "if True else", "an object stands where a string is meant"),
         ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
     ],
-    ("prepare/build/run.py", "tests/prepare/templates/test_choice.py"): [
+    ("prepare/packs/run.py", "tests/prepare/templates/test_choice.py"): [
         ("if writers and writers !=", "if False and writers !=", "a build goes on with another chat template"),
     ],
-    ("prepare/media/reader.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("prepare/media/reader.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("(max(a, start) + by, min(b, stop) + by, w)", "(a, b, w)", "what is learned does not move behind a video"),
     ],
     ("prepare/records/forms.py", "tests/prepare/templates/test_learned.py"): [
@@ -629,13 +634,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("own if in_place else", "torch.empty_like(own) if in_place else", "a sum stands beside what it is the sum of"),
         ("own if in_place else torch.empty_like(own)", "own", "a sum is written over an input that is still needed"),
     ],
-    ("core/training/step.py", f"{GOLDEN} tests/training/test_loss.py"): [
+    ("core/training/step.py", f"{GOLDEN} tests/training/test_denominator.py"): [
         ('f"{self.config.training.seed}/{step}"', 'f"{self.config.training.seed}"', "every step has one dropout mask"),
         ("self.grid.tp.rank == 0  #", "True  #", "the loss counts once for each tp rank"),
         ("chunk.eval()", "chunk.train()", "evaluation drops out"),
         ("check(loss, norm)", "check(loss, 0.0)", "nobody looks at the norm"),
     ],
-    ("core/training/rows.py", "tests/training/test_loss.py"): [
+    ("core/training/rows.py", "tests/training/test_denominator.py"): [
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [
@@ -682,16 +687,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("shrink = math.sqrt(count *", "shrink = math.sqrt(", "each frame has all pixels of the video"),
         ('"video_patch", self)', '"image_patch", self)', "a video is told as images"),
     ],
-    ("core/data/images.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("core/data/images.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("- step - ended", "- step", "a branch counts on behind its sibling"),
         ("= grids.max(1)", "= grids[:, 0]", "text goes on within a wide image"),
         ("within // columns", "within % columns", "rows count columns"),
         ("units.grids[mine]", "units.grids", "a rank has the grids of all ranks"),
     ],
-    ("core/data/vision/decoding.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("core/data/vision/decoding.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("known.get(i, known[first])", "known.get(i, 0 * known[first])", "half a pair is followed by black"),
     ],
-    ("prepare/build/writer.py", "tests/prepare/build/test_qwen_images.py"): [
+    ("prepare/packs/writer.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("_GRID_ROW.pack(*unit.grid)", "_GRID_ROW.pack(*unit.grid[::-1])", "grids are stored lying down"),
     ],
     ("core/data/vision/molmo2.py", "tests/prepare/media/test_molmo2_rules.py"): [

@@ -31,7 +31,8 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
     """The process grid of this worker for a shape; called inside a rank, groups are made once per worker."""
     import torch.distributed as dist
 
-    from megacp.core.distributed.grid import GridShape, build_grid
+    from megacp.core.config.parallel import GridShape
+    from megacp.core.distributed.grid import build_grid
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp), rank)

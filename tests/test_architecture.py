@@ -26,7 +26,7 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 """Packages that say more than what they are: the version, and the names for other libraries in one place."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
-ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/build/unit.py")
+ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/packs/unit.py")
 PURE_ROOMS = ("megacp/core/config/", "megacp/plan/", "megacp/core/data/", "megacp/core/data/batch.py")
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
@@ -326,9 +326,9 @@ def test_the_core_imports_no_extra() -> None:
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     code = (
         "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import require; "
-        "from megacp.plan import report; c = cli.parse(['--vocab-size', '64']); "
-        "require(c, 1); yaml_file.to_yaml(c); "
-        "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"
+        "from megacp.plan import report; c = cli.parse('--vocab-size 64 --pipeline-model-parallel-size 2'.split()); "
+        "require(c, 4); yaml_file.to_yaml(c); "
+        "report.describe(c, 4); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

@@ -16,8 +16,8 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.sources import open_sources
 from megacp.huggingface import convert_command as convert
 from megacp.verify import plot
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise
+from tests.prepare.packs.builds import run as build
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS: dict[str, tuple[str, set[str]]] = {

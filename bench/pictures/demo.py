@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
@@ -111,7 +112,7 @@ def _draw_answer(figure: Figure, answer: Answer, images: Path, corner: tuple[flo
 def draw_demo(demo: Path) -> Figure:
     """The folder that a finished `make demo` left."""
     answers, curves = read_answers(demo), read_curves(demo / "checkpoints" / "log.jsonl")
-    figure = style.plt.figure(figsize=(14.4, 7.0))
+    figure = plt.figure(figsize=(14.4, 7.0))
     style.title(figure, "make demo: 8 CPU ranks learn to read handwritten digits", 0.955)
     _draw_loss(figure.add_axes((0.045, 0.53, 0.32, 0.33)), curves)
     _draw_shares(figure.add_axes((0.15, 0.05, 0.215, 0.355)), answers, max(curves["train"]))

@@ -17,8 +17,8 @@ from bench.pictures.example import NAMES, DealtRow, dealt
 from bench.pictures.masks import draw_mask
 from megacp.core.context_parallel import kv_exchange, plan, shard
 from megacp.core.ops import mask
-from megacp.core.training import loss
-from megacp.prepare import build, records
+from megacp.core.training import denominator
+from megacp.prepare import packs, records
 
 _DOCUMENTS = (style.GREY, style.SKY, style.VERMILION, style.INK)
 """Colours of the row's documents."""
@@ -37,10 +37,10 @@ _INTEGERS = list(inspect.signature(mask.Metadata.of_row).parameters)
 """What the mask reads of each token."""
 _STEPS = (
     ("1  record", "a line of JSON;\nbranches share the image", [records]),
-    ("2  pack", "documents, end to end,\nup to --seq-length", [build]),
+    ("2  pack", "documents, end to end,\nup to --seq-length", [packs]),
     ("3  plan", f"{len(_INTEGERS)} integers a token\n({', '.join(_INTEGERS)}) give exact tiles", [mask, plan]),
     ("4  ranks", "each holds a share of the row\nand is sent the keys it needs", [shard, kv_exchange]),
-    ("5  loss", "summed over all ranks,\nthen divided once", [loss]),
+    ("5  loss", "summed over all ranks,\nthen divided once", [denominator]),
 )
 _LEFTS, _TOP, _SIDE = (3.0, 33.0, 63.0, 93.0, 123.0), 23.0, 26.0
 

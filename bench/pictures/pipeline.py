@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from bench.pictures import style
-from megacp.core.pipeline_parallel.schedules import COMPUTE, SENDS, Action, Kind, channel_of, schedule
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.timeline import Span, bubble, timeline
 
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
 _TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
-"""Time of a whole stage for one microbatch; a chunk takes its share. A backward takes the weights' too unless these
-have actions of their own.
-"""
+"""Of a whole stage for one microbatch."""
 _COLORS = {
     (Kind.FORWARD, 0): style.SKY,
     (Kind.FORWARD, 1): style.BLUE,
@@ -24,49 +23,6 @@ _COLORS = {
     (Kind.BACKWARD, 1): style.VERMILION,
     (Kind.WEIGHTS, 0): style.lighter(style.GREEN, 0.35),
 }
-
-
-@dataclass(frozen=True)
-class Span:
-    """One compute of a stage in time."""
-
-    action: Action
-    start: float
-    stop: float
-
-
-def walk(stages: Sequence[Sequence[Action]], num_chunks: int) -> list[list[Span]]:
-    """When each stage computes what, where a message takes no time and a receive waits for its send."""
-    spans: list[list[Span]] = [[] for _ in stages]
-    whole = {**_TIMES, Kind.BACKWARD: _TIMES[Kind.BACKWARD] + _TIMES[Kind.WEIGHTS]}
-    times = [_TIMES if any(action.kind is Kind.WEIGHTS for action in actions) else whole for actions in stages]
-    clock, following = [0.0] * len(stages), [0] * len(stages)
-    messages: dict[object, list[float]] = {}
-    moved = True
-    while moved:
-        moved = False
-        for stage, actions in enumerate(stages):
-            while following[stage] < len(actions):
-                action = actions[following[stage]]
-                if action.kind in COMPUTE:
-                    length = times[stage][action.kind] / num_chunks
-                    spans[stage].append(Span(action, clock[stage], clock[stage] + length))
-                    clock[stage] += length
-                elif action.kind in SENDS:
-                    messages.setdefault(channel_of(action, stage, len(stages)), []).append(clock[stage])
-                elif arrived := messages.get(channel_of(action, stage, len(stages))):
-                    clock[stage] = max(clock[stage], arrived.pop(0))
-                else:
-                    break
-                following[stage] += 1
-                moved = True
-    return spans
-
-
-def bubble(spans: Sequence[Sequence[Span]]) -> float:
-    """Idle time over work: 0 is a perfect pipeline."""
-    work = max(sum(span.stop - span.start for span in stage) for stage in spans)
-    return max(stage[-1].stop for stage in spans) / work - 1
 
 
 def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, title: str) -> None:
@@ -92,14 +48,14 @@ def _draw_chart(axes: Axes, spans: Sequence[Sequence[Span]], longest: float, tit
 
 def draw_pipeline() -> Figure:
     """1F1B, interleaved 1F1B and zero bubble one below the other, with the same work a stage."""
-    figure, places = style.plt.subplots(3, 1, figsize=(13.6, 9.4))
+    figure, places = plt.subplots(3, 1, figsize=(13.6, 9.4))
     schedules = {
         "1F1B, one chunk a stage: idle {idle:.1%} of the work": ("1f1b", 1),
         f"interleaved 1F1B, {CHUNKS} chunks a stage: idle {{idle:.1%}}": ("1f1b", CHUNKS),
         "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}": ("zero_bubble", 1),
     }
     charts = {
-        title: walk([schedule(name, s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks)
+        title: timeline([SCHEDULES[name](s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks, _TIMES)
         for title, (name, chunks) in schedules.items()
     }
     longest = max(stage[-1].stop for spans in charts.values() for stage in spans)

@@ -26,14 +26,15 @@ from pathlib import Path
 import torch
 
 from megacp.core.config.cli import OneLineParser
-from megacp.core.distributed.grid import GridShape, single_axis
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.launch import World, join, meet, stop, world_from_environment
 from megacp.core.monitor.console import to_nowhere
 from megacp.huggingface.convert.chat import CHOICES
-from megacp.huggingface.convert.decoder import LAYOUTS
+from megacp.huggingface.convert.decoder import NAMINGS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _MINUTES = 24 * 60.0
 """For which ranks wait for one that compares or copies alone."""
 
@@ -66,14 +67,14 @@ def arguments_parser() -> argparse.ArgumentParser:
         help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
         "that was trained here (default)",
     )
-    parser.add_argument("--layout", choices=LAYOUTS, help="names of a Molmo2's tensors in --output (default: native)")
+    parser.add_argument("--layout", choices=NAMINGS, help="names of a Molmo2's tensors in --output (default: native)")
     parser.add_argument(
         "--max-shard-size", type=int, default=5000, dest="max_shard_mib", metavar="MIB", help="of a weight file (5000)"
     )
     parser.add_argument(
         "--base-model", metavar="NAME", help="model that an adapter is for (--to peft; default: the run's --load-hf)"
     )
-    parser.add_argument("--dtype", choices=tuple(DTYPES), help="of the weights (default: as they are)")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="of the weights (default: as they are)")
     return parser
 
 
@@ -119,8 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))
     given = vars(arguments)
-    given["dtype"] = DTYPES[arguments.dtype] if arguments.dtype else None
-    request = Request(**{**given, "layout": arguments.layout or LAYOUTS[0]})
+    given["dtype"] = _DTYPES[arguments.dtype] if arguments.dtype else None
+    request = Request(**{**given, "layout": arguments.layout or NAMINGS[0]})
     place = world_from_environment()
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the half-written folder goes
     try:

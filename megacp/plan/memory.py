@@ -99,7 +99,7 @@ class StateMemory:
     gathered: int = 0
     """Parameters of full sharding that are whole while blocks compute: two blocks, or chunks of a pipeline."""
     gathered_head: int = 0
-    """Those that are whole in the loss."""
+    """Parameters of full sharding that are whole in the loss."""
     sums: int = 0
     """Sharded gradients of the microbatch before: a bucket under way, and this rank's part of it."""
     unreduced: int = 0

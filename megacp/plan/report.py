@@ -8,8 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from megacp.core.config.parallel import AXES
 from megacp.core.config.run import RunConfig
 from megacp.core.models import costs
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.timeline import bubble, timeline
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations, memory
 
@@ -17,8 +20,9 @@ _SHOWN = 6
 """Rows at each end of a table that is too long."""
 
 
-def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]]) -> str:
-    """The dry run of a checked configuration on `world_size` ranks; `stages[pp rank][chunk]` are its layers."""
+def describe(config: RunConfig, world_size: int) -> str:
+    """The dry run of a checked configuration on `world_size` ranks."""
+    stages = costs.stage_layers(config, world_size)
     parts = [
         _heading(config, world_size),
         _grid(config, world_size),
@@ -27,17 +31,6 @@ def describe(config: RunConfig, world_size: int, stages: Sequence[Sequence[range
         _step(config, world_size),
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _axes(config: RunConfig, world_size: int) -> list[tuple[str, int]]:
-    """(name, size) of the axes, the fastest varying first."""
-    p = config.parallel
-    return [
-        ("tp", p.tensor_model_parallel_size),
-        ("cp", p.context_parallel_size),
-        ("dp", config.data_parallel_size(world_size)),
-        ("pp", p.pipeline_model_parallel_size),
-    ]
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -61,7 +54,8 @@ def _section(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def _heading(config: RunConfig, world_size: int) -> str:
     m, t = config.model, config.training
-    product = " x ".join(f"{name} {size}" for name, size in reversed(_axes(config, world_size)))
+    shape = config.grid_shape(world_size)
+    product = " x ".join(f"{name} {getattr(shape, name)}" for name in reversed(AXES))
     lines = [
         f"Dry run: {world_size:,} ranks = {product}",
         f"Model: {human_count(costs.run_parameters(config))} parameters, {m.num_layers} layers, "
@@ -90,12 +84,12 @@ def _heading(config: RunConfig, world_size: int) -> str:
 
 def _grid(config: RunConfig, world_size: int) -> str:
     rows = [["axis", "size", "stride", "group of rank 0"]]
-    stride = 1
-    for name, size in _axes(config, world_size):
-        members = range(0, stride * size, stride)
-        shown = list(members) if size <= 8 else [*members[:4], "...", members[-1]]
-        rows.append([name, str(size), str(stride), " ".join(map(str, shown))])
-        stride *= size
+    shape, stride = config.grid_shape(world_size), 1
+    for name in AXES:
+        members = shape.members(0, (name,))
+        shown = members if len(members) <= 8 else [*members[:4], "...", members[-1]]
+        rows.append([name, str(len(members)), str(stride), " ".join(map(str, shown))])
+        stride *= len(members)
     width = max(len(row[3]) for row in rows)
     return _section("Grid (tp varies fastest, pp slowest)", [[*row[:3], row[3].ljust(width)] for row in rows])
 
@@ -136,6 +130,20 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
 
 
+def _bubble(config: RunConfig, world_size: int, flops: costs.Flops) -> float:
+    """Idle time over work of equal stages, under the schedule that a run executes; `flops` are any part's forward."""
+    p = config.parallel
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    computes, microbatches = SCHEDULES[p.pipeline_schedule], config.num_microbatches(world_size)
+    orders = [computes(stage, stages, microbatches, chunks) for stage in range(stages)]
+    times = {
+        Kind.FORWARD: flops.forward,
+        Kind.BACKWARD: flops.matmul + costs.ATTENTION_BACKWARD * flops.attention,
+        Kind.WEIGHTS: flops.matmul,
+    }
+    return bubble(timeline(orders, chunks, times))
+
+
 def _step(config: RunConfig, world_size: int) -> str:
     t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
@@ -143,13 +151,9 @@ def _step(config: RunConfig, world_size: int) -> str:
     area = t.global_batch_size * sum(areas) // max(1, len(areas))
     work_of_text = costs.text_flops(config, tokens, area)
     seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
-    attention = costs.model_flops(config.model, tokens, area).attention
-    share = attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
-    pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
-    work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
-    waited = 1.0  # the part of a stage's work for one microbatch that others wait for
-    if config.parallel.pipeline_schedule == "zero_bubble":
-        waited = share + (1 - share) / 3  # forward + backward - weights: one of a product's three
+    flops = costs.model_flops(config.model, tokens, area)
+    share = flops.attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
+    plural = "s" if t.micro_batch_size > 1 else ""
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
@@ -157,7 +161,7 @@ def _step(config: RunConfig, world_size: int) -> str:
         ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],
-        ["pipeline bubble", f"{(pp - 1) / work * waited:.1%} of the ideal time"],
+        ["pipeline bubble", f"{_bubble(config, world_size, flops):.1%} of the ideal time"],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]
     return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -21,7 +21,7 @@ from megacp.core.config.cli import OneLineParser
 from megacp.core.config.yaml_file import nearest
 
 if TYPE_CHECKING:
-    from megacp.prepare.build.settings import BuildSettings
+    from megacp.prepare.packs.settings import BuildSettings
 
 EXAMPLES = """examples:
   tools/preprocess_data.py build --input corpus.jsonl --output data/corpus --tokenizer tokenizer.json --seq-length 4096
@@ -51,7 +51,7 @@ _INTS = _numbers(int)
 
 
 class _CommandParser(OneLineParser):
-    """Of one command: it names the flag that is nearest to an unknown one."""
+    """The parser of one command: it names the flag that is nearest to an unknown one."""
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
         """As argparse's, where nothing is unknown."""
@@ -243,7 +243,7 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
     from megacp.core.data.vision.decoding import RULES, rules_from_dict
-    from megacp.prepare.build.settings import BuildSettings
+    from megacp.prepare.packs.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
     lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -262,7 +262,7 @@ def _say(text: str) -> None:
 
 
 def _build(args: argparse.Namespace) -> int:
-    from megacp.prepare.build.run import build
+    from megacp.prepare.packs.run import build
 
     sentences = []
     for settings in _settings(args).shares:
@@ -344,7 +344,7 @@ COMMANDS = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
     args = arguments_parser().parse_args(argv)
-    from megacp.prepare.build.workers import WorkerFailed
+    from megacp.prepare.packs.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:
         raise KeyboardInterrupt

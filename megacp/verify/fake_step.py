@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_iter
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.checks import require
 from megacp.core.config.cli import parse
+from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.vision import WINDOW
 from megacp.core.context_parallel.choose import resolve_auto
@@ -41,14 +42,12 @@ from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundar
 from megacp.core.data.mock import MASKS, MockRules, mock_batch
 from megacp.core.distributed.fake_world import Call, differences, fake_world, recorded
 from megacp.core.distributed.fully_shard import shard_of
-from megacp.core.distributed.grid import AXES, GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.models import build, offload
-from megacp.core.models.costs import planned_images
+from megacp.core.models.costs import planned_images, stage_layers
 from megacp.core.training.sources import open_sources
 from megacp.core.training.step import ParallelModel
-from megacp.plan.memory import stage_memory
-
-STATE = ("weights", "gradients", "optimizer")
+from megacp.plan.memory import STATE, stage_memory
 
 
 class Watch(TorchDispatchMode):
@@ -262,7 +261,7 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch)
     gc.collect()
     watch.begin()
     with fake_world(rank, world_size):
-        grid = build_grid(build.grid_shape(config, world_size), rank, torch.device("cuda", rank % 8))
+        grid = build_grid(config.grid_shape(world_size), rank, torch.device("cuda", rank % 8))
         with _device(watch, rank):
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, watch:
                 model = ParallelModel(config, grid, watch.phase)
@@ -313,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
     require(config, world_size, backend_problems(config, None))
     config, _ = open_sources(config)
     config, chosen = resolve_auto(config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)])
-    shape, watch = build.grid_shape(config, world_size), Watch()
+    shape, watch = config.grid_shape(world_size), Watch()
     if not 0 <= own.rank < world_size:
         raise ValueError(f"--rank {own.rank} is none of --world-size {world_size}")
     if chosen:
@@ -325,7 +324,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, mask {own.mask}")
     for one in found:
         at = shape.coordinates(one.rank)
-        planned = stage_memory(config, at["pp"], build.stage_layers(config, world_size)[at["pp"]], world_size)
+        planned = stage_memory(config, at["pp"], stage_layers(config, world_size)[at["pp"]], world_size)
         place = ", ".join(f"{name} {at[name]}" for name in reversed(AXES))
         print(
             f"rank {one.rank} ({place}): peak {one.total / 2**30:.2f} GiB ({_figures(one.peak)}); the dry run "

@@ -25,11 +25,11 @@ import torch
 
 from megacp.core.backends.apex import describe_apex
 from megacp.core.backends.select import backend_problems
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.grid import GridShape, build_grid
-from megacp.core.models.build import grid_shape
+from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import model_flops, model_parameters
 from megacp.core.monitor.flops import cuda_peak, peak_bytes
 from megacp.core.training.step import ParallelModel
@@ -96,7 +96,7 @@ def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
 
 def losses(rank: int, world: int, config: RunConfig, device: str, mask: str = "mixed") -> list[float]:
     """Losses of three steps on rows that are the same on every grid."""
-    model = ParallelModel(config, build_grid(grid_shape(config, world), rank, device))
+    model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     batches = [mock_batch([step], rules) for step in (1, 2, 3)]
     return [model.train([batch], step, batch.weight_sum).loss for step, batch in enumerate(batches, 1)]

@@ -35,12 +35,11 @@ from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import build_grid
-from megacp.core.models.build import grid_shape
 from megacp.core.models.costs import run_parameters
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.optim.lr_schedule import learning_rate
+from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, mock_images
-from megacp.core.training.loss import agree
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import Sources, loader_options, open_sources
 from megacp.core.training.step import ParallelModel
@@ -125,13 +124,13 @@ class ParitySetup:
 
     config: RunConfig
     rules: MockRules | None
-    """Of random packs; None takes those of --data-path."""
+    """Rules of random packs; None takes the packs of --data-path."""
     world_size: int
     notes: tuple[str, ...]
 
     @property
     def reference(self) -> RunConfig:
-        """Of the one process, on the same rows: dynamic context parallelism joins the packs of dp ranks in one."""
+        """The config of the one process, on the same rows: dynamic context parallelism joins the packs of dp ranks."""
         dynamic = self.config.parallel.dynamic_context_parallel
         joined = self.config.data_parallel_size(self.world_size) if dynamic else 1
         packs = self.config.training.micro_batch_size * joined
@@ -301,7 +300,7 @@ def train_rank(
 
     `rules`: of random packs, None takes those of --data-path. `strategy`: how to deal images first, see `ImageLoading`.
     """
-    grid = build_grid(grid_shape(config, world_size), rank)
+    grid = build_grid(config.grid_shape(world_size), rank)
     model = ParallelModel(config, grid)
     packs = rules or open_sources(config)[1]
     if isinstance(packs, Sources):
@@ -313,7 +312,7 @@ def train_rank(
     before = _boxes(model.parameters.parameters_held())
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
-        agreed = agree(batches, grid, replica=model.rows.data_rank.index)
+        agreed = agree_on_step(batches, grid, replica=model.rows.data_rank.index)
         loss = model.gradients(batches, step, agreed.denominator)
         gradients = _boxes(model.parameters.gradient_slices())
         norm = model.optimizer.step(learning_rate(step, config.training))

@@ -11,8 +11,9 @@ from megacp.core.backends import select
 from megacp.core.backends.apex import apex_status, describe_apex
 from megacp.core.backends.select import backend_problems, engine_reasons, select_backend
 from megacp.core.backends.support import COMM_TYPES, attention_reasons, layer_reasons
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 
 TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"
 WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}

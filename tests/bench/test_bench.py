@@ -15,7 +15,7 @@ from PIL import Image
 
 from bench.attention import area_per_rank, plans_of, remote_rows
 from bench.mixed_rows import mixed_row
-from bench.pictures import flow, pipeline, style
+from bench.pictures import flow, style
 from bench.pictures.demo import read_answers, shown
 from bench.pictures.example import CP, dealt, example_metadata
 from bench.pictures.gallery import PICTURES, draw_all
@@ -24,7 +24,6 @@ from bench.steps import Rollouts
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import mock_batch
 from megacp.core.ops.mask import allowed
-from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
 from tests.reference.packs import random_batch
@@ -106,15 +105,6 @@ def test_the_stated_work_is_that_of_the_mask() -> None:
     metadata = example_metadata()
     assert sum(dealt("balanced").areas()) == allowed(metadata, metadata).sum()
     assert len(dealt("balanced").travelling()) == CP
-
-
-@pytest.mark.parametrize(("name", "chunks", "less"), [("1f1b", 1, 1), ("1f1b", 2, 2), ("zero_bubble", 1, 3)])
-def test_the_drawn_schedules_have_the_bubble_of_their_formula(name: str, chunks: int, less: int) -> None:
-    """(stages - 1) / (chunks x microbatches), where groups are full; zero bubble idles a third."""
-    stages, microbatches = pipeline.STAGES, pipeline.MICROBATCHES
-    spans = pipeline.walk([schedule(name, s, stages, microbatches, chunks) for s in range(stages)], chunks)
-    assert pipeline.bubble(spans) == pytest.approx((stages - 1) / (less * microbatches))
-    assert len(spans[0]) == 2 * chunks * microbatches
 
 
 def test_the_record_of_the_picture_can_be_parsed() -> None:

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint import agree, commit
+from megacp.core.checkpoint import commit, outcome
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
 from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.storage import INDEX_FILE
-from megacp.core.distributed.grid import Axis, GridShape, build_grid, single_axis
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed.grid import Axis, build_grid, single_axis
 from megacp.core.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
@@ -237,7 +238,7 @@ def test_a_rank_that_died_beside_a_save_is_no_slow_disk(monkeypatch: pytest.Monk
     def broken(world: Axis) -> None:
         raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(agree, "await_all", broken)
+    monkeypatch.setattr(outcome, "await_all", broken)
     world = dataclasses.replace(single_axis("world"), host_group=object(), patience=60.0)
     with pytest.raises(SaveError, match="a rank was lost: .*Connection closed by peer"):
-        agree.on_all_ranks(world, lambda: None, SaveError)
+        outcome.on_all_ranks(world, lambda: None, SaveError)

@@ -11,7 +11,7 @@ import numpy as np
 
 from megacp.core.data.manifest import DatasetManifest, FileEntry, TokenizerInfo
 from megacp.core.storage import files
-from megacp.prepare.build.writer import Segment, ShardWriter
+from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.documents import SegmentUnit
 
 

@@ -18,7 +18,7 @@ from megacp.core.data.collate import collate
 from megacp.core.data.mock import MASKS, MockRules, mock_batch
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import padded_lengths
-from megacp.prepare.build.writer import Segment
+from megacp.prepare.packs.writer import Segment
 from tests.data.datasets import write_dataset
 from tests.reference import collate as reference
 from tests.reference.packs import branched

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.distributed import launch
 from megacp.core.distributed.collectives import all_gather, all_reduce, barrier
-from megacp.core.distributed.grid import AXES, GridShape, build_grid, connect, single_axis, split_axis
+from megacp.core.distributed.grid import build_grid, connect, single_axis, split_axis
 from megacp.core.distributed.launch import (
     Meeting,
     World,

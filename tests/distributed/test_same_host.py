@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import same_host
 from megacp.core.distributed.collectives import (
     all_gather,
@@ -25,7 +26,7 @@ from megacp.core.distributed.collectives import (
     start_all_to_all,
     start_shift,
 )
-from megacp.core.distributed.grid import Axis, GridShape, build_grid, split_axis
+from megacp.core.distributed.grid import Axis, build_grid, split_axis
 from megacp.core.distributed.same_host import connect
 from tests.ranks import RankError, grid, run_ranks
 

@@ -19,14 +19,13 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import flatten
 from megacp.core.config.yaml_file import values_of_file
 from megacp.core.data.reader import PackedDataset
-from megacp.core.models.build import stage_layers
-from megacp.core.models.costs import run_parameters
+from megacp.core.models.costs import run_parameters, stage_layers
 from megacp.huggingface.convert.families import of_values
 from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess
 from megacp.train import dry_run, main
 from tests.data.datasets import random_packs, write_dataset
-from tests.prepare.build.builds import write_records
+from tests.prepare.packs.builds import write_records
 from tests.test_packaging import COMMANDS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

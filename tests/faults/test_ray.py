@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.prepare.build.builds import run, visible, write_records
+from tests.prepare.packs.builds import run, visible, write_records
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(420)]
 RECORDS, UNIT_BYTES = 12_000, 12_000

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.distributed.grid import Axis, GridShape, ProcessGrid
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.pipeline_parallel import runtime
 from megacp.core.pipeline_parallel.runtime import HiddenStates, open_channels, run
 from megacp.core.pipeline_parallel.schedules import (

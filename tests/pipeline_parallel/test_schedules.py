@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.pipeline_parallel.partition import partition
-from megacp.core.pipeline_parallel.schedules import Action, Kind, schedule
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind, schedule
+from megacp.core.pipeline_parallel.timeline import bubble, timeline
 from tests.reference.pipeline import every_partition
 from tests.reference.schedule_simulator import hangs_where_computes_wait, in_flight_bound, simulate
 
@@ -129,6 +130,21 @@ def test_four_stages_keep_their_bubble_and_memory() -> None:
     assert full.bubble == pytest.approx(3 / (3 * 8), abs=1e-9) and list(full.peak_in_flight) == bounds
     simulate(training(4, 5, 3), 3, send_window=1)
     assert simulate(zero_bubble(4, 8, 1), 1, weights_time=1.0).peak_put_off == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("size", [(1, 3, 1), (3, 2, 1), (4, 8, 1), (4, 8, 2), (3, 7, 3), (2, 1, 2)], ids=str)
+def test_times_of_the_dry_run_are_those_of_the_simulator(name: str, size: tuple[int, int, int]) -> None:
+    """Also where no formula holds: a short group, fewer microbatches than stages. Tolerance: float additions."""
+    stages, _, chunks = size
+    times = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.25, Kind.WEIGHTS: 0.75}
+    spans = timeline([SCHEDULES[name](stage, *size) for stage in range(stages)], chunks, times)
+    forward, backward, weights = (time / chunks for time in times.values())
+    if name == "1f1b" or stages == 1:  # no list has an action for weights
+        backward += weights
+    expected = simulate(lists_of(name, *size), chunks, forward, backward, weights_time=weights)
+    assert max(row[-1].stop for row in spans) == pytest.approx(expected.makespan, abs=1e-9)
+    assert bubble(spans) == pytest.approx(expected.bubble, abs=1e-9)
 
 
 def test_the_lists_of_two_stages_are_these() -> None:

@@ -14,7 +14,8 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import DataConfig
 from megacp.core.models import costs
-from megacp.core.models.build import build_chunks, stage_layers
+from megacp.core.models.build import build_chunks
+from megacp.core.models.costs import stage_layers
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations
 from megacp.plan.memory import PHASES, stage_memory, stage_parameters
@@ -156,7 +157,7 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
     assert counts == sorted(counts, reverse=True) and len(set(counts)) == 3
     fewer = config(**sizes, vision_planned_crops=1)
     assert len(stage_layers(fewer, 4)[0][0]) > counts[2]
-    report = describe(fewer, 4, stage_layers(fewer, 4))
+    report = describe(fewer, 4)
     assert "embedding + vision" in report and "planned for 1 crops a pack" in report and "vision FLOPs" in report
 
 
@@ -231,7 +232,7 @@ def small(**values) -> RunConfig:
 
 def test_eight_ranks_are_shown_in_full() -> None:
     """tp varies fastest, pp slowest."""
-    text = describe(small(), 8, [[range(0, 3)], [range(3, 4)]])
+    text = describe(small(), 8)
     lines = [" ".join(line.split()) for line in text.splitlines()]
     for line in [
         "Dry run: 8 ranks = pp 2 x dp 1 x cp 2 x tp 2",
@@ -247,11 +248,16 @@ def test_eight_ranks_are_shown_in_full() -> None:
     assert "..." not in text
 
 
+def test_the_bubble_is_that_of_the_schedule_where_groups_are_short() -> None:
+    """One microbatch through 2 stages of 2 chunks: one chunk runs at a time, so a stage idles as long as it works."""
+    one = small(num_virtual_stages_per_pipeline_rank=2, global_batch_size=1)
+    assert re.search(r"pipeline bubble +100.0% of the ideal time", describe(one, 8))
+
+
 def test_columns_stand_where_a_run_asks_for_them() -> None:
     """Host memory behind the total; what is gathered under full sharding; the total is the largest phase's."""
-    stages = [[range(0, 2)], [range(2, 4)]]
-    plain, moved = (describe(small(activation_offload=asked), 8, stages) for asked in (0.0, 0.5))
-    shared = describe(small(context_parallel_size=1, data_parallel_sharding_strategy="optim_grads_params"), 8, stages)
+    plain, moved = (describe(small(activation_offload=asked), 8) for asked in (0.0, 0.5))
+    shared = describe(small(context_parallel_size=1, data_parallel_sharding_strategy="optim_grads_params"), 8)
     assert "host" not in plain and "gathered" not in plain and "gathered" in shared
     (head,) = [line.split() for line in moved.splitlines() if line.startswith("  stage") and "optimizer" in line]
     assert head[-2:] == ["total", "host"]
@@ -262,7 +268,7 @@ def test_columns_stand_where_a_run_asks_for_them() -> None:
         total = rows[int(number[0])].rstrip().rsplit("  ", 1)[1]
         assert total in [peak for _, peak in peaks]
         assert {word.split()[0] for word in phases.split(": ")[1].split(", ")} == {*PHASES} - {"vision"}
-    assert "--vocab-size is 0" in describe(small(vocab_size=0), 8, stages)
+    assert "--vocab-size is 0" in describe(small(vocab_size=0), 8)
 
 
 def test_numbers_read_well() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megacp.core.backends.native import NativeBackend
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.models import costs, recompute
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.costs import loss_chunk_tokens

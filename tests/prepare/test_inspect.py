@@ -15,8 +15,8 @@ from megacp.core.data.reader import PackedDataset
 from megacp.prepare.describe import describe_pack
 from megacp.prepare.inspect_page import write_page
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
-from tests.prepare.build.builds import run
 from tests.prepare.media.pictures import TINY, encoded, noise
+from tests.prepare.packs.builds import run
 
 EVIL = "<script>alert('x')</script><img src=http://evil/ onerror=1> & \u6f22"
 VOID = {"meta", "img"}

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.build.settings import BuildSettings, tokenizer_problem
+from megacp.prepare.packs.settings import BuildSettings, tokenizer_problem
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")

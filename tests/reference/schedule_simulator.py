@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 from megacp.core.pipeline_parallel.schedules import (
     COMPUTE,
-    SENDS,
     Action,
     Channel,
     Kind,
     channel_of,
     virtual_stage,
 )
+
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacp.core.backends.native import NormSpec, RMSNorm, layer_norm
+from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import collectives, differentiable
 from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.fake_world import fake_world
-from megacp.core.distributed.grid import Axis, GridShape, build_grid
+from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.ops import pointwise

@@ -14,8 +14,8 @@ import pytest
 from megacp.huggingface import generate_command as generate
 from megacp.huggingface.generation.sampler import Generator
 from megacp.train import main as train
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.prepare.packs.builds import run as build
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 256 "
 SIZES += "--global-batch-size 1 --train-iters 1 "

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prepare.build.builds import files
+from tests.prepare.packs.builds import files
 from tests.tools.in_process import preprocessed as tool
 
 ROOT = Path(__file__).parents[2]

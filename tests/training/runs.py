@@ -9,7 +9,6 @@ from pathlib import Path
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.launch import run_store
-from megacp.core.models.build import grid_shape
 from megacp.core.training.state import RunState, begin_save
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.trainer import Trainer
@@ -45,7 +44,7 @@ def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) 
     if world_size > 1:
         run_store().delete_key(f"megacp_failure/{rank}")
     config, sources = prepare(asked if isinstance(asked, RunConfig) else parse(asked), world_size)
-    shape = grid_shape(config, world_size)
+    shape = config.grid_shape(world_size)
     place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)
     return Trainer(config, place, sources).run()
 

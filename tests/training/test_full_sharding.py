@@ -19,7 +19,6 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import fully_shard
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.models.build import grid_shape
 from megacp.core.pipeline_parallel.schedules import Kind, schedule, with_parameters
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
@@ -159,7 +158,7 @@ def flags_of(case: Case) -> list[str]:
 def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: str) -> int:
     """Load `--load` on this grid and save it from there; the optimizer's count of updates."""
     config, sources = prepare(asked, world_size)
-    shape = grid_shape(config, world_size)
+    shape = config.grid_shape(world_size)
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
     for part in model.parameters.parameters_held():
         part.values.fill_(7.0)

@@ -22,16 +22,16 @@ from megacp.core.checkpoint.commit import PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import committed
 from megacp.core.distributed.grid import single_axis
 from megacp.core.storage.files import sha256_of
+from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.health import Decision, Health, StepNumbers
-from megacp.core.training.loss import agree
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import FAILED
 from megacp.train import main
 from megacp.verify.parity import ParitySetup, microbatches, prepare
 from tests.data.datasets import damage
 from tests.faults.sick_run import train_sick
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY as TINY_RULES
+from tests.prepare.packs.builds import run as build
 from tests.ranks import RankError, grid, preload, run_ranks
 from tests.training.faulty_rank import FAULTS
 from tests.training.runs import TINY, losses, run, train_on_rank
@@ -131,7 +131,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
     same = True
     for step in range(1, 4):
         batches = microbatches(setup.config, setup.rules, step, model.rows, None)
-        denominator = agree(batches, mine, replica=model.rows.data_rank.index).denominator
+        denominator = agree_on_step(batches, mine, replica=model.rows.data_rank.index).denominator
         if step == 2:
             refused = model.train(batches, step, denominator, lambda loss, norm: Decision(False, findings=("no",)))
             same &= not refused.decision.update and refused.grad_norm > 0 and model.optimizer.updates == 1

@@ -16,21 +16,21 @@ from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.context_parallel.vision import LocalVision
 from megacp.core.data.collate import collate
-from megacp.core.data.images import ImageLoading, Pixels
+from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import PackedLoader
 from megacp.core.data.mock import MockDecoder, MockImages
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.decoding import RulesDecoder
-from megacp.core.data.vision.rules import ImageError
+from megacp.core.data.vision.rules import ImageError, Pixels
+from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, without_bad_images
-from megacp.core.training.loss import agree
 from megacp.core.training.sources import loader_options, open_sources
 from megacp.core.training.step import ParallelModel
 from megacp.verify import command as parity
 from megacp.verify.parity import MODELS, ParitySetup, microbatches, prepare
 from tests.data.datasets import damage
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.prepare.packs.builds import run as build
 from tests.ranks import grid, run_ranks
 from tests.training.runs import train_on_rank
 
@@ -71,7 +71,7 @@ def first_step(rank: int, world: int, config: RunConfig, shape: dict[str, int]) 
     with PackedLoader(sources.train, loader_options(config, rows.packs), rows.data_rank, 0, images) as loader:
         read = loader.next_step()
     batches, reasons = without_bad_images(read, mine, rows.data_rank.index)
-    agreed = agree(batches, mine, replica=rows.data_rank.index)
+    agreed = agree_on_step(batches, mine, replica=rows.data_rank.index)
     loss = model.gradients(batches, 1, agreed.denominator)
     norm = model.optimizer.step(1e-3)
     decoded = sum(len(batch.vision.patches) for batch in batches if batch.vision is not None)
@@ -230,7 +230,7 @@ def one_step(rank: int, world: int, setup: ParitySetup, shape: dict[str, int], r
     read = microbatches(config, setup.rules, 1, model.rows, loading)
     replica = model.rows.data_rank.index
     batches, reasons = without_bad_images(read, mine, replica)
-    agreed = agree(batches, mine, replica=replica)
+    agreed = agree_on_step(batches, mine, replica=replica)
     loss = model.gradients(batches, 1, agreed.denominator)
     norm = model.optimizer.step(1e-3)
     return replica, [batch.fingerprint() for batch in batches], reasons, loss, norm

@@ -64,7 +64,7 @@ def main(names: list[str]) -> None:
     from megacp.core.config.checks import require
     from megacp.core.config.cli import parse
     from megacp.core.distributed.fake_world import differences
-    from megacp.core.models.build import grid_shape, stage_layers
+    from megacp.core.models.costs import stage_layers
     from megacp.plan.memory import stage_memory
     from megacp.verify import fake_step
     from tests.backends import engine_fake
@@ -76,7 +76,7 @@ def main(names: list[str]) -> None:
             mask, flags = "packed", f"{flags} --cp-layout zigzag_document"
         config = parse(f"{BASE} {flags}".split())
         require(config, world, [])
-        beside = fake_step.neighbours(grid_shape(config, world), 0)
+        beside = fake_step.neighbours(config.grid_shape(world), 0)
         ranks = [*(beside if name == "4d" else beside[-2:]), 0, 0]  # the last one compiles nothing
         with engine_fake.faked() if name in ENGINE else contextlib.nullcontext():
             *others, one = (fake_step.step(config, world, rank, mask, watch) for rank in ranks)

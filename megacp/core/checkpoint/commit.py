@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0, reason_of, sharers
 from megacp.core.checkpoint.directory import (
     CONFIG_FILE,
     MANIFEST_FILE,
@@ -38,6 +37,7 @@ from megacp.core.checkpoint.directory import (
     to_json,
 )
 from megacp.core.checkpoint.names import TensorBox
+from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0, reason_of, sharers
 from megacp.core.checkpoint.storage import INDEX_FILE, Payload, Stored, index_of, rank_file, write_boxes
 from megacp.core.distributed.collectives import all_reduce, gather_to_first
 from megacp.core.distributed.grid import Axis
@@ -203,7 +203,7 @@ class LoadedCheckpoint:
         return dict(self.manifest.extra)
 
     def payload(self) -> Payload:
-        """Its tensors, opened for reading. Raises like `Payload`."""
+        """The tensors of the checkpoint, opened for reading. Raises like `Payload`."""
         return Payload(self.path, self.manifest.files)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:

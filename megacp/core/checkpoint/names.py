@@ -28,7 +28,7 @@ class TensorBox:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: torch.Tensor
-    """Its shape is the box's shape; a view, so that reading writes into the parameter or the state."""
+    """A view of the box's shape, so that reading writes into the parameter or the state."""
 
 
 def split_range(shape: tuple[int, ...], low: int, high: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -22,7 +22,7 @@ from megacp.core.storage.place import Place, open_stream, read_content, write_st
 from megacp.core.storage.wording import listed
 
 INDEX_FILE = "index.json"
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -31,7 +31,7 @@ DTYPES = {
     "I32": torch.int32,
 }
 """The dtypes of checkpoints by their names in the format."""
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _PART = 64 << 20
 """Bytes that are written at a time: a tensor that is mapped from a file is then never in memory as a whole."""
 _SECONDS = 10.0
@@ -52,7 +52,7 @@ def header(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> bytes:
     begin = 0
     for name, dtype, shape in tensors:
         end = begin + math.prod(shape) * dtype.itemsize
-        content[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        content[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
@@ -121,7 +121,7 @@ class Index:
 
     def to_json(self) -> bytes:
         """The index as text."""
-        tensors = {name: {"dtype": NAMES[dtype], "shape": shape} for name, (shape, dtype) in self.tensors.items()}
+        tensors = {name: {"dtype": _NAMES[dtype], "shape": shape} for name, (shape, dtype) in self.tensors.items()}
         return json.dumps({"tensors": tensors, "files": self.files}, separators=(",", ":")).encode()
 
 
@@ -179,7 +179,7 @@ class Payload:
         try:
             content = json.loads(read_content(folder / INDEX_FILE, files[INDEX_FILE].size))
             tensors = {
-                name: GlobalTensor(tuple(value["shape"]), DTYPES[value["dtype"]])
+                name: GlobalTensor(tuple(value["shape"]), STORED_DTYPES[value["dtype"]])
                 for name, value in content["tensors"].items()
             }
             boxes = {

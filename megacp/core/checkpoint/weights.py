@@ -13,14 +13,14 @@ from typing import Protocol
 
 import torch
 
-from megacp.core.checkpoint.agree import on_all_ranks, sharers
 from megacp.core.checkpoint.names import MODEL, TensorBox
+from megacp.core.checkpoint.outcome import on_all_ranks, sharers
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import sha256_of
 from megacp.core.storage.place import Place
 
 BYTES_AT_ONCE = 64 << 20
-"""Of rows that are read before a rank's columns are taken from them."""
+"""Most bytes of rows that are read before a rank's columns are taken from them."""
 
 
 class TensorRows(Protocol):
@@ -36,9 +36,9 @@ class Weights(Protocol):
     place: Path
     source: TensorRows
     tokenizer_sha256: str
-    """Of the tokenizer that they were trained with; empty where it is not known."""
+    """Hash of the tokenizer that they were trained with; empty where it is not known."""
     fingerprint: str
-    """Of names, shapes and config: equal on all ranks of a run."""
+    """Hash of names, shapes and config: equal on all ranks of a run."""
     files: Mapping[str, Path]
     """All that is read, by names that are equal on all ranks."""
     known_rows: Mapping[str, int]

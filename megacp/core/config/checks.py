@@ -40,22 +40,24 @@ def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> Non
 
 
 _TP = "tensor_model_parallel_size"
-_DIVIDE = (
+_DECODER_MULTIPLES = (
     ("num_attention_heads", _TP),
     ("num_query_groups", _TP),
     ("num_attention_heads", "num_query_groups"),
     ("ffn_hidden_size", _TP),
+)
+_STATE_MULTIPLES = (
     ("linear_num_key_heads", _TP),
     ("linear_num_value_heads", "linear_num_key_heads"),
+)
+_TOWER_MULTIPLES = (
     ("vision_image_size", "vision_patch_size"),
     ("vision_ffn_hidden_size", _TP),
     ("connector_ffn_hidden_size", _TP),
     ("vision_num_attention_heads", _TP),
     ("vision_hidden_size", "vision_num_attention_heads"),
 )
-"""The first field is a multiple of the second; None is derived from a field that has a row of its own. Behind four are
-two of the gated delta rule, and five of the tower.
-"""
+"""The first field is a multiple of the second; None is derived from a field that has a row of its own."""
 
 
 def _multiples(config: RunConfig, world: int) -> Iterator[str]:
@@ -75,8 +77,12 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
     if m.kv_channels is None:
         of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
         rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))
-    rules = _DIVIDE[:4] + _DIVIDE[4:6] * (m.linear_attention_freq is not None)
-    for name, by in rules + _DIVIDE[6:] * (config.vision.vision_num_layers > 0):
+    rules = [*_DECODER_MULTIPLES]
+    if m.linear_attention_freq is not None:
+        rules += _STATE_MULTIPLES
+    if config.vision.vision_num_layers > 0:
+        rules += _TOWER_MULTIPLES
+    for name, by in rules:
         number, divisor = values[name], values[by]
         if isinstance(number, int) and isinstance(divisor, int):
             rows.append((f"{flag(name)} {number}", number, f"{flag(by)} {divisor}", divisor))

@@ -1,4 +1,4 @@
-"""How the ranks are arranged: sizes of the tensor, pipeline and context axes, and how context parallelism talks.
+"""How the ranks are arranged: the grid as arithmetic, the sizes of its axes, and how context parallelism talks.
 
 The data-parallel size is no field: it follows from the world size, so a config cannot contradict the number of
 processes it is started with.
@@ -6,8 +6,11 @@ processes it is started with.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
+
+import numpy as np
 
 from megacp.core.config.ranges import AboveZero, Count, Positive
 
@@ -41,7 +44,7 @@ class ParallelConfig:
     just the keys that it needs, auto chooses by the masks of the first packs."""
 
     hierarchical_context_parallel_sizes: Positive[tuple[int, int] | None] = None
-    """Of a2a+p2p: ranks of a group that swaps tokens for heads, and number of groups in the ring; A x B = cp."""
+    """Ranks of a group that swaps tokens for heads, and number of groups in the ring, under a2a+p2p; A x B = cp."""
 
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
     """Which tokens a cp rank holds: zigzag deals 2 x cp chunks of the row, zigzag_document of each document, contiguous
@@ -69,3 +72,40 @@ class ParallelConfig:
     distributed_timeout_minutes: AboveZero[float] = 10.0
     """Minutes after which a collective that a rank did not join ends the run; six times as many for its part of a
     checkpoint."""
+
+
+AXES = ("tp", "cp", "dp", "pp")
+"""Axis names, fastest varying first."""
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """Sizes of the four axes; all else about them follows.
+
+    The ranks are an array `[pp, dp, cp, tp]`, counted through in its order: Megatron's default `tp-cp-ep-dp-pp` without
+    experts.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of the axes."""
+        return self.tp * self.cp * self.dp * self.pp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Place of a global rank on each axis, by axis name."""
+        place = {}
+        for name in AXES:
+            rank, place[name] = divmod(rank, getattr(self, name))
+        return place
+
+    def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
+        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
+        mine = self.coordinates(rank)
+        place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
+        sizes = [getattr(self, name) for name in reversed(AXES)]
+        return tuple(np.arange(self.world_size).reshape(sizes)[place].flatten().tolist())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.config.parallel import ParallelConfig
+from megacp.core.config.parallel import GridShape, ParallelConfig
 from megacp.core.config.ranges import Count, Range
 from megacp.core.config.training import CheckpointConfig, DataConfig, LogConfig, TrainingConfig
 from megacp.core.config.vision import VisionConfig
@@ -60,13 +60,23 @@ class RunConfig:
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Of `text`, `vision` and `connector` those whose weights stay; beside low-rank pairs all do."""
+        """Parts among `text`, `vision` and `connector` whose weights stay; beside low-rank pairs all do."""
         parts = ("text", "vision", "connector")
         return parts if self.model.lora_rank > 0 else tuple(name for name in parts if name in self.vision.frozen)
 
     def data_parallel_size(self, world_size: int) -> int:
         """Data-parallel ranks in a world of `world_size`, rounded down (`checks` refuses a remainder)."""
         return world_size // self.model_ranks
+
+    def grid_shape(self, world_size: int) -> GridShape:
+        """The grid of a checked config on `world_size` ranks."""
+        p = self.parallel
+        return GridShape(
+            tp=p.tensor_model_parallel_size,
+            cp=p.context_parallel_size,
+            dp=self.data_parallel_size(world_size),
+            pp=p.pipeline_model_parallel_size,
+        )
 
     def num_microbatches(self, world_size: int) -> int:
         """Microbatches per step and data-parallel rank: global batch / (micro batch x dp), rounded down."""

@@ -95,7 +95,7 @@ class ShardedParameters(ABC):
         """A backward of the chunk is about to begin; `last`: its last one of the step."""
 
     def end_backward(self, chunk: int) -> None:
-        """It is through."""
+        """The backward of the chunk has finished."""
 
     def finish(self) -> None:
         """Sum what is left and wait; afterwards `grad_shard` holds this rank's sums."""

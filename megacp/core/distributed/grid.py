@@ -1,7 +1,6 @@
-"""The DP x TP x PP x CP grid: rank arithmetic as a pure value, process groups as frozen axes.
+"""The DP x TP x PP x CP grid of processes: a `GridShape` with process groups, as frozen axes.
 
-A layer that communicates sees one `Axis`. Rank order, fastest first: tp, cp, dp, pp. It equals Megatron's default
-`tp-cp-ep-dp-pp` without experts.
+A layer that communicates sees one `Axis`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ import datetime
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.distributed import same_host
 from megacp.core.distributed.same_host import LocalChannel, SameHost
-
-AXES = ("tp", "cp", "dp", "pp")
-"""Axis names, fastest varying first."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Axis:
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Of the world: a gloo group with a timeout of its own (`patience`), for ranks whose own work may take long."""
+    """A gloo group of the world with a timeout of its own (`patience`), for ranks whose own work may take long."""
     patience: float = field(default=0.0, compare=False, repr=False)
     """Seconds that the ranks of `host_group` wait for one another."""
 
@@ -50,35 +47,6 @@ class Axis:
 def single_axis(name: str, global_rank: int = 0) -> Axis:
     """An axis of one rank: every collective on it is the identity and needs no process group."""
     return Axis(name, 1, 0, (global_rank,))
-
-
-@dataclass(frozen=True)
-class GridShape:
-    """Sizes of the four axes. All methods are pure functions of them."""
-
-    tp: int = 1
-    cp: int = 1
-    dp: int = 1
-    pp: int = 1
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks: the product of the axes."""
-        return self.tp * self.cp * self.dp * self.pp
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a global rank on each axis, by axis name."""
-        place = {}
-        for name in AXES:
-            rank, place[name] = divmod(rank, getattr(self, name))
-        return place
-
-    def members(self, rank: int, axes: Collection[str]) -> tuple[int, ...]:
-        """Global ranks that differ from `rank` only on `axes`, ascending (the faster axis varies first)."""
-        mine = self.coordinates(rank)
-        place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
-        sizes = [getattr(self, name) for name in reversed(AXES)]
-        return tuple(torch.arange(self.world_size).view(sizes)[place].flatten().tolist())
 
 
 @dataclass(frozen=True)
@@ -152,7 +120,7 @@ def build_grid(
 ) -> ProcessGrid:
     """Create this rank's axes; every rank calls it once, in the same order.
 
-    `patience` is how long ranks wait where one reads or writes files (`checkpoint/agree.py`); None: as for all else.
+    `patience` is how long ranks wait where one reads or writes files (`checkpoint/outcome.py`); None: as for all else.
     With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
     """
     have = dist.get_world_size() if dist.is_initialized() else 1
@@ -241,7 +209,7 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
     timeout = datetime.timedelta(seconds=axis.local.seconds) if axis.local is not None else None
 
     def part(name: str, members: tuple[int, ...]) -> Axis:
-        """Its traffic counts as that of the whole axis."""
+        """A part of the axis, whose traffic counts as that of the whole."""
         return dataclasses.replace(_axis(f"{axis.name}_{name}", members, rank, near, timeout), traffic=axis.traffic)
 
     inside, across = axis.global_ranks[first : first + inner], axis.global_ranks[axis.rank % inner :: inner]

@@ -26,7 +26,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.grid import Axis, GridShape, ProcessGrid, build_grid, connect
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed.grid import Axis, ProcessGrid, build_grid, connect
 from megacp.core.large_blocks import BLOCKS, LARGE
 from megacp.core.storage.wording import listed
 

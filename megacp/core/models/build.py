@@ -1,8 +1,4 @@
-"""From a config and a grid to this rank's model chunks, cut by cost and filled with the run's initial weights.
-
-The layers of a stage are a pure function of config and world size, so the dry run prints the stages that a run builds.
-Stages hold unequal numbers of layers where the head costs more than a layer.
-"""
+"""From a config and a grid to this rank's model chunks, filled with the run's initial weights."""
 
 from __future__ import annotations
 
@@ -17,31 +13,11 @@ from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.full_shard import FullShards
 from megacp.core.data_parallel.shards import ShardedParameters
 from megacp.core.distributed.fully_shard import own_parameters
-from megacp.core.distributed.grid import GridShape, ProcessGrid
+from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.models.block import offload_blocks
-from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, run_stage_costs
+from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
 from megacp.core.models.init import initialise
 from megacp.core.models.language import LanguageModelChunk, Role
-from megacp.core.pipeline_parallel.partition import partition
-
-
-def grid_shape(config: RunConfig, world_size: int) -> GridShape:
-    """The grid of a checked config on `world_size` ranks."""
-    parallel = config.parallel
-    return GridShape(
-        tp=parallel.tensor_model_parallel_size,
-        cp=parallel.context_parallel_size,
-        dp=config.data_parallel_size(world_size),
-        pp=parallel.pipeline_model_parallel_size,
-    )
-
-
-def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
-    """`[stage][chunk]` -> the global layers of that chunk; cut by the FLOPs of training on one causal pack."""
-    num_stages = config.parallel.pipeline_model_parallel_size
-    num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
-    ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
-    return [ranges[stage::num_stages] for stage in range(num_stages)]
 
 
 def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None) -> list[LanguageModelChunk]:

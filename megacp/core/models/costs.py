@@ -14,6 +14,7 @@ from megacp.core.config.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import WINDOW, ConnectorSizes
+from megacp.core.pipeline_parallel.partition import partition
 
 MATMUL_BACKWARD = 2.0
 """Backward of a linear over its forward: the gradients of input and weight."""
@@ -254,6 +255,17 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
     return layers, first, last
+
+
+def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
+    """`[stage][chunk]` -> the global layers of that chunk: those that a run builds and the dry run prints.
+
+    Stages hold unequal numbers of layers where the head costs more than a layer.
+    """
+    num_stages = config.parallel.pipeline_model_parallel_size
+    num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
+    ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
+    return [ranges[stage::num_stages] for stage in range(num_stages)]
 
 
 def tokens_per_rank(config: RunConfig) -> int:

@@ -101,7 +101,7 @@ class HostMemory:
 
 class SavedStorage:
     """The storage of a saved tensor: on the device, on the host, or both while a copy is under way. Gone with its last
-    `Place`."""
+    `HostView`."""
 
     def __init__(self, memory: HostMemory, x: torch.Tensor) -> None:
         self.memory = memory
@@ -133,7 +133,7 @@ class SavedStorage:
         self.memory.give(self.host)
 
 
-class Place(NamedTuple):
+class HostView(NamedTuple):
     """What autograd holds instead of a tensor: a storage and where in it the tensor lies."""
 
     stored: SavedStorage
@@ -153,7 +153,7 @@ class Passage:
         self._open: dict[int, SavedStorage] = {}
         self._stored: list[weakref.ref[SavedStorage]] = []
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor | Place:
+    def pack(self, x: torch.Tensor) -> torch.Tensor | HostView:
         """What autograd saves of a tensor."""
         activation = x.dtype.is_floating_point or x.dtype == torch.bool  # integers are indices and names of tokens
         if not activation or type(x) not in PLAIN or x.device.type != self.memory.device.type:
@@ -165,9 +165,9 @@ class Passage:
         if handle not in self._open:
             self._open[handle] = SavedStorage(self.memory, x)
             self._stored.append(weakref.ref(self._open[handle]))
-        return Place(self._open[handle], x.dtype, int(x.storage_offset()), x.shape, x.stride())
+        return HostView(self._open[handle], x.dtype, int(x.storage_offset()), x.shape, x.stride())
 
-    def unpack(self, held: torch.Tensor | Place) -> torch.Tensor:
+    def unpack(self, held: torch.Tensor | HostView) -> torch.Tensor:
         """The tensor that was packed."""
         if isinstance(held, torch.Tensor):
             return held

@@ -54,7 +54,6 @@ class Kind(Enum):
 
 
 COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHTS})
-SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 
 @dataclass(frozen=True, slots=True)

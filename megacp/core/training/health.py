@@ -38,7 +38,7 @@ LOSS_SPIKE, NORM_SPIKE = 3.0, 10.0
 """A loss or gradient norm above so many times the running median is a spike."""
 MAX_SKIPPED_STEPS = 10
 """Steps in a row without an update (not finite, refused, nothing to learn) that end a run, which then saves nothing."""
-WINDOW = 64
+_WINDOW = 64
 """Updates of the running median."""
 KNOWN_UPDATES = 8
 """Updates from which on a running median is compared with."""
@@ -91,8 +91,8 @@ class Health:
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         state = {**_FRESH, **(state or {})}
-        self._losses = deque(map(float, state["losses"]), WINDOW)
-        self._norms = deque(map(float, state["grad_norms"]), WINDOW)
+        self._losses = deque(map(float, state["losses"]), _WINDOW)
+        self._norms = deque(map(float, state["grad_norms"]), _WINDOW)
         self._told: dict[str, list[float]] = dict(state["told"])  # of the last spike: the value and the median
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
         """Steps without an update since the last one with an update."""

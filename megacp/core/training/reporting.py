@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megacp.core.checkpoint.agree import on_all_ranks
+from megacp.core.checkpoint.outcome import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend

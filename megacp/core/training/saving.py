@@ -1,8 +1,9 @@
 """The checkpoints of one run: the directory it owns, what is being written there, and when that is committed.
 
-A save in the background is committed at a step boundary: the exchange before the step (`loss.agree`) has then told all
-ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run. Weights without
-an update since the last checkpoint are not written again. Nothing is removed while updates are being skipped.
+A save in the background is committed at a step boundary: the exchange before the step (`agree_on_step`) has then
+reported to all ranks that all have written. An error of any rank ends the run there. Weights that hold NaN end the run.
+Weights without an update since the last checkpoint are not written again. Nothing is removed while updates are being
+skipped.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
 from megacp.core.checkpoint.commit import PendingCheckpoint
 from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, remove_leftovers
+from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import read_regular, seen

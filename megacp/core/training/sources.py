@@ -35,17 +35,17 @@ class Sources:
     train: PackSource
     valid: PackSource | None
     fingerprint: str
-    """Of the training data: equal on all ranks; a checkpoint keeps it, and a resumed run must have the same."""
+    """Hash of the training data: equal on all ranks; a checkpoint keeps it, and a resumed run must have the same."""
     tokenizer_sha256: str = ""
-    """Of the training data; empty for mock packs."""
+    """Hash of the tokenizer of the training data; empty for mock packs."""
     decoder: Decoder | None = None
     """Turns the images of both datasets into patches; None when they are text."""
     image_rules: dict[str, Any] | None = None
-    """By which images became tokens, as in the manifests; None for text and mock packs."""
+    """Rules by which images became tokens, as in the manifests; None for text and mock packs."""
 
     @property
     def datasets(self) -> list[tuple[str, PackedDataset]]:
-        """Those on disk, each with its flag."""
+        """The datasets on disk, each with its flag."""
         both = {"--data-path": self.train, "--valid-data-path": self.valid}
         return [(flag, dataset) for flag, source in both.items() for dataset in _members(source)]
 

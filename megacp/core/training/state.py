@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megacp.core.checkpoint.agree import on_rank_0
 from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import holds_checkpoints
 from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
+from megacp.core.checkpoint.outcome import on_rank_0
 from megacp.core.checkpoint.weights import Weights, bare_name, fill, require_one_model
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
@@ -49,7 +49,7 @@ class RunState:
 
 
 def fresh_state(config: RunConfig, sources: Sources) -> RunState:
-    """That of a run at step 0."""
+    """The state of a run at step 0."""
     return RunState(
         data_fingerprint=sources.fingerprint,
         seed=config.training.seed,

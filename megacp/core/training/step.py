@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -114,7 +113,7 @@ class ParallelModel:
 
     def train(self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only) -> StepResult:
         """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1."""
-        losses = run(*self._pipeline(rows, step, denominator, training=True))
+        losses = self._pipeline(rows, step, denominator, training=True)()
         self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
@@ -135,7 +134,7 @@ class ParallelModel:
         """
         for chunk in self.chunks:
             chunk.eval()
-        losses = run(*self._pipeline(rows, 0, denominator, training=False))
+        losses = self._pipeline(rows, 0, denominator, training=False)()
         self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
@@ -144,12 +143,14 @@ class ParallelModel:
     def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
         """Loss and summed gradients without an update: `parameters.grad_shard` is valid until
         `parameters.zero`."""
-        losses = run(*self._pipeline(rows, step, denominator, training=True))
+        losses = self._pipeline(rows, step, denominator, training=True)()
         self.parameters.finish()
         return self._total(losses)
 
-    def _pipeline(self, rows: Sequence[Row], step: int, denominator: float, training: bool) -> tuple[Any, ...]:
-        """What `runtime.run` takes for these rows."""
+    def _pipeline(
+        self, rows: Sequence[Row], step: int, denominator: float, training: bool
+    ) -> Callable[[], list[torch.Tensor]]:
+        """`runtime.run` over these rows, ready to be called."""
         with self.phase("shard"):
             shares = [self._planned(row).share for row in rows]
         name: str = self.config.parallel.pipeline_schedule if training else "forward_only"
@@ -161,7 +162,7 @@ class ParallelModel:
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))
-        return actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred
+        return partial(run, actions, chunks, shares, self.grid, hidden, self.parameters, self.phase, deferred)
 
     def _total(self, losses: Sequence[torch.Tensor]) -> float:
         """Sum of all microbatch losses over dp and cp, on every rank."""

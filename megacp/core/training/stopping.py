@@ -1,6 +1,6 @@
 """When a run stops before its last step: on a signal, or after --exit-duration.
 
-A signal only sets a reason on its rank. The ranks exchange reasons before each step (`loss.agree`), so all of them
+A signal only sets a reason on its rank. The ranks exchange reasons before each step (`agree_on_step`), so all of them
 stop at the same step.
 """
 

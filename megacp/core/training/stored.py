@@ -105,7 +105,7 @@ def with_model_of(
 
 
 def misfit(folder: Place, name: str, before: object, now: object) -> str:
-    """That a checkpoint and a run differ in a field."""
+    """The message that a checkpoint and a run differ in a field."""
     return f"{folder} has {flag(name)} {before}, this run {now}"
 
 

@@ -24,9 +24,9 @@ from megacp.core.monitor.log import StepRecord
 from megacp.core.monitor.timers import EventClock, Pace, Timers
 from megacp.core.monitor.trace import Trace
 from megacp.core.optim.lr_schedule import learning_rate
+from megacp.core.training.denominator import RankReport, StepAgreement, agree_on_step
 from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors
 from megacp.core.training.images import image_documents, image_loading, without_bad_images
-from megacp.core.training.loss import RankReport, StepAgreement, agree
 from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.saving import Saver
@@ -154,7 +154,9 @@ class Trainer:
                 pairs = zip(planned, batches, strict=True)
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
-                agreed = agree(batches, self.grid, self._rank_report(read, rows), replica=self.rows.data_rank.index)
+                agreed = agree_on_step(
+                    batches, self.grid, self._rank_report(read, rows), replica=self.rows.data_rank.index
+                )
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
@@ -244,7 +246,7 @@ class Trainer:
         total, weight = 0.0, 0.0
         for read in validation_steps(self.sources.valid, options, self.rows.data_rank, count, self.images):
             batches, _ = self._sound(read, self.state.step)
-            agreed = agree(batches, self.grid, replica=self.rows.data_rank.index)
+            agreed = agree_on_step(batches, self.grid, replica=self.rows.data_rank.index)
             total += self.model.evaluate(batches, agreed.denominator) * agreed.denominator
             weight += agreed.weight
         self.timers.take()  # its phases belong to no training step

@@ -17,7 +17,7 @@ from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Valu
 from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
 
 NATIVE, RELEASED = "native", "released"
-LAYOUTS = (NATIVE, RELEASED)
+NAMINGS = (NATIVE, RELEASED)
 Table = Mapping[str, str | tuple[str, ...]]
 """Their tensor -> ours, or ours stacked; `{i}` counts decoder layers, `{v}` those of a tower."""
 

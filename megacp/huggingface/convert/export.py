@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megacp.core.backends.native import DTYPES
 from megacp.core.checkpoint.commit import LoadedCheckpoint
 from megacp.core.checkpoint.directory import (
     CONFIG_FILE,
@@ -31,7 +32,6 @@ from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.manifest import thoughts_told
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.models.build import DTYPES
 from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import torch
 
 from megacp.core.checkpoint import storage
-from megacp.core.checkpoint.agree import on_all_ranks, on_rank_0
+from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import files
 from megacp.huggingface.convert.tensors import Info, Source, num_bytes, whole
 from megacp.prepare.tokenize.beside import read_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = {name: dtype for name, dtype in storage.DTYPES.items() if dtype.is_floating_point}
+_DTYPES = {name: dtype for name, dtype in storage.STORED_DTYPES.items() if dtype.is_floating_point}
 MIB = 1 << 20
 SECONDS = 10.0
 """For which a file that another machine has just made is waited for."""
@@ -120,10 +120,10 @@ class SafetensorsFolder:
         for tensor in file.keys():
             described = file.get_slice(tensor)
             kind = described.get_dtype()
-            if kind not in DTYPES:
-                raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(DTYPES)}")
+            if kind not in _DTYPES:
+                raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(_DTYPES)}")
             self._places[tensor] = name
-            self._infos[tensor] = Info(tuple(described.get_shape()), DTYPES[kind])
+            self._infos[tensor] = Info(tuple(described.get_shape()), _DTYPES[kind])
 
     @property
     def infos(self) -> Mapping[str, Info]:

@@ -113,8 +113,8 @@ def tower_shapes(values: Values) -> dict[str, Shape]:
     return found | linear("connector.mlp.down", values["hidden_size"], width, False)
 
 
-TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
-TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
+_TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
+_TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
 """Of transformers' Molmo2TextConfig."""
 _TOWER = {
     "vision_config.num_hidden_layers": ("vision_num_layers", 25),
@@ -128,7 +128,7 @@ _TOWER = {
 
 
 def from_hf(c: ConfigJson) -> Values:
-    v = sizes_from_hf(c, TEXT, "text_config.")
+    v = sizes_from_hf(c, _TEXT, "text_config.")
     v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before"}
     v |= {"qk_layernorm": "head", "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
     v |= {"image_attention": "example", "add_qkv_bias": c.switch("text_config.attention_bias")}
@@ -268,7 +268,7 @@ class Molmo2(Family):
 
 
 MOLMO2 = Molmo2(
-    *("molmo2", "Molmo2ForConditionalGeneration", TEXT, from_hf, to_hf, NATIVE_TABLE),
+    *("molmo2", "Molmo2ForConditionalGeneration", _TEXT, from_hf, to_hf, NATIVE_TABLE),
     frozenset({"float32_attention", "use_frame_special_tokens"}),
     ("text_config", "vision_config", "adapter_config"),
     _TOKEN_FIELDS,

@@ -19,26 +19,26 @@ IMAGES, VIDEOS, PROCESSOR = "preprocessor_config.json", "video_preprocessor_conf
 Rules = dict[str, Any]
 """Image rules as a dataset's manifest holds them."""
 
-Table = dict[str, tuple[str, Any]]
+_Table = dict[str, tuple[str, Any]]
 """The library's setting -> our rule and the library's default."""
 
 _HALF = [0.5, 0.5, 0.5]
-_BOTH: Table = {
+_BOTH: _Table = {
     "patch_size": ("patch_size", 14),
     "image_mean": ("image_mean", _HALF),
     "image_std": ("image_std", _HALF),
 }
-_IMAGE: Table = {
+_IMAGE: _Table = {
     "max_crops": ("max_crops", 8),
     "overlap_margins": ("overlap_margins", [4, 4]),
     "pooling_size": ("image_pooling", [2, 2]),
 }
-_VIDEO: Table = {
+_VIDEO: _Table = {
     "pooling_size": ("video_pooling", [3, 3]),
     "num_frames": ("max_frames", 64),
     "max_fps": ("video_fps", 2),
 }
-TEXT: Table = {
+TEXT: _Table = {
     "image_use_col_tokens": ("use_column_tokens", True),
     "use_single_crop_col_tokens": ("low_res_column_tokens", None),
     "video_use_col_tokens": ("video_column_tokens", False),
@@ -47,8 +47,8 @@ _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_conve
 FIXED_TEXT = {"use_single_crop_start_token": True, "use_frame_special_tokens": True}
 
 
-_WINDOWS: Table = {**_BOTH, "merge_size": ("merge_size", 2)}
-_FRAMES: Table = {"fps": ("video_fps", 2), "min_frames": ("min_frames", 4), "max_frames": ("max_frames", 768)}
+_WINDOWS: _Table = {**_BOTH, "merge_size": ("merge_size", 2)}
+_FRAMES: _Table = {"fps": ("video_fps", 2), "min_frames": ("min_frames", 4), "max_frames": ("max_frames", 768)}
 _FIXED_WINDOWS = {**_FIXED, "resample": 3, "temporal_patch_size": 2}
 _PIXELS = {"resize_pixels": [3136, 1003520], "video_resize_pixels": [131072, 786432]}
 
@@ -107,11 +107,11 @@ def _write_crops(rules: Rules, folder: Path) -> None:
     write_json(folder / PROCESSOR, {**whole, "image_processor": image, "video_processor": video})
 
 
-def _said(rules: Rules, table: Table) -> dict[str, Any]:
+def _said(rules: Rules, table: _Table) -> dict[str, Any]:
     return {theirs: rules[ours] for theirs, (ours, _) in table.items()}
 
 
-def _read(part: Mapping[str, Any], table: Table) -> Rules:
+def _read(part: Mapping[str, Any], table: _Table) -> Rules:
     found = {ours: (part.get(theirs), default) for theirs, (ours, default) in table.items()}
     return {ours: default if value is None else value for ours, (value, default) in found.items()}
 

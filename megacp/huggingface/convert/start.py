@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from megacp.core.backends.native import DTYPES
 from megacp.core.checkpoint.weights import TensorRows
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.vision import VISION_FAMILIES
-from megacp.core.models.build import DTYPES
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
@@ -23,7 +24,7 @@ from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.images import joined, position_axes
 from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
@@ -33,7 +34,7 @@ from megacp.huggingface.convert.tensors import Source, in_dtype, whole
 from megacp.huggingface.convert.tokenizer import Given, refuse_difference
 from megacp.prepare.tokenize.tokenizer import PROBE
 
-TOLERANCE = 1e-4
+_TOLERANCE = 1e-4
 """Part of the largest logit, in float32: a wrong theta is above it, another order of sums mostly far below."""
 _ROUNDINGS = 8
 """What float32 moves our logits by, so often, is no difference either: the library's are moved about as far."""
@@ -193,7 +194,7 @@ def compare(
     agreement = float((expected.argmax(-1) == other.argmax(-1)).double().mean())
     gap = float((expected - other).abs().nan_to_num(nan=torch.inf).max())
     words = f"largest logit {largest:.4g}, max difference {gap:.3g} ({gap / max(largest, 1e-30):.2g} of it)"
-    agrees = gap <= TOLERANCE * largest or gap <= _ROUNDINGS * rounded()
+    agrees = gap <= _TOLERANCE * largest or gap <= _ROUNDINGS * rounded()
     return agrees, f"{words}, same likeliest token at {100 * agreement:.2f} %"
 
 

@@ -44,12 +44,12 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Around a thought, as templates write it."""
 THINKS = "enable_thinking"
 """The variable by which a template is told whether to think."""
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""Of a template that says by itself what is learned."""
+GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+"""A block of a template that says by itself what is learned."""
 LONGEST = 10.0
 """Seconds that one rendering may compute; a long conversation takes some thousandths."""
 _MARKS = ("<|im_start|>", "<|im_end|>")
-"""Of the templates that are known by name."""
+"""Marks of the templates that are known by name."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ChatTemplate:
     before_answers: str = ""
     """What ends a prompt: the empty thought behind which a model learned its answers."""
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of all renderings that do not give others."""
+    """Variables of all renderings that do not give others."""
 
     @property
     def decisive(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megacp.prepare.records.chat_template import (
-    GENERATION,
+    GENERATION_BLOCK,
     PLACE,
     REASONING,
     THOUGHT,
@@ -84,7 +84,7 @@ class WrittenTalk:
         """Characters start..stop and their loss weight, in order."""
         if not rules.asks:
             self._refuse_lost()
-            self.learned = self._generated() if GENERATION.search(template.text) else self._answers()
+            self.learned = self._generated() if GENERATION_BLOCK.search(template.text) else self._answers()
         self._places = [self._place(i, j, media) for i, j, media in self._media]
 
     @property

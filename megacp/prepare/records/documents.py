@@ -83,7 +83,7 @@ class Document(NamedTuple):
     branch_leaves: tuple[int, ...]
     """Where the last branch of each branch ends, or itself."""
     units: tuple[SegmentUnit, ...]
-    """Its images and frames."""
+    """Images and frames of the record."""
     problem: str | None
     """Why it cannot be learned."""
 

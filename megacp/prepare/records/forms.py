@@ -33,11 +33,11 @@ from megacp.prepare.records.record import (
 
 MESSAGE_KEYS = ("role", "content", "weight", "id")
 MOST_WEIGHT = 1e12
-"""Of a record, a branch and a message: the three times each other are finite in float32."""
+"""Largest weight of a record, a branch and a message: the three times each other are finite in float32."""
 _SPEAKERS = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """Roles of ShareGPT by the names that it has for them; others are the same."""
 _CALLS = "function_call"
-"""Its speaker of tool calls, which are JSON: `{"name": ..., "arguments": {...}}`, or a list of such."""
+"""ShareGPT's speaker of tool calls, which are JSON: `{"name": ..., "arguments": {...}}`, or a list of such."""
 _PLACE = re.compile(r"<(image|video)>")
 """What stands in a text for the next of a record's images or videos."""
 _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
@@ -45,7 +45,7 @@ _UNFILLED = re.compile(r"^<image>|<image>$", re.MULTILINE)
 _SOURCES = (*MEDIA_SOURCES, *MEDIA_TYPES, *LINKS)
 """Keys of a part that name its image or video."""
 IMAGE_AS_TEXT = "<image>"
-"""Of --ignore-keys: such a place is learned as text."""
+"""Word of --ignore-keys by which such a place is learned as text."""
 _ALPACA = (
     "Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n{input}### Response:\n"

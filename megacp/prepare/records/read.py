@@ -34,13 +34,13 @@ from megacp.prepare.records.record import (
 from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
 
 _BLOCK = 1 << 20
-FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
+_FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
 _OTHERS = (".csv", ".tsv", ".txt")
 """What people have, and what says nothing of where a record ends or what its columns mean."""
 _BEFORE, _EMPTY, _END = map(re.compile, (r"\s*([\[,]?)\s*", r"\s*\[\s*\]\s*", r"\s*\]\s*"))
-"""Of a JSON array: what stands before an element, one without any, and the end."""
+"""Parts of a JSON array: what stands before an element, one without any, and the end."""
 SAMPLED_BYTES = 1 << 16
-"""Of the edges of a file, by which a changed one is told."""
+"""Bytes of the edges of a file, by which a changed one is recognised."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
     ".parquet": lambda path, max_record_bytes, media: read_parquet(path, max_record_bytes),
     ".tar": read_tar,
@@ -129,7 +129,7 @@ def input_problem(path: str) -> str | None:
         if Url(path).is_dir() if is_url(path) else os.path.isdir(path):
             return f"{path} is a directory; give the files in it, as {path}/*.jsonl"
         if suffix_of(path).lower() in _OTHERS:
-            return f"{path} is no form of records; read are {FORMS}"
+            return f"{path} is no form of records; read are {_FORMS}"
         if is_url(path):
             Url(path).size()
         else:

@@ -75,7 +75,7 @@ class Record:
     """Bytes it takes in the file."""
     value: Any
     members: dict[str, bytes] | None = None
-    """Of a tar: the group's files that are neither record nor text, by their whole names (only when asked for)."""
+    """Files of a tar's group that are neither record nor text, by their whole names (only when asked for)."""
 
 
 def without_nulls(value: Any) -> Any:
@@ -173,7 +173,7 @@ class RecordRules:
 
 
 FOR_PROMPTS = RecordRules(media=True, ignore_keys=("*",), context_roles=("*",), ignore_weights=True, asks=True)
-"""Of records that are asked, from which nothing is learned: the last thing said is the answer, whatever it weighs."""
+"""Rules of records that are asked, from which nothing is learned: the last thing said is the answer, of any weight."""
 
 
 @lru_cache(maxsize=4096)
@@ -250,7 +250,7 @@ class Sample:
     branches: tuple[tuple[SamplePart, ...], ...] = ()
     """Depth first: behind each stand those that continue it."""
     parents: tuple[int, ...] = ()
-    """Of each branch the part that it continues, 0 = the prefix; -1 = none: it is a whole, as the prefix then is."""
+    """The part that each branch continues, 0 = the prefix; -1 = none: it is a whole, as the prefix then is."""
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
     answers: Mapping[str, int] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from megacp.prepare.records.record import (
 
 TEXT_RULES = RecordRules()
 RECORD_KEYS = ("weight", "branches")
-"""Of a record, or a branch, beside what it says."""
+"""Keys of a record, or a branch, beside what it says."""
 
 
 class _Said(NamedTuple):

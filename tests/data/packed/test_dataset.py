@@ -18,7 +18,7 @@ from megacp.core.data import tables
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import OPEN_SHARDS, PackedDataset
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32, token_dtype, with_suffix
-from megacp.prepare.build.writer import IndexedWriter, Segment, ShardWriter, write_table
+from megacp.prepare.packs.writer import IndexedWriter, Segment, ShardWriter, write_table
 from megacp.prepare.verify import verify
 from tests.data.datasets import IMAGE_RULES, damage, random_packs, sign, weighted_images, write_dataset
 

@@ -16,7 +16,7 @@ from megacp.huggingface.generation.prompt import PromptMaker
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
-from tests.prepare.build.builds import documents
+from tests.prepare.packs.builds import documents
 from tests.prepare.templates.public import write_tokenizer
 from tests.prepare.templates.test_conversation import PROMPT, TALK
 from tests.prepare.templates.test_public import ASK, TELL

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
-from megacp.huggingface.convert.decoder import LAYOUTS, RELEASED
+from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
 from megacp.verify.parity import MODELS
@@ -46,7 +47,7 @@ def tensors_of(changes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {piece.name: piece.global_shape for p in chunk.parameters() for piece in spec_of(p).pieces}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", NAMINGS)
 @pytest.mark.parametrize("name", OURS)
 def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) -> None:
     values = values_of(OURS[name])
@@ -107,7 +108,7 @@ def test_a_config_comes_back_as_it_was(name: str) -> None:
     content = THEIRS[name]().config.to_diff_dict()
     family = of_config(content)
     values = family.values(content)
-    for layout in LAYOUTS if family.sections else LAYOUTS[:1]:
+    for layout in NAMINGS if family.sections else NAMINGS[:1]:
         back = family.values(family.config({**flatten(RunConfig()), **values}, layout))
         if "vision_feature_layers" in back:
             back["vision_feature_layers"] = tuple(x % 3 - 3 for x in back["vision_feature_layers"])

@@ -25,9 +25,10 @@ from megacp.huggingface.convert.tensors import Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
 from tests.huggingface.convert.models import MODELS, Tensors, save
-from tests.huggingface.convert.test_exact import TOKENS, float32_is_float64, row
+from tests.huggingface.convert.test_exact import TOKENS, row
 from tests.huggingface.convert.test_start import trained, weights_of
 from tests.ranks import grid, run_ranks
+from tests.reference.precision import float32_is_float64
 from tests.reference.sharding import Pieces, assemble, fill
 from tests.reference.training import AXIS_FLAGS, pieces_of_slices
 from tests.training import runs

@@ -14,7 +14,7 @@ from megacp.huggingface import generate_command as generate
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
 from tests.huggingface.convert.models import llama
-from tests.prepare.build.builds import documents
+from tests.prepare.packs.builds import documents
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, TOOLS
 

@@ -24,8 +24,8 @@ from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.train import main
 from megacp.verify.parity import MODELS
-from tests.prepare.build.builds import run as build
 from tests.prepare.media.pictures import TINY
+from tests.prepare.packs.builds import run as build
 from tests.training.test_vision_dataset import flags_of, image_part
 
 LENGTH = 6

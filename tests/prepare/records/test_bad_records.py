@@ -19,9 +19,9 @@ from PIL import Image
 
 from megacp.core.data.reader import PackedDataset
 from megacp.prepare.verify import verify
-from tests.prepare.build import builds
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.media.test_pixels import BAD, exif
+from tests.prepare.packs import builds
 
 pytest.importorskip("av")
 RULES = dataclasses.replace(TINY, token_ids={}, max_pixels=10_000)

@@ -28,8 +28,8 @@ from megacp.prepare.records.record import FOR_PROMPTS, RecordError, RecordRules,
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import run
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.prepare.packs.builds import run
 
 ASK, TELL = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 TREES = RecordRules(prefix_tree=True, media=True)

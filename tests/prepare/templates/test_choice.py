@@ -18,13 +18,13 @@ from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.molmo2 import image_layout
 from megacp.core.training.sources import Sources
-from megacp.prepare.build.run import build
 from megacp.prepare.command import main
+from megacp.prepare.packs.run import build
 from megacp.prepare.records.chat_template import OURS, load_chat_template
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import documents, files, run, settings
 from tests.prepare.media.pictures import TINY, encoded, noise
+from tests.prepare.packs.builds import documents, files, run, settings
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, expected, library
 

@@ -22,17 +22,17 @@ from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import expanded, place_of, size_of
 from megacp.core.storage.wording import listed
-from megacp.prepare.build.journal import (
+from megacp.prepare.packs.journal import (
     REJECTS_NAME,
     Journal,
     locked,
     prepare_directory,
     remove_partial,
 )
-from megacp.prepare.build.progress import BuildProgress, BuildSummary
-from megacp.prepare.build.settings import BuildSettings, problems, tokenizer_problem
-from megacp.prepare.build.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
-from megacp.prepare.build.workers import run_tasks
+from megacp.prepare.packs.progress import BuildProgress, BuildSummary
+from megacp.prepare.packs.settings import BuildSettings, problems, tokenizer_problem
+from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
+from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.read import SAMPLED_BYTES, Extent, identity, is_plain, plan_units, read_extent
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
@@ -121,7 +121,7 @@ def _build(
     _check_results(settings, template, done)
     run: Callable[..., Iterator[Any]] = run_tasks
     if settings.executor == "ray":
-        from megacp.prepare.build.ray_workers import run_on_ray
+        from megacp.prepare.packs.ray_workers import run_on_ray
 
         run = functools.partial(run_on_ray, address=settings.ray_address)
     try:

@@ -126,7 +126,7 @@ class Segment:
     flags: int = 0
     """tables.FLAG_SPLIT | tables.FLAG_TRUNCATED."""
     units: tuple[SegmentUnit, ...] = ()
-    """Its images and frames, in the order of their tokens."""
+    """Images and frames of the segment, in the order of their tokens."""
     items: tuple[Callable[[], bytes], ...] = ()
     """What gives the encoded bytes of each of its images and videos; called once, when the segment is written."""
     branch_leaves: tuple[int, ...] = ()

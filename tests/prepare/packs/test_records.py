@@ -16,7 +16,7 @@ from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import documents, run
+from tests.prepare.packs.builds import documents, run
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 TALK = {"messages": [USER, ASSISTANT]}

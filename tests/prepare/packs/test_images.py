@@ -11,16 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-import megacp.prepare.build.run as build_module
+import megacp.prepare.packs.run as build_module
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.reader import PackedDataset
+from megacp.core.data.vision.decoding import RulesDecoder, load_pixels
+from megacp.core.data.vision.molmo2 import image_patches
 from megacp.core.data.vision.rules import VisionRules
 from megacp.prepare.describe import statistics
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build import builds
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.media.test_qwen3_5_rules import SMALL
+from tests.prepare.packs import builds
 from tests.prepare.records.test_read import write as write_table
 from tests.prepare.records.test_read import write_tar
 

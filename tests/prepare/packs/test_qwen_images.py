@@ -23,9 +23,9 @@ from megacp.core.data.vision.qwen3_5 import Qwen35Rules
 from megacp.core.data.vision.rules import ImageError
 from megacp.core.training.sources import image_misfits
 from megacp.prepare.verify import verify
-from tests.prepare.build import builds
 from tests.prepare.media.pictures import encoded, noise, video
 from tests.prepare.media.test_qwen3_5_rules import SMALL, spelled, two_levels
+from tests.prepare.packs import builds
 from tests.prepare.templates.public import of_trl, write_tokenizer
 from tests.reference import qwen_processor as reference
 from tests.tools.in_process import preprocessed as tool

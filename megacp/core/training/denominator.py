@@ -25,19 +25,19 @@ _FINGERPRINT_BITS = 48
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank tells the others before a step, besides its packs; or what all of them told, summed or highest."""
+    """What one rank reports before a step, besides its packs; or the reports of all of them, summed or highest."""
 
     stop_reason: int = 0
     """A number of `stopping.REASONS`, 0 to go on."""
     flops: float = 0.0
-    """Model FLOPs of its packs; told by one rank of each replica."""
+    """Model FLOPs of its packs; reported by one rank of each replica."""
     peak_bytes: int = 0
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
     save_state: int = 0
     """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `FAILED`)."""
     image_documents: int = 0
-    """Its documents with images; told by one rank of each replica."""
+    """Documents with images in its packs; reported by one rank of each replica."""
 
 
 _SUMMED = ("flops", "image_documents")
@@ -52,7 +52,7 @@ class StepAgreement:
     tokens: int
     """Tokens of the step, padding left out."""
     report: RankReport
-    """Of all ranks: FLOPs and documents with images are summed, of all else the highest counts."""
+    """The reports of all ranks: FLOPs and documents with images are summed, of all else the highest counts."""
 
     @property
     def denominator(self) -> float:
@@ -60,7 +60,7 @@ class StepAgreement:
         return self.weight or 1.0
 
 
-def agree(
+def agree_on_step(
     batches: Sequence[PackedBatch], grid: ProcessGrid, report: RankReport | None = None, *, replica: int | None = None
 ) -> StepAgreement:
     """One all-gather over the world: loss denominator, equality of the packs of ranks that read the same, reports.

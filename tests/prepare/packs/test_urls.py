@@ -24,16 +24,17 @@ from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.rules import ImageError
 from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare import command as preprocess
-from megacp.prepare.build.journal import locked
-from megacp.prepare.build.run import BuildSummary, build
 from megacp.prepare.media.reader import MediaReader
+from megacp.prepare.packs.journal import locked
+from megacp.prepare.packs.progress import BuildSummary
+from megacp.prepare.packs.run import build
 from megacp.prepare.records.read import identity, plan_units, read_extent
 from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build import builds
-from tests.prepare.build.builds import files, run, settings, visible, write_records
 from tests.prepare.media.pictures import TINY, encoded, noise
+from tests.prepare.packs import builds
+from tests.prepare.packs.builds import files, run, settings, visible, write_records
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
 
 LINES = [{"id": i, "text": f"{i} " + "word " * (i % 17)} for i in range(300)]
@@ -324,7 +325,7 @@ def test_a_part_is_a_number_below_a_count(text: str, capsys: pytest.CaptureFixtu
 
 def test_a_whole_build_keeps_all_others_out_and_parts_share(tmp_path: Path) -> None:
     def other(shared: bool) -> subprocess.CompletedProcess[str]:
-        code = "import sys; from pathlib import Path; from megacp.prepare.build.journal import locked"
+        code = "import sys; from pathlib import Path; from megacp.prepare.packs.journal import locked"
         command = [sys.executable, "-c", f"{code}\nwith locked(Path(sys.argv[1]), {shared}): print('in')"]
         return subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=60)
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from megacp.core.data.manifest import ShardEntry
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
-from megacp.prepare.build.packing import best_fit_decreasing, cut_oversize, two_budgets
-from megacp.prepare.build.settings import BuildSettings
-from megacp.prepare.build.writer import Segment, ShardWriter
 from megacp.prepare.media.reader import MediaReader, unnamed_members
+from megacp.prepare.packs.packing import best_fit_decreasing, cut_oversize, two_budgets
+from megacp.prepare.packs.settings import BuildSettings
+from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.chat_template import Template, loaded
 from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
 from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent

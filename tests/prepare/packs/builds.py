@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.data.reader import PackedDataset
-from megacp.prepare.build.run import BuildSummary, build
-from megacp.prepare.build.settings import BuildSettings
+from megacp.prepare.packs.progress import BuildSummary
+from megacp.prepare.packs.run import build
+from megacp.prepare.packs.settings import BuildSettings
 
 
 def write_records(path: Path, count: int, seed: int = 0, first_id: int | None = 0) -> list[dict[str, Any]]:

@@ -18,12 +18,12 @@ from typing import Any
 
 from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.core.storage import files
-from megacp.prepare.build.settings import VALID_FOLDER
-from megacp.prepare.build.unit import UnitResult
+from megacp.prepare.packs.settings import VALID_FOLDER
+from megacp.prepare.packs.unit import UnitResult
 from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 
-STATE = ".build"
+_STATE = ".build"
 """Folder of what a build knows of itself."""
 REJECTS_NAME = "rejects.jsonl"
 _LOCK_NAME = ".lock"
@@ -51,7 +51,7 @@ def locked(directory: Path, shared: bool = False) -> Iterator[None]:
 
 def remove_partial(directory: Path) -> None:
     """Delete what killed builds and lost workers were just writing."""
-    for folder in (".", STATE, TOKENIZER_DIRECTORY):
+    for folder in (".", _STATE, TOKENIZER_DIRECTORY):
         for path in (directory / folder).glob(".*.partial"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -66,7 +66,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     own = (_LOCK_NAME, ".partial")  # left by a build that was killed before it began
     foreign = sorted(path.name for path in directory.iterdir() if not path.name.endswith(own))
-    if foreign and not {MANIFEST_NAME, STATE} & {*foreign}:
+    if foreign and not {MANIFEST_NAME, _STATE} & {*foreign}:
         raise ValueError(
             f"--output {directory} holds files but no dataset ({', '.join(foreign[:5])}); nothing was overwritten, "
             "choose an empty or a new directory"
@@ -77,7 +77,7 @@ def prepare_directory(directory: Path, overwrite: bool) -> None:
         remove_partial(directory)
         for name in (MANIFEST_NAME, REJECTS_NAME):
             (directory / name).unlink(missing_ok=True)
-        folders = (directory / name for name in (STATE, TOKENIZER_DIRECTORY, VALID_FOLDER))
+        folders = (directory / name for name in (_STATE, TOKENIZER_DIRECTORY, VALID_FOLDER))
         for path in (*folders, *directory.glob("shard_*")):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -94,13 +94,13 @@ class Journal:
         text = json.dumps(decisive, sort_keys=True).encode()
         now = json.loads(text)  # tuples become lists, as they come back from the file
         self.fingerprint = hashlib.sha256(text).hexdigest()
-        path = directory / STATE / "settings.json"
+        path = directory / _STATE / "settings.json"
         if not path.exists() and (directory / MANIFEST_NAME).exists():
             raise ValueError(
                 f"{directory} holds a dataset of an earlier version; nothing was overwritten, --overwrite replaces it"
             )
         before = files.read_json(path) if path.exists() else now
-        finished = [_read(path) for path in sorted((directory / STATE).glob("[0-9]*.json"))]
+        finished = [_read(path) for path in sorted((directory / _STATE).glob("[0-9]*.json"))]
         if finished and (before != now or any(print != self.fingerprint for print, _ in finished)):
             differences = [
                 f"{name}: {_short(before.get(name))} before, {_short(now.get(name))} now"
@@ -125,7 +125,7 @@ class Journal:
         """Enter a finished unit, durably."""
         self.results[result.unit] = result
         values = {**dataclasses.asdict(result), "settings": self.fingerprint}
-        path = self._directory / STATE / f"{result.unit:05d}.json"
+        path = self._directory / _STATE / f"{result.unit:05d}.json"
         files.write_atomically(path, json.dumps(values, sort_keys=True).encode())
 
 

@@ -9,7 +9,7 @@ from typing import TextIO
 
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data.manifest import DatasetManifest, thoughts_told
-from megacp.prepare.build.unit import UnitResult
+from megacp.prepare.packs.unit import UnitResult
 
 _BATCH = TrainingConfig.global_batch_size
 _EVERY_SECONDS = 10.0
@@ -59,9 +59,9 @@ class BuildSummary:
     manifest: DatasetManifest | None
     """None for a part of a build."""
     results: tuple[UnitResult, ...]
-    """Of all units, or those of the part."""
+    """Results of all units, or of those of the part."""
     read_bytes: int
-    """Of the input, by this run."""
+    """Bytes of the input that this run has read."""
     seconds: float
     units_resumed: int
     """Finished by an earlier run."""

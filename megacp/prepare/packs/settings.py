@@ -18,9 +18,9 @@ from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 VALID_FOLDER = "valid"
-"""Of a dataset with --valid-share: its validation records."""
+"""Folder of the validation records in a dataset with --valid-share."""
 HOUSE_FORM = "ignore"
-"""Of --chat-template: messages are written in the house's own form."""
+"""Word of --chat-template by which messages are written in the house's own form."""
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megacp.core.storage.files import source_digest
-from megacp.prepare.build.workers import Handler, WorkerFailed, answer_of, result_of
+from megacp.prepare.packs.workers import Handler, WorkerFailed, answer_of, result_of
 
 _TRIES = 4
 """How often a task is begun whose workers are lost."""
 _STORE_BYTES = 100 << 20
-"""Of a Ray that is started here: results are a few KiB each."""
+"""Store of a Ray that is started here: results are a few KiB each."""
 _SECONDS_BETWEEN_LOOKS = 5.0
 _PACKAGES = "numpy tokenizers sentencepiece gigatoken jinja2 pillow av pyarrow zlib-ng".split()
-"""Those that have a say in the bytes of a dataset."""
+"""Packages that have a say in the bytes of a dataset."""
 
 
 def run_on_ray(

@@ -52,7 +52,7 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
     }
 
 
-def require_agreement(meeting: Meeting, stated: dict[str, str] | None, problem: str = "") -> None:
+def require_equal_start(meeting: Meeting, stated: dict[str, str] | None, problem: str = "") -> None:
     """Return when all ranks state the same and none has a `problem`; else raise AlikeError on every rank."""
     mine = json.dumps({"host": meeting.host, "stated": stated or {}, "problem": problem})
     verdict = meeting.judged("start", mine, _differences)

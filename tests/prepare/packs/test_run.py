@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-import megacp.prepare.build.run as build_module
+import megacp.prepare.packs.run as build_module
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.prepare.build.unit import UnitBuilder
+from megacp.prepare.packs.unit import UnitBuilder
 from megacp.prepare.records import read
 from megacp.prepare.records.read import Unit
 from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
-from tests.prepare.build.builds import documents, expected, files, run, write_records
+from tests.prepare.packs.builds import documents, expected, files, run, write_records
 
 
 @pytest.mark.parametrize("finished", [False, True])

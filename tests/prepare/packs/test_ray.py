@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from megacp.prepare import command as preprocess
-from megacp.prepare.build.ray_workers import run_on_ray, statement
-from megacp.prepare.build.run import build
-from megacp.prepare.build.workers import WorkerFailed
-from tests.prepare.build.builds import files, run, settings, visible, write_records
+from megacp.prepare.packs.ray_workers import run_on_ray, statement
+from megacp.prepare.packs.run import build
+from megacp.prepare.packs.workers import WorkerFailed
+from tests.prepare.packs.builds import files, run, settings, visible, write_records
 
 
 class Lost(Exception):

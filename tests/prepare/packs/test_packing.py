@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.build.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
-from megacp.prepare.build.workers import WorkerFailed, run_tasks
-from tests.prepare.build.builds import files, run, write_records
+from megacp.prepare.packs.packing import Packing, best_fit_decreasing, cut_oversize, two_budgets
+from megacp.prepare.packs.workers import WorkerFailed, run_tasks
+from tests.prepare.packs.builds import files, run, write_records
 from tests.reference import packing as reference
 from tests.tools.in_process import preprocessed as tool
 

@@ -26,13 +26,12 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.fake_world import recorded
 from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.models.build import grid_shape
 from megacp.core.ops.pointwise import keep_mask
 from megacp.core.ops.tile_kernels import TileKernel
 from megacp.core.tensor_parallel.vocabulary import weighted_loss
 from megacp.core.training import step
+from megacp.core.training.denominator import RankReport, agree_on_step
 from megacp.core.training.health import Decision, finite_only
-from megacp.core.training.loss import RankReport, agree
 from megacp.core.training.step import ParallelModel
 from megacp.train import main
 from tests.ranks import RankError, grid, run_ranks
@@ -54,7 +53,7 @@ def gradient_of_eight_tokens(rank: int, world_size: int, shape: dict[str, int], 
     local = shard_batch(batch, mine.cp, LAYOUTS[layout])
     values = local.token_names.double() + 1
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
-    weighted_loss(w * values, local.loss_weights, agree([batch], mine).denominator).backward()
+    weighted_loss(w * values, local.loss_weights, agree_on_step([batch], mine).denominator).backward()
     over = mine.over("dp", "cp")
     counted = local.loss_weights.sum().item()
     trap = (values * local.loss_weights).sum() / counted if counted else torch.zeros((), dtype=torch.float64)
@@ -84,7 +83,7 @@ def agreement(rank: int, world_size: int, shape: dict[str, int], wrong: int | No
         data_wait=rank / 4,
     )
     try:
-        found = agree(batches, mine, report)
+        found = agree_on_step(batches, mine, report)
     except ValueError as error:
         return str(error)
     return found.denominator, found.tokens, found.report
@@ -117,7 +116,7 @@ def test_every_rank_raises_when_peers_read_different_packs(shape: dict[str, int]
 def test_data_parallel_ranks_may_read_different_packs_and_order_matters_to_peers() -> None:
     assert isinstance(run_ranks(agreement, 4, {"dp": 4}, 2, None)[0], tuple)
     one, two = step_batches(2, 1)
-    assert agree([one, two], grid()) == agree([two, one], grid())  # alone, any order is right
+    assert agree_on_step([one, two], grid()) == agree_on_step([two, one], grid())  # alone, any order is right
 
 
 def step_of_nothing(rank: int, world_size: int, shape: dict[str, int], values: Values) -> list[object]:
@@ -126,7 +125,7 @@ def step_of_nothing(rank: int, world_size: int, shape: dict[str, int], values: V
     model = ParallelModel(config_of({"vocab_size": 8, **values}, shape), mine)
     row = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
     for batch in (row, row.without_documents([0])):
-        denominator = agree([batch], mine).denominator
+        denominator = agree_on_step([batch], mine).denominator
         result = model.train([batch], 1, denominator)
         found.append((denominator, result.loss, result.grad_norm, result.decision.update))
     return found
@@ -307,7 +306,7 @@ def _strangers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int,
     config = with_values(RunConfig(), {**SIZES, **values})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grid_file, "_near", lambda rank: None)  # neighbours would go from memory to memory
-        here = build_grid(grid_shape(config, world_size), rank)
+        here = build_grid(config.grid_shape(world_size), rank)
     model, groups = ParallelModel(config, here), Groups()
     row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length))
     with groups:
