@@ -447,7 +447,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
         ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
     ],
-    ("core/checkpoint/names.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
+    ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
         ("if copies or part.spec.counted)", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),

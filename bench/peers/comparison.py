@@ -23,10 +23,10 @@ from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
 from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
-from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.mock import MockRules, mock_batch
+from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.storage.wording import human_bytes
 from megacp.core.training.state import RunState

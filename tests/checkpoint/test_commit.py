@@ -15,8 +15,8 @@ import torch
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import LoadedCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committed
-from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.config.training import TrainingConfig
+from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed.grid import Axis, ProcessGrid, single_axis
 from megacp.core.optim.sharded import ShardedAdamW

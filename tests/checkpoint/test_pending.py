@@ -21,8 +21,8 @@ import torch
 from megacp.core.checkpoint import agree, commit
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
-from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.storage import INDEX_FILE
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import Axis, GridShape, build_grid, single_axis
 from megacp.core.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint

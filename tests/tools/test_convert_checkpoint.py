@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel

@@ -14,11 +14,11 @@ from typing import Any
 from megacp.core.checkpoint.agree import on_rank_0
 from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import holds_checkpoints
-from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.checkpoint.weights import Weights, bare_name, fill, require_one_model
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.place import Place
 from megacp.core.tensor_parallel.lora import is_of_a_pair

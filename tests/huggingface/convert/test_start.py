@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.names import TensorBox
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.launch import run_store
