@@ -324,10 +324,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
     ("core/data_parallel/buckets.py", DP): [
-        ("partial_over, spec.weight_decay, spec.", "partial_over, spec.", "norms share a bucket with what decays"),
+        ("(spec.weight_decay, spec.lr", "(spec.lr", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
         ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
-        ("(slots), ALIGNMENT * reduce_size)", "(slots), ALIGNMENT)", "buckets do not divide by the ranks"),
+        (", ALIGNMENT * reduce_sizes[slots[0].spec.reduced_over])", ", 1)", "buckets do not divide by the ranks"),
+        ("(spec.reduced_over, spec.partial", "(spec.partial", "a bucket is of two axes"),
         ("(bucket.plan.slots[number]).add_", "(bucket.plan.slots[number]).copy_", "microbatches overwrite each other"),
         ("is None else total.add_(found)", "is None else found", "sharded gradients of earlier microbatches are lost"),
         ("shard_start = axis.rank * self.shard_elements", "shard_start = 0", "every rank updates the first slice"),
@@ -335,9 +336,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if len(self._arrived[index]) < len(", "if not self._arrived[index] and len(", "a bucket leaves early"),
     ],
     ("core/data_parallel/shards.py", f"{DP} {GOLDEN}"): [
-        ("name in shard.spec.partial_over", "name not in shard.spec.partial_over", "others are summed over tp"),
-        ("spec.counted and self.saves", "spec.counted", "copies of instances count in the norm"),
-        ("[(self.copies, list(range(len(found))))] if self.copies.size > 1 else []", "[]", "instances are not summed"),
+        ("name in spec.partial_over]", "name not in spec.partial_over]", "others are summed over tp"),
+        ("and self.copies[spec.reduced_over].rank == 0", "", "copies of instances count in the norm"),
+        ("sorted(self.copies.items())", "()", "instances are not summed"),
+        ("if spec.reduced_over == name]", "]", "instances sum what another axis reduces"),
         ("for i in group]), axis)", "for i in group]), single_axis(str(axis)))", "partial sums stay partial"),
     ],
     ("core/backends/transformer_engine.py", SELECTOR): [
@@ -449,7 +451,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
-        ("if copies or part.spec.counted)", "if True)", "copies are saved twice"),
+        ("if taken(part.spec))", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),

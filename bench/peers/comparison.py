@@ -71,7 +71,7 @@ def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
 def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
     """Write the weights that a fresh run starts from as a checkpoint of ours; one process."""
     model = ParallelModel(config, build_grid(GridShape(), rank))
-    boxes = boxes_to_save(model.parameters.parameter_slices(), {})
+    boxes = boxes_to_save(model.parameters.parameter_slices(), {}, model.parameters.counts)
     world = model.grid.world
     PendingCheckpoint(folder, boxes, Contents(0, asdict(RunState()), to_yaml(config)), world).commit()
 

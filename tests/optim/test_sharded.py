@@ -14,7 +14,7 @@ from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.distributed.parameter import DATA, ParameterSpec, TensorSlice, attach
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
@@ -27,7 +27,7 @@ STEPS, LR = 3, 0.01
 def build(place: ProcessGrid, dtype: torch.dtype, bucket_elements: int = 200) -> tuple[Toy, FlatBuckets, ShardedAdamW]:
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
-    buckets = FlatBuckets([model], place.over("dp", "cp"), axes, bucket_elements)
+    buckets = FlatBuckets([model], {DATA: place.over("dp", "cp")}, axes, bucket_elements)
     return model, buckets, ShardedAdamW(buckets, SETTINGS, place.world, place.device)
 
 
@@ -36,7 +36,7 @@ def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedAdamW, li
     norms = []
     for step in range(STEPS):
         buckets.start_backward(0, last=True)
-        model.loss(values((step, buckets.axis.rank), dtype)).backward()
+        model.loss(values((step, buckets.axes[DATA].rank), dtype)).backward()
         buckets.finish()
         norms.append(optimizer.step(LR))
     return model, optimizer, norms
@@ -170,7 +170,7 @@ def test_masters_follow_parameters_that_were_written_from_outside() -> None:
     )
     model = torch.nn.ParameterList([weight])
     world = single_axis("world")
-    buckets = FlatBuckets([model], world, {}, 100)
+    buckets = FlatBuckets([model], {DATA: world}, {}, 100)
     optimizer = ShardedAdamW(buckets, SETTINGS, world, torch.device("cpu"))
     weight.data.fill_(2.0)
     optimizer.reset_masters()

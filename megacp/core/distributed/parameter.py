@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+DATA = "dp_cp"
+"""Name of the axis over all ranks that hold the same part of the model and see other tokens."""
+
 
 @dataclass(frozen=True)
 class TensorSlice:
@@ -40,8 +43,10 @@ class ParameterSpec:
     std: float = 0.02
     weight_decay: bool = True
     """False for norm weights and biases."""
+    reduced_over: str = DATA
+    """Name of the axis whose ranks sum the gradient by slices and step a slice each."""
     partial_over: tuple[str, ...] = ()
-    """Axes beyond dp and cp over which the gradient is partial: `tp`, `embedding`."""
+    """Further axes over which that sum is partial: `tp`, `embedding`."""
     counted: bool = True
     """Whether this rank counts the parameter in the global gradient norm: copies are counted once."""
     lr_multiplier: float = 1.0

@@ -144,7 +144,7 @@ class ShardedAdamW:
         """The global norm of the summed gradients, equal on all ranks; call it after `ShardedParameters.finish`."""
         parameters = self.parameters
         with phase("norm"):
-            shards = [(parameters.grad_shard(i), parameters.counted(i)) for i in range(len(parameters.shards))]
+            shards = [(parameters.grad_shard(i), parameters.counts(s.spec)) for i, s in enumerate(parameters.shards)]
             return global_norm(shards, self._world, self._device)
 
     def update(self, lr: float, norm: float, phase: Phase = unmeasured) -> None:
