@@ -223,7 +223,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("is None else partial_over_tp", "is None else False", "norms of heads are not summed"),
         (
-            "ParameterSpec((piece,), init, weight_decay=False)",
+            'ParameterSpec((piece,), init, treated="vector", weight_decay=False)',
             'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
             "the norm sees what is cut on one tp rank",
         ),
@@ -324,7 +324,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
     ("core/data_parallel/buckets.py", DP): [
-        ("(spec.weight_decay, spec.lr", "(spec.lr", "norms share a bucket with what decays"),
+        ("(spec.rule, spec.weight_decay, spec", "(spec.rule, spec", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
         ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
         (", ALIGNMENT * reduce_sizes[slots[0].spec.reduced_over])", ", 1)", "buckets do not divide by the ranks"),
@@ -351,10 +351,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('startswith("Disabling Fused', 'startswith("Disabling Flash', "a refusal without its words"),
     ],
     ("core/optim/sharded.py", DP): [
-        ("settings.weight_decay if decayed else 0.0", "settings.weight_decay", "norms decay"),
-        ("if s.numel():", "if True:", "FusedAdam gets empty slices"),
-        ('group["lr"] = lr * multiplier', 'group["lr"] = lr', "towers learn at the rate of the text"),
-        ("1.0 / scale, device", "scale, device", "clipping multiplies instead of dividing"),
+        ("settings.weight_decay if spec.weight_decay else 0.0", "settings.weight_decay", "norms decay"),
+        ("if not x.numel():", "if False:", "FusedAdam gets empty slices"),
         ("return all_reduce(total, world).sqrt().item()", "return total.sqrt().item()", "the norm of a rank"),
         ("(1.0 if counted else 0.0)", "1.0", "copies count in the norm"),
         (".double().square().sum()", ".square().sum().double()", "squares are summed in float32"),
@@ -363,6 +361,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("shard.values.copy_(master)", "pass", "a model in bfloat16 never learns"),
         ("master.copy_(shard.values)", "pass", "masters of the random weights stay after a load"),
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
+    ],
+    ("core/optim/rules.py", DP): [
+        ("= lr * group.lr_multiplier", "= lr", "towers learn at the rate of the text"),
+        ("1.0 / scale, device", "scale, device", "clipping multiplies instead of dividing"),
     ],
     ("core/optim/lr_schedule.py", "tests/optim/test_sharded.py"): [
         ("lr * update / warmup", "lr * (update - 1) / warmup", "the first update has rate 0"),

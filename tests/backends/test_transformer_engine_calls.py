@@ -24,12 +24,13 @@ from megacp.core.config.training import TrainingConfig
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.grid import GridShape, build_grid
+from megacp.core.distributed.grid import GridShape, build_grid, single_axis
 from megacp.core.models.language import LanguageModelChunk
-from megacp.core.optim.sharded import FlatAdamW
+from megacp.core.optim.sharded import ShardedOptimizer
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_math import UTILS
 from tests.backends.engine_stub import NEWEST, OLDER, engine, needs_engine, needs_release
+from tests.reference.sharded_toy import Slices
 
 pytestmark = needs_engine
 
@@ -94,8 +95,10 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
         chunk = LanguageModelChunk(config.model, range(1), backend)
         batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])
         chunk.hidden(None, batch)
-        adam = FlatAdamW([torch.zeros(4)], [(True, 1.0)], TrainingConfig(), backend.adamw)
-        adam.update([torch.ones(4)], 0.1)
+        slices: Any = Slices([torch.zeros(4)], [(True, 1.0)])
+        slices.gradients = [torch.ones(4)]
+        world, device = single_axis("world"), torch.device("cpu")
+        ShardedOptimizer(slices, TrainingConfig(), world, device, backend.adamw).update(0.1, 1.0)
         backend.recipe = backend_file.fp8_recipe(recipe, True)
         backend.precision()
         with backend_file.eight_bits_off():

@@ -25,15 +25,17 @@ from megacp.core.backends.transformer_engine import TransformerEngineBackend
 from megacp.core.config.run import RunConfig
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data.mock import MockRules, mock_batch
+from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models import build
 from megacp.core.models.block import Block
-from megacp.core.optim.sharded import FlatAdamW
+from megacp.core.optim.sharded import ShardedOptimizer
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.training.step import ParallelModel
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks
+from tests.reference.sharded_toy import Slices
 from tests.reference.training import GEMMA
 from tests.reference.training import config_of as config_of_values
 from tests.reference.vision import TINY, document_with_images
@@ -323,16 +325,26 @@ def adam_difference(rank: int, world: int) -> float:
     gradients = [[torch.randn(n, generator=generator) for n in sizes] for _ in range(3)]
     rules = [(True, 1.0), (False, 0.5), (True, 1.0), (True, 0.5)]
 
+    def begun(slices: list[torch.Tensor], engine: Any) -> ShardedOptimizer:
+        parameters: Any = Slices([x.clone() for x in slices], rules)
+        return ShardedOptimizer(parameters, TrainingConfig(), single_axis("world"), torch.device("cpu"), engine)
+
+    def update(adam: ShardedOptimizer, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        adam.parameters.gradients = [g.clone() for g in gradients]  # type: ignore[attr-defined]
+        adam.update(1e-2, 0.0)
+        return [part.values for parts in adam.state_slices().values() for part in parts]
+
     def updated(engine: Any) -> list[torch.Tensor]:
-        adam = FlatAdamW([x.clone() for x in start], rules, TrainingConfig(), engine)
-        adam.update([g.clone() for g in gradients[0]], 1e-2)
-        resumed = FlatAdamW([x.clone() for x in adam.slices], rules, TrainingConfig(), engine)
-        for mine, theirs in zip(resumed.exp_avg + resumed.exp_avg_sq, adam.exp_avg + adam.exp_avg_sq, strict=True):
-            mine.copy_(theirs)
+        adam = begun(start, engine)
+        state = update(adam, gradients[0])
+        resumed = begun(adam.slices, engine)
+        for mine, theirs in zip(resumed.state_slices().values(), adam.state_slices().values(), strict=True):
+            for a, b in zip(mine, theirs, strict=True):
+                a.values.copy_(b.values)
         resumed.set_updates(1)
-        for part in gradients[1:]:
-            resumed.update([g.clone() for g in part], 1e-2)
-        return [*resumed.slices, *resumed.exp_avg, *resumed.exp_avg_sq]
+        update(resumed, gradients[1])
+        state = update(resumed, gradients[2])
+        return [*resumed.slices, *state]
 
     expected = updated(None)
     with emulated_layers():

@@ -20,7 +20,7 @@ from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_s
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed.grid import Axis, ProcessGrid, single_axis
 from megacp.core.distributed.parameter import DATA
-from megacp.core.optim.sharded import ShardedAdamW
+from megacp.core.optim.sharded import ShardedOptimizer
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, global_shapes, local_of, values
@@ -251,11 +251,11 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "rank 1" in results[0] and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]
 
 
-def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, ShardedAdamW]:
+def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, ShardedOptimizer]:
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
     buckets = FlatBuckets([model], {DATA: place.over("dp", "cp")}, axes, 150)
-    return model, buckets, ShardedAdamW(buckets, TrainingConfig(), place.world, place.device)
+    return model, buckets, ShardedOptimizer(buckets, TrainingConfig(), place.world, place.device)
 
 
 def _save(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: torch.dtype) -> None:

@@ -76,7 +76,7 @@ def plan_buckets(
             place[parameter], spec = len(place), spec_of(parameter)
             like = (parameter.dtype, parameter.device, parameter.requires_grad)
             reduced = (spec.reduced_over, spec.partial_over, spec.counted)
-            stepped = (spec.weight_decay, spec.lr_multiplier)
+            stepped = (spec.rule, spec.weight_decay, spec.lr_multiplier)
             buckets = groups.setdefault((chunk, (*like, *reduced, *stepped)), [[]])
             if buckets[-1] and _filled(buckets[-1]) + parameter.numel() > bucket_elements:
                 buckets.append([])

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megacp.core.config.training import STEPPED_BY, Treated
+
 DATA = "dp_cp"
 """Name of the axis over all ranks that hold the same part of the model and see other tokens."""
 
@@ -35,12 +37,14 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How one local parameter is initialised, reduced, counted and saved."""
+    """How one local parameter is initialised, reduced, stepped, counted and saved."""
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
     """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16)."""
     std: float = 0.02
+    treated: Treated = "matrix"
+    """By which the optimizer chooses the rule that steps it."""
     weight_decay: bool = True
     """False for norm weights and biases."""
     reduced_over: str = DATA
@@ -53,6 +57,11 @@ class ParameterSpec:
     """Learning rate of the parameter over that of the schedule."""
     fused_gradient: bool = False
     """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and then says so."""
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule that steps it."""
+        return STEPPED_BY[self.treated]
 
 
 def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Parameter:
