@@ -327,7 +327,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(spec.rule, spec.weight_decay, spec", "(spec.rule, spec", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
         ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
-        (", ALIGNMENT * reduce_sizes[slots[0].spec.reduced_over])", ", 1)", "buckets do not divide by the ranks"),
+        (", ALIGNMENT * ranks[slots[0].spec.reduced_over])", ", 1)", "buckets do not divide by the ranks"),
         ("(spec.reduced_over, spec.partial", "(spec.partial", "a bucket is of two axes"),
         ("(bucket.plan.slots[number]).add_", "(bucket.plan.slots[number]).copy_", "microbatches overwrite each other"),
         ("is None else total.add_(found)", "is None else found", "sharded gradients of earlier microbatches are lost"),
@@ -453,7 +453,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
-        ("if taken(part.spec))", "if True)", "copies are saved twice"),
+        ("if counts(part.spec))", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ import torch
 from megacp.core.backends.native import AdamWEngine
 from megacp.core.config.training import STATE_KINDS, STEPPED_BY, TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.data_parallel.shards import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.parameter import DATA, ParameterSpec, TensorSlice, attach
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.rules import RULES, AdamW, Group
 from megacp.core.optim.sharded import ShardedOptimizer, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
-from tests.reference.sharded_toy import Slices, Toy, local_of, values
+from tests.reference.sharded_toy import Toy, group_of, local_of, values
 
 SETTINGS = TrainingConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=10.0)
 STEPS, LR = 3, 0.01
@@ -55,16 +56,11 @@ def difference(parts: list[ParameterSlice], whole: dict[str, torch.Tensor], mode
     return worst
 
 
-def update(slices: list[torch.Tensor], hows: list[tuple[bool, float]], engine: AdamWEngine | None = None) -> None:
-    """The first update of some slices, whose gradients are 1."""
-    parameters: Any = Slices(slices, hows)
-    parameters.gradients = [torch.ones_like(x) for x in slices]
-    ShardedOptimizer(parameters, SETTINGS, single_axis("world"), torch.device("cpu"), engine).update(LR, 0.0)
-
-
 def test_a_slice_learns_at_its_own_rate_and_decays_by_it() -> None:
     slices = [torch.full((4,), 2.0, dtype=torch.float64) for _ in range(2)]
-    update(slices, [(True, 1.0), (True, 0.25)])
+    for x in slices:
+        x.grad = torch.ones_like(x)
+    AdamW([group_of(slices[0], 0.1), group_of(slices[1], 0.1, 0.25)], SETTINGS).update(LR, 1.0)
     torch.testing.assert_close(2.0 - slices[1], 0.25 * (2.0 - slices[0]), rtol=1e-12, atol=0)
     assert abs(2.0 - slices[0][0].item() - LR * (1 + 0.1 * 2.0)) < 1e-9  # the first step of AdamW has size 1
 
@@ -85,8 +81,7 @@ def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
     parameter = torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([parameter], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     mine = start.clone()
-    state = {kind: torch.zeros_like(mine) for kind in STATE_KINDS["adamw"]}
-    rule = AdamW([Group(0.1, 1.0, [mine], [state])], SETTINGS, engine)
+    rule = AdamW([group_of(mine, 0.1)], SETTINGS, engine)
     scaled = []
     monkeypatch.setattr(torch.Tensor, "mul_", lambda x, factor: scaled.append(factor) or x.copy_(x * factor))
     for scale in (0.3, 1.0, 0.7):
@@ -97,38 +92,39 @@ def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
         # three updates of some ten roundings each, in values of order 1
         torch.testing.assert_close(mine, parameter.detach(), rtol=0, atol=30 * torch.finfo(dtype).eps)
     assert bool({0.3, 0.7} & set(scaled)) == passes
-    update([], [], engine)
 
 
 def test_an_optimizer_is_given_no_empty_slice() -> None:
-    slices = [torch.ones(n) for n in (3, 0, 0, 2)]
     given: list[list[int]] = []
 
     def engine(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
-        given.extend([len(s) for s in group["params"]] for group in groups)
+        given.append([len(s) for group in groups for s in group["params"]])
         return other_engine(groups, betas, eps)
 
-    update(slices, [(True, 1.0), (True, 1.0), (True, 0.5), (False, 0.25)], engine)
-    assert given == [[3], [2]]
-    torch.testing.assert_close([1.0 - s[0].item() for s in (slices[0], slices[3])], [LR * 1.1, LR * 0.25])
+    for sizes in ([3, 0, 0, 2], []):
+        specs = [ParameterSpec((), weight_decay=n != 2, lr_multiplier=n / 3) for n in sizes]
+        slices = [torch.ones(n) for n in sizes]
+        shards = [ParameterShard(x, x.dtype, spec, lambda x: []) for x, spec in zip(slices, specs, strict=True)]
+        parameters: Any = SimpleNamespace(
+            shards=shards, grad_shard=list(map(torch.ones, sizes)).__getitem__, publish=list
+        )
+        ShardedOptimizer(parameters, SETTINGS, single_axis("world"), torch.device("cpu"), engine).update(LR, 0.0)
+        torch.testing.assert_close([1.0 - s[0].item() for s in slices if len(s)], [LR * 1.1, LR * 2 / 3][: len(sizes)])
+    assert given == [[3, 2]]
 
 
-class Falling:
-    """A second rule: a step of the rate, whatever the gradient, and how many there were of each element."""
-
-    def __init__(self, groups: list[Group], *unused: Any) -> None:
-        self.groups = groups
-
-    def update(self, lr: float, scale: float) -> None:
-        for x, state in zip(self.groups[0].slices, self.groups[0].state, strict=True):
-            x.sub_(lr)
-            state["fallen"].add_(1)
+def fall(group: Group, lr: float) -> None:
+    """A second rule, which takes its rate off everything and counts how often."""
+    for x, state in zip(group.slices, group.state, strict=True):
+        x.sub_(lr)
+        state["fallen"].add_(1)
 
 
 def test_a_rule_steps_what_is_treated_by_it_and_keeps_its_own_kinds_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STEPPED_BY, "vector", "falling")
     monkeypatch.setitem(STATE_KINDS, "falling", ("fallen",))
-    monkeypatch.setitem(RULES, "falling", Falling)
+    falling: Any = lambda groups, *unused: SimpleNamespace(update=lambda lr, scale: fall(groups[0], lr))  # noqa: E731
+    monkeypatch.setitem(RULES, "falling", falling)
     pieces = [(TensorSlice(name, (2, 2), (0, 0), (2, 2)),) for name in ("m", "v", "t")]
     specs = [ParameterSpec(p, treated=t) for p, t in zip(pieces, ("matrix", "vector", "table"), strict=True)]
     model = torch.nn.ParameterList([attach(torch.nn.Parameter(torch.ones(2, 2)), spec) for spec in specs])

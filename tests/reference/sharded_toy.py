@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice
+from megacp.core.config.training import STATE_KINDS
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach, spec_of
+from megacp.core.optim.rules import Group
 
 VOCABULARY, HIDDEN, LAYERS, VOCABULARY_MULTIPLE = 13, 6, 2, 4
 LAYER_SHAPES = {
@@ -123,20 +124,6 @@ def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torc
     return local
 
 
-class Slices:
-    """1-D tensors in the place of sharded parameters; `gradients` are the next step's."""
-
-    def __init__(self, slices: Sequence[torch.Tensor], hows: Sequence[tuple[bool, float]]) -> None:
-        """`hows[i]`: whether `slices[i]` decays, and its learning rate over that of the schedule."""
-        self.gradients: list[torch.Tensor] = []
-        self.shards = [
-            ParameterShard(x, x.dtype, spec, lambda y, spec=spec: [ParameterSlice(spec, tuple(y.shape), 0, y)])
-            for x, how in zip(slices, hows, strict=True)
-            for spec in (ParameterSpec((), weight_decay=how[0], lr_multiplier=how[1]),)
-        ]
-
-    def grad_shard(self, index: int) -> torch.Tensor:
-        return self.gradients[index]
-
-    def publish(self) -> None:
-        """Nobody else has them."""
+def group_of(x: torch.Tensor, weight_decay: float, lr_multiplier: float = 1.0) -> Group:
+    """A slice alone, before AdamW's first update."""
+    return Group(weight_decay, lr_multiplier, [x], [{kind: torch.zeros_like(x) for kind in STATE_KINDS["adamw"]}])

@@ -72,16 +72,6 @@ def boxes_of_slice(kind: str, part: ParameterSlice) -> list[TensorBox]:
     return boxes
 
 
-def _boxes(
-    model: Iterable[ParameterSlice],
-    state: Mapping[str, Iterable[ParameterSlice]],
-    taken: Callable[[ParameterSpec], bool],
-) -> list[TensorBox]:
-    kinds = {MODEL: model, **{f"{OPTIMIZER}.{name}": parts for name, parts in state.items()}}
-    wanted = ((kind, part) for kind, parts in kinds.items() for part in parts if taken(part.spec))
-    return [box for kind, part in wanted for box in boxes_of_slice(kind, part)]
-
-
 def boxes_to_save(
     model: Iterable[ParameterSlice],
     state: Mapping[str, Iterable[ParameterSlice]],
@@ -91,9 +81,11 @@ def boxes_to_save(
 
     By `ShardedParameters.counts` they hold every element of every global tensor once over all ranks.
     """
-    return _boxes(model, state, counts)
+    kinds = {MODEL: model, **{f"{OPTIMIZER}.{name}": parts for name, parts in state.items()}}
+    wanted = ((kind, part) for kind, parts in kinds.items() for part in parts if counts(part.spec))
+    return [box for kind, part in wanted for box in boxes_of_slice(kind, part)]
 
 
 def boxes_to_load(model: Iterable[ParameterSlice], state: Mapping[str, Iterable[ParameterSlice]]) -> list[TensorBox]:
     """Boxes this rank reads: give its whole parameters and its slices of the optimizer state, copies included."""
-    return _boxes(model, state, lambda spec: True)
+    return boxes_to_save(model, state, lambda spec: True)

@@ -49,22 +49,15 @@ class BucketPlan:
     elements: int
     """Length of the flat buffers: a multiple of the reduce axis's size times `ALIGNMENT`."""
 
-    @property
-    def reduced_over(self) -> str:
-        """Name of the axis of all its parameters."""
-        return self.slots[0].spec.reduced_over
-
 
 def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
     return math.ceil(elements / multiple) * multiple
 
 
-def plan_buckets(
-    chunks: Sequence[nn.Module], reduce_sizes: Mapping[str, int], bucket_elements: int
-) -> list[BucketPlan]:
+def plan_buckets(chunks: Sequence[nn.Module], ranks: Mapping[str, int], bucket_elements: int) -> list[BucketPlan]:
     """Cut the parameters of the model chunks into buckets of at most `bucket_elements` (a larger parameter is alone).
 
-    `reduce_sizes` says how many ranks an axis of `ParameterSpec.reduced_over` has.
+    `ranks` says how many an axis of `ParameterSpec.reduced_over` has.
     Within a chunk parameters go in reverse construction order; the last chunk's buckets come first, because its last
     backward is the first to run. Buckets are ordered by their last parameter, the one that completes them.
     """
@@ -82,7 +75,7 @@ def plan_buckets(
                 buckets.append([])
             buckets[-1].append(Slot(parameter, spec, _filled(buckets[-1])))
     plans = [
-        BucketPlan(chunk, tuple(slots), _aligned(_filled(slots), ALIGNMENT * reduce_sizes[slots[0].spec.reduced_over]))
+        BucketPlan(chunk, tuple(slots), _aligned(_filled(slots), ALIGNMENT * ranks[slots[0].spec.reduced_over]))
         for (chunk, _), buckets in groups.items()
         for slots in buckets
     ]
@@ -109,9 +102,10 @@ def slices_of(plan: BucketPlan, begin: int, values: torch.Tensor) -> list[Parame
 class Bucket:
     """The flat buffers of one `BucketPlan`; parameters of the model are views of the first."""
 
-    def __init__(self, plan: BucketPlan, axis: Axis) -> None:
+    def __init__(self, plan: BucketPlan, axes: Mapping[str, Axis]) -> None:
         first = plan.slots[0].parameter
-        self.plan, self.axis, self.trained = plan, axis, first.requires_grad
+        self.plan, self.trained = plan, first.requires_grad
+        self.axis = axis = axes[plan.slots[0].spec.reduced_over]
         self.parameters = torch.zeros(plan.elements, dtype=first.dtype, device=first.device)
         """`[elements]` in the model dtype, replicated over the axis."""
         self.shard_elements = plan.elements // axis.size
@@ -171,7 +165,7 @@ class FlatBuckets(ShardedParameters):
     ) -> None:
         super().__init__(reduce_axes, partial_axes, instances)
         plans = plan_buckets(chunks, {name: axis.size for name, axis in self.axes.items()}, bucket_elements)
-        self._all = [Bucket(plan, self.axes[plan.reduced_over]) for plan in plans]
+        self._all = [Bucket(plan, self.axes) for plan in plans]
         self.buckets = [bucket for bucket in self._all if bucket.trained]
         """Those with gradients; frozen ones are met by what reads and writes checkpoints alone."""
         self.shards = [bucket.shard for bucket in self.buckets]

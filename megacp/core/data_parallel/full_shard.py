@@ -65,8 +65,8 @@ class FullShards(ShardedParameters):
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(wide)
-        (name,) = {spec.reduced_over for spec, _ in specs.values()} or {DATA}
-        axis = self.axes[name]
+        (reduced_over,) = {spec.reduced_over for spec, _ in specs.values()} or {DATA}
+        axis = self.axes[reduced_over]
         part = shard_module(module, axis, self.narrow, wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]

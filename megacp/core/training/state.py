@@ -109,8 +109,7 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:
     """What this rank writes of the weights and the optimizer's state."""
-    parameters = model.parameters
-    return boxes_to_save(parameters.parameter_slices(), model.optimizer.state_slices(), parameters.counts)
+    return boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices(), model.parameters.counts)
 
 
 def begin_save(model: ParallelModel, state: RunState, config: RunConfig, background: bool) -> PendingCheckpoint:
