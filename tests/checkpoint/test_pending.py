@@ -197,11 +197,13 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
 GROUP_SECONDS = 1.0
 
 
-def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool, late: int) -> str:
+def _slow(
+    rank: int, world_size: int, root: str, seconds: float, file_timeout: float, background: bool, late: int
+) -> str:
     """Save where rank `late` needs `seconds` for its file; the error, if any."""
     timeout = datetime.timedelta(seconds=GROUP_SECONDS)
-    waiting = datetime.timedelta(seconds=patience)
-    world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, patience=waiting).world
+    waiting = datetime.timedelta(seconds=file_timeout)
+    world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, file_timeout=waiting).world
     real = commit.write_boxes
 
     def write(folder: Path, *rest: Any) -> Any:
@@ -238,6 +240,6 @@ def test_a_rank_that_died_beside_a_save_is_no_slow_disk(monkeypatch: pytest.Monk
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(agree, "await_all", broken)
-    world = dataclasses.replace(single_axis("world"), host_group=object(), patience=60.0)
+    world = dataclasses.replace(single_axis("world"), host_group=object(), file_timeout=60.0)
     with pytest.raises(SaveError, match="a rank was lost: .*Connection closed by peer"):
         agree.on_all_ranks(world, lambda: None, SaveError)
