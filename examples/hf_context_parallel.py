@@ -21,7 +21,7 @@ from megacp.core.context_parallel.attention import TRANSPORTS
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.launch import join, meet, stop, world_from_environment
+from megacp.core.distributed.launch import join, rendezvous, stop, world_from_environment
 from megacp.huggingface import context_parallel, register_with_transformers
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 
@@ -107,7 +107,7 @@ def main() -> int:
     parser.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
     options = parser.parse_args()
     world = world_from_environment()
-    grid = join(meet(world, 60.0), GridShape(cp=world.size))
+    grid = join(rendezvous(world, 60.0), GridShape(cp=world.size))
     try:
         losses = train(grid.cp, grid.device, options)
     finally:

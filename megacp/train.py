@@ -281,10 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = _plan_or_refuse(arguments, world)
         if plan is None:
             return 0
-        meeting = _agree(plan, world)
+        rendezvous = _agree(plan, world)
     except ValueError as error:
         return _refused(str(error), world, alike=isinstance(error, AlikeError))
-    status = _train(plan, meeting, world)
+    status = _train(plan, rendezvous, world)
     launch.stop()
     return 0 if status == STOPPED and launch.would_restart() else status
 
@@ -303,28 +303,28 @@ def _plan_or_refuse(arguments: Sequence[str], world: launch.World) -> Plan | Non
 def _refuse_together(world: launch.World, problem: str) -> NoReturn:
     """Raise ValueError with this rank's problem, or with what all ranks together have to say."""
     try:
-        meeting = launch.meet(world, _SECONDS_OF_A_REFUSED_RANK)
+        rendezvous = launch.rendezvous(world, _SECONDS_OF_A_REFUSED_RANK)
     except ValueError as silence:
         if isinstance(silence, AlikeError):
             raise
         raise ValueError(problem) from None  # the others did not come; the problem here is certain
-    require_equal_start(meeting, None, problem)
+    require_equal_start(rendezvous, None, problem)
     raise AssertionError("a rank with a problem was let in")
 
 
-def _agree(plan: Plan, world: launch.World) -> launch.Meeting:
+def _agree(plan: Plan, world: launch.World) -> launch.Rendezvous:
     """Meet the other ranks; ValueError on all alike unless all would run the same."""
-    meeting = launch.meet(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
+    rendezvous = launch.rendezvous(world, 60.0 * plan.config.parallel.distributed_timeout_minutes)
     stated = statement(plan.config, plan.sources, launch.device_type(world))
     known = plan.weights.fingerprint if plan.weights is not None else "none"
-    require_equal_start(meeting, {**stated, "the fingerprint of --load-hf": known})
-    return meeting
+    require_equal_start(rendezvous, {**stated, "the fingerprint of --load-hf": known})
+    return rendezvous
 
 
-def _train(plan: Plan, meeting: launch.Meeting, world: launch.World) -> int:
+def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> int:
     """Join the grid and train; the exit status."""
     minutes = plan.config.parallel.distributed_timeout_minutes
-    grid = launch.join(meeting, plan.shape, minutes, 6.0 * minutes)
+    grid = launch.join(rendezvous, plan.shape, minutes, 6.0 * minutes)
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:

@@ -225,7 +225,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("is None else partial_over_tp", "is None else False", "norms of heads are not summed"),
         (
-            "ParameterSpec((piece,), init, weight_decay=False)",
+            'ParameterSpec((piece,), init, treated="vector", weight_decay=False)',
             'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
             "the norm sees what is cut on one tp rank",
         ),
@@ -329,10 +329,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("max(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
     ],
     ("core/data_parallel/buckets.py", DP): [
-        ("partial_over, spec.weight_decay, spec.", "partial_over, spec.", "norms share a bucket with what decays"),
+        ("(spec.rule, spec.weight_decay, spec", "(spec.rule, spec", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
         ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
-        ("(slots), ALIGNMENT * reduce_size)", "(slots), ALIGNMENT)", "buckets do not divide by the ranks"),
+        (", ALIGNMENT * ranks[slots[0].spec.reduced_over])", ", 1)", "buckets do not divide by the ranks"),
+        ("(spec.reduced_over, spec.partial", "(spec.partial", "a bucket is of two axes"),
         ("(bucket.plan.slots[number]).add_", "(bucket.plan.slots[number]).copy_", "microbatches overwrite each other"),
         ("is None else total.add_(found)", "is None else found", "sharded gradients of earlier microbatches are lost"),
         ("shard_start = axis.rank * self.shard_elements", "shard_start = 0", "every rank updates the first slice"),
@@ -340,9 +341,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if len(self._arrived[index]) < len(", "if not self._arrived[index] and len(", "a bucket leaves early"),
     ],
     ("core/data_parallel/shards.py", f"{DP} {GOLDEN}"): [
-        ("name in shard.spec.partial_over", "name not in shard.spec.partial_over", "others are summed over tp"),
-        ("spec.counted and self.saves", "spec.counted", "copies of instances count in the norm"),
-        ("[(self.copies, list(range(len(found))))] if self.copies.size > 1 else []", "[]", "instances are not summed"),
+        ("name in spec.partial_over]", "name not in spec.partial_over]", "others are summed over tp"),
+        ("and self.copies[spec.reduced_over].rank == 0", "", "copies of instances count in the norm"),
+        ("sorted(self.copies.items())", "()", "instances are not summed"),
+        ("if spec.reduced_over == name]", "]", "instances sum what another axis reduces"),
         ("for i in group]), axis)", "for i in group]), single_axis(str(axis)))", "partial sums stay partial"),
     ],
     ("core/backends/transformer_engine.py", SELECTOR): [
@@ -354,10 +356,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('startswith("Disabling Fused', 'startswith("Disabling Flash', "a refusal without its words"),
     ],
     ("core/optim/sharded.py", DP): [
-        ("settings.weight_decay if decayed else 0.0", "settings.weight_decay", "norms decay"),
-        ("if s.numel():", "if True:", "FusedAdam gets empty slices"),
-        ('group["lr"] = lr * multiplier', 'group["lr"] = lr', "towers learn at the rate of the text"),
-        ("1.0 / scale, device", "scale, device", "clipping multiplies instead of dividing"),
+        ("settings.weight_decay if spec.weight_decay else 0.0", "settings.weight_decay", "norms decay"),
+        ("if not x.numel():", "if False:", "FusedAdam gets empty slices"),
         ("return all_reduce(total, world).sqrt().item()", "return total.sqrt().item()", "the norm of a rank"),
         ("(1.0 if counted else 0.0)", "1.0", "copies count in the norm"),
         (".double().square().sum()", ".square().sum().double()", "squares are summed in float32"),
@@ -366,6 +366,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("shard.values.copy_(master)", "pass", "a model in bfloat16 never learns"),
         ("master.copy_(shard.values)", "pass", "masters of the random weights stay after a load"),
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
+    ],
+    ("core/optim/rules.py", DP): [
+        ("= lr * group.lr_multiplier", "= lr", "towers learn at the rate of the text"),
+        ("1.0 / scale, device", "scale, device", "clipping multiplies instead of dividing"),
     ],
     ("core/optim/lr_schedule.py", "tests/optim/test_sharded.py"): [
         ("lr * update / top", "lr * (update - 1) / top", "the first update has rate 0"),
@@ -460,9 +464,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
         ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
     ],
-    ("core/checkpoint/names.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
+    ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
-        ("if copies or part.spec.counted)", "if True)", "copies are saved twice"),
+        ("if counts(part.spec))", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
         ("high - last * row)\n\n", "high - last * row - 1)\n\n", "the last partial row is one short"),
         ("zip(piece.offsets, offsets", "zip((0,) * len(offsets), offsets", "every rank saves at the beginning"),

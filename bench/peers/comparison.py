@@ -23,11 +23,11 @@ from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
 from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
-from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.mock import MockRules, mock_batch
+from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.distributed.grid import build_grid
 from megacp.core.storage.wording import human_bytes
 from megacp.core.training.state import RunState
@@ -72,7 +72,7 @@ def versions(python: str, names: Sequence[str]) -> dict[str, str | None]:
 def save_rank(rank: int, world_size: int, config: RunConfig, folder: Path) -> None:
     """Write the weights that a fresh run starts from as a checkpoint of ours; one process."""
     model = ParallelModel(config, build_grid(GridShape(), rank))
-    boxes = boxes_to_save(model.parameters.parameter_slices(), {})
+    boxes = boxes_to_save(model.parameters.parameter_slices(), {}, model.parameters.counts)
     world = model.grid.world
     PendingCheckpoint(folder, boxes, Contents(0, asdict(RunState()), to_yaml(config)), world).commit()
 

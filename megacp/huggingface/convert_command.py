@@ -28,7 +28,7 @@ import torch
 from megacp.core.config.cli import OneLineParser
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed.grid import single_axis
-from megacp.core.distributed.launch import World, join, meet, stop, world_from_environment
+from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
 from megacp.core.monitor.console import to_nowhere
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import NAMINGS
@@ -140,7 +140,7 @@ def _converted(request: Request, place: World) -> tuple[int, str]:
     try:
         world = single_axis("world")
         if place.size > 1:
-            world = join(meet(place, 60.0 * _MINUTES), GridShape(dp=place.size), _MINUTES).world
+            world = join(rendezvous(place, 60.0 * _MINUTES), GridShape(dp=place.size), _MINUTES).world
         convert(request, world)
     except (ValueError, OSError) as error:
         # a full disk names no file; what is read has been named before

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacp.core.config.run import RunConfig
+from megacp.core.config.training import STATE_KINDS, STEPPED_BY
 from megacp.core.models.costs import (
     connector_parameters,
     layer_parameters,
@@ -95,7 +96,7 @@ class StateMemory:
     gradients: int
     """Sums of the step: whole (`optim`), or this rank's share."""
     optimizer: int
-    """Both moments, and the master weights of a 16-bit model."""
+    """What the rules keep (two moments), and the master weights of a 16-bit model."""
     gathered: int = 0
     """Parameters of full sharding that are whole while blocks compute: two blocks, or chunks of a pipeline."""
     gathered_head: int = 0
@@ -119,6 +120,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     share, narrow = -(-trained // ranks), size < wide
+    kinds = max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())  # as if one rule stepped all
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     strategy = config.parallel.data_parallel_sharding_strategy
     if strategy == "optim_grads_params" and ranks > 1:  # a rank that shares with nobody keeps them whole
@@ -129,7 +131,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
         return StateMemory(
             weights=share * wide + -(-(parameters - trained) // ranks) * size,
             gradients=share * wide,
-            optimizer=2 * share * wide,
+            optimizer=share * kinds * wide,
             gathered=gathered * size,
             gathered_head=head * size,
             # the first gradient of a block beside the head's wide copy; all of them with their own; that, until the
@@ -147,7 +149,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     return StateMemory(
         weights=parameters * size,
         gradients=(share if apart else trained) * wide,
-        optimizer=share * (2 + narrow) * wide,
+        optimizer=share * (kinds + narrow) * wide,
         sums=bucket * wide * (ranks > 1) + arriving if apart else 0,
         unreduced=bucket * wide if apart else 0,
         update=max(copies, two * size * (ranks > 1)),

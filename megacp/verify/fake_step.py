@@ -280,8 +280,7 @@ def _state(model: ParallelModel, watch: Watch) -> dict[str, int]:
     kept: dict[str, list[torch.Tensor]] = {name: [] for name in STATE}
     kept["weights"] += [shard_of(p) for chunk in model.chunks for p in chunk.parameters()]
     kept["weights"] += [s.values for s in model.parameters.shards]
-    adamw = model.optimizer._adamw
-    kept["optimizer"] += [*adamw.slices, *adamw.exp_avg, *adamw.exp_avg_sq]
+    kept["optimizer"] += [part.values for parts in model.optimizer.state_slices().values() for part in parts]
     kept["gradients"] += [bucket.gradients for bucket in getattr(model.parameters, "buckets", ())]
     weights = {x.untyped_storage()._cdata for x in kept["weights"]}
     for name, tensors in kept.items():

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 
-from megacp.core.checkpoint.names import boxes_of_slice
 from megacp.core.config.blend import named_folders, shown_path
 from megacp.core.config.checks import require
 from megacp.core.config.parallel import ParallelConfig
@@ -33,6 +32,7 @@ from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import step_batches
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
+from megacp.core.data_parallel.boxes import boxes_of_slice
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import run_parameters

@@ -27,10 +27,11 @@ from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.language import LanguageModelChunk
-from megacp.core.optim.sharded import FlatAdamW
+from megacp.core.optim.rules import AdamW
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_math import UTILS
 from tests.backends.engine_stub import NEWEST, OLDER, engine, needs_engine, needs_release
+from tests.reference.sharded_toy import group_of
 
 pytestmark = needs_engine
 
@@ -95,8 +96,9 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
         chunk = LanguageModelChunk(config.model, range(1), backend)
         batch = shard_batch(mock_batch([0], MockRules(32, 32)).with_padding_to(35), backend.tp, LAYOUTS["contiguous"])
         chunk.hidden(None, batch)
-        adam = FlatAdamW([torch.zeros(4)], [(True, 1.0)], TrainingConfig(), backend.adamw)
-        adam.update([torch.ones(4)], 0.1)
+        x = torch.zeros(4)
+        x.grad = torch.ones(4)
+        AdamW([group_of(x, 0.1)], TrainingConfig(), backend.adamw).update(0.1, 1.0)
         backend.recipe = backend_file.fp8_recipe(recipe, True)
         backend.precision()
         with backend_file.eight_bits_off():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
-from megacp.core.checkpoint.names import TensorBox
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import StrPath
 from megacp.core.storage.place import Place

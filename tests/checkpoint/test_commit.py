@@ -15,11 +15,12 @@ import torch
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import LoadedCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committed
-from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.config.training import TrainingConfig
+from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed.grid import Axis, ProcessGrid, single_axis
-from megacp.core.optim.sharded import ShardedAdamW
+from megacp.core.distributed.parameter import DATA
+from megacp.core.optim.sharded import ShardedOptimizer
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, global_shapes, local_of, values
@@ -250,21 +251,21 @@ def test_a_misfit_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     assert "rank 1" in results[0] and "(2, 3) in the checkpoint, torch.float32 (9, 3) here" in results[0]
 
 
-def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, ShardedAdamW]:
+def build(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, FlatBuckets, ShardedOptimizer]:
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
-    buckets = FlatBuckets([model], place.over("dp", "cp"), axes, 150)
-    return model, buckets, ShardedAdamW(buckets, TrainingConfig(), place.world, place.device)
+    buckets = FlatBuckets([model], {DATA: place.over("dp", "cp")}, axes, 150)
+    return model, buckets, ShardedOptimizer(buckets, TrainingConfig(), place.world, place.device)
 
 
 def _save(rank: int, world_size: int, shape: dict[str, int], root: str, dtype: torch.dtype) -> None:
     place = grid(**shape)
     model, buckets, optimizer = build(place, dtype)
     for step in range(2):
-        model.loss(values((step, buckets.axis.rank), dtype)).backward()
+        model.loss(values((step, buckets.axes[DATA].rank), dtype)).backward()
         buckets.finish()
         optimizer.step(0.01)
-    boxes = boxes_to_save(buckets.parameter_slices(), optimizer.state_slices())
+    boxes = boxes_to_save(buckets.parameter_slices(), optimizer.state_slices(), buckets.counts)
     extra = {"updates": optimizer.updates}
     save_checkpoint(root, 2, boxes, extra=extra, config_yaml="", world=place.world, grid=shape)
 
@@ -337,7 +338,7 @@ def _resume(rank: int, world_size: int, shape: dict[str, int], root: str) -> boo
                 optimizer.clear()
                 loaded.read(boxes_to_load(buckets.parameters_held(), optimizer.state_slices()))
                 optimizer.set_updates(loaded.extra["updates"])
-            model.loss(values((step, buckets.axis.rank), torch.float32)).backward()
+            model.loss(values((step, buckets.axes[DATA].rank), torch.float32)).backward()
             buckets.finish()
             optimizer.step(0.01)
         results.append([p.detach().clone() for p in model.parameters()])

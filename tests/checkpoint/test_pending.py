@@ -21,9 +21,9 @@ import torch
 from megacp.core.checkpoint import commit, outcome
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
-from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.storage import INDEX_FILE
 from megacp.core.config.parallel import GridShape
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import Axis, build_grid, single_axis
 from megacp.core.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint
@@ -198,11 +198,13 @@ def test_a_pickle_with_a_matching_hash_runs_nothing(tmp_path: Path, name: str) -
 GROUP_SECONDS = 1.0
 
 
-def _slow(rank: int, world_size: int, root: str, seconds: float, patience: float, background: bool, late: int) -> str:
+def _slow(
+    rank: int, world_size: int, root: str, seconds: float, file_timeout: float, background: bool, late: int
+) -> str:
     """Save where rank `late` needs `seconds` for its file; the error, if any."""
     timeout = datetime.timedelta(seconds=GROUP_SECONDS)
-    waiting = datetime.timedelta(seconds=patience)
-    world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, patience=waiting).world
+    waiting = datetime.timedelta(seconds=file_timeout)
+    world = build_grid(GridShape(dp=world_size), rank, timeout=timeout, file_timeout=waiting).world
     real = commit.write_boxes
 
     def write(folder: Path, *rest: Any) -> Any:
@@ -239,6 +241,6 @@ def test_a_rank_that_died_beside_a_save_is_no_slow_disk(monkeypatch: pytest.Monk
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(outcome, "await_all", broken)
-    world = dataclasses.replace(single_axis("world"), host_group=object(), patience=60.0)
+    world = dataclasses.replace(single_axis("world"), host_group=object(), file_timeout=60.0)
     with pytest.raises(SaveError, match="a rank was lost: .*Connection closed by peer"):
         outcome.on_all_ranks(world, lambda: None, SaveError)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.directory import FileRecord
-from megacp.core.checkpoint.names import TensorBox, boxes_of_slice, boxes_to_load, boxes_to_save, split_range
 from megacp.core.checkpoint.storage import INDEX_FILE, Payload, index_of, write_boxes
+from megacp.core.data_parallel.boxes import TensorBox, boxes_of_slice, boxes_to_load, boxes_to_save, split_range
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
 from megacp.core.storage.files import sha256_of
@@ -184,5 +184,5 @@ def test_a_slice_of_a_fused_and_padded_parameter_lands_in_its_pieces() -> None:
 def test_copies_are_read_but_not_written() -> None:
     spec = ParameterSpec((TensorSlice("w", (2,), (0,), (2,)),), counted=False)
     part = ParameterSlice(spec, (2,), 0, torch.zeros(2))
-    assert boxes_to_save([part], {"exp_avg": [part]}) == []
+    assert boxes_to_save([part], {"exp_avg": [part]}, lambda spec: spec.counted) == []
     assert [b.name for b in boxes_to_load([part], {"exp_avg": [part]})] == ["model.w", "optimizer.exp_avg.w"]

@@ -21,7 +21,7 @@ from megacp.core.data_parallel import shards
 from megacp.core.data_parallel.buckets import ALIGNMENT, FlatBuckets, plan_buckets, slices_of
 from megacp.core.distributed.collectives import gather_into, start_all_gather
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.distributed.parameter import DATA, ParameterSpec, TensorSlice, attach
 from megacp.core.models import build
 from megacp.core.training.step import ParallelModel
 from megacp.verify.parity import MODELS
@@ -74,7 +74,7 @@ def gathered(flat: FlatBuckets) -> list[torch.Tensor]:
     """The summed gradients of all parameters in bucket order, put together from the slices of all ranks."""
     found = []
     for i, bucket in enumerate(flat.buckets):
-        whole = start_all_gather(flat.grad_shard(i), flat.axis).wait()
+        whole = start_all_gather(flat.grad_shard(i), flat.buckets[i].axis).wait()
         found += [whole[slot.start : slot.start + slot.parameter.numel()].clone() for slot in bucket.plan.slots]
     return found
 
@@ -96,7 +96,7 @@ def _sums(
 def _worst(axis: Axis, recompute: bool, bucket_elements: int, each: bool) -> float:
     rank, world_size = axis.rank, axis.size
     model = Stack(recompute)
-    flat = FlatBuckets([model], axis, {}, bucket_elements, each_microbatch=each)
+    flat = FlatBuckets([model], {DATA: axis}, {}, bucket_elements, each_microbatch=each)
     worst = 0.0
     for step in range(2):
         for microbatch in range(3):
@@ -148,7 +148,7 @@ def _events(monkeypatch: pytest.MonkeyPatch, flat: FlatBuckets, model: Stack) ->
 
 def test_buckets_are_reduced_in_order_while_the_last_backward_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Stack()
-    flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH)
+    flat = FlatBuckets([model], {DATA: single_axis("dp_cp")}, {}, WIDTH * WIDTH)
     events = _events(monkeypatch, flat, model)
     model(inputs(0, 0)).backward()
     assert [e for e in events if e.startswith("reduce")] == []
@@ -173,7 +173,7 @@ def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch)
     real = module.start_reduce_scatter
     monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, **how: launched.append(len(x)) or real(x, axis))
     model = Stack()
-    flat = FlatBuckets([model], single_axis("dp_cp"), {}, WIDTH * WIDTH, each_microbatch=True)
+    flat = FlatBuckets([model], {DATA: single_axis("dp_cp")}, {}, WIDTH * WIDTH, each_microbatch=True)
     for microbatch in (1, 2):
         flat.start_backward(0, last=microbatch == 2)
         model(inputs(0, microbatch), unused=3).backward()
@@ -183,7 +183,7 @@ def test_reductions_of_a_microbatch_end_with_it(monkeypatch: pytest.MonkeyPatch)
 
 def test_chunks_are_reduced_after_their_own_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [Stack(), Stack()]
-    flat = FlatBuckets(chunks, single_axis("dp_cp"), {}, 10_000)
+    flat = FlatBuckets(chunks, {DATA: single_axis("dp_cp")}, {}, 10_000)
     assert [bucket.plan.chunk for bucket in flat.buckets] == [1, 0]
     events = _events(monkeypatch, flat, chunks[0])
     chunks[0](inputs(0, 0)).backward()
@@ -197,7 +197,7 @@ def test_chunks_are_reduced_after_their_own_last_backward(monkeypatch: pytest.Mo
 
 def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
     weight = parameter(torch.ones(4, dtype=torch.bfloat16))
-    flat = FlatBuckets([nn.ParameterList([weight])], single_axis("dp_cp"), {}, 100)
+    flat = FlatBuckets([nn.ParameterList([weight])], {DATA: single_axis("dp_cp")}, {}, 100)
     for scale in (1.0, 1 / 512, 1 / 512):
         (weight * scale).sum().backward()
     flat.finish()
@@ -206,12 +206,15 @@ def test_bfloat16_gradients_are_accumulated_in_float32() -> None:
     assert weight.grad is None
 
 
-def _partial(rank: int, world_size: int) -> tuple[list[float], int]:
+def _partial(rank: int, world_size: int, instances: int) -> tuple[list[float], int]:
     place = grid(tp=2, dp=2)
     options: list[dict[str, Any]] = [{}, *[{"weight_decay": False, "partial_over": ("tp",)}] * 2]
-    names = ("cut", "norm", "bias")
+    options.append({"reduced_over": "other"})
+    names = ("cut", "norm", "bias", "expert")
     model = nn.ParameterList([parameter(torch.zeros(3), n, **o) for n, o in zip(names, options, strict=True)])
-    flat = FlatBuckets([model], place.over("dp", "cp"), {"tp": place.tp, "embedding": place.embedding}, 1)
+    axes = {DATA: place.over("dp", "cp"), "other": place.tp}
+    partial = {"tp": place.tp, "embedding": place.embedding}
+    flat = FlatBuckets([model], axes, partial, 1000, instances=instances)
     calls = []
     real = shards.all_reduce
     with pytest.MonkeyPatch.context() as patch:
@@ -221,16 +224,18 @@ def _partial(rank: int, world_size: int) -> tuple[list[float], int]:
     return [whole[0].item() for whole in gathered(flat)], len(calls)
 
 
-def test_partial_gradients_are_summed_over_tp_in_one_call_and_others_are_not() -> None:
-    results = run_ranks(_partial, 4)
+@pytest.mark.parametrize("instances", [1, 2])
+def test_partial_gradients_are_summed_over_tp_in_one_call_and_others_are_not(instances: int) -> None:
+    results = run_ranks(_partial, 4, instances)
     for rank, (sums, calls) in enumerate(results):
         own = 101.0 if rank % 2 == 0 else 1010.0  # tp is fastest: ranks 0 and 2 share a tp rank
-        assert sums == [3333.0, 2222.0, own]  # buckets in backward order: bias, norm, cut
-        assert calls == 1
+        expert = 44.0 if rank < 2 else 4400.0
+        assert sums == [expert, 3333.0, 2222.0, own]  # in backward order; each is reduced over its own axis
+        assert calls == (1 if instances == 1 else 3), "and each axis has its own copies"
 
 
 def _gather(rank: int, world_size: int) -> list[list[float]]:
-    flat = FlatBuckets([Stack(dtype=torch.float32)], grid(dp=world_size).over("dp", "cp"), {}, 150)
+    flat = FlatBuckets([Stack(dtype=torch.float32)], {DATA: grid(dp=world_size).over("dp", "cp")}, {}, 150)
     for bucket in flat.buckets:
         bucket.parameter_shard.fill_(rank)
     flat.publish()
@@ -245,7 +250,7 @@ def test_gathered_parameters_are_every_ranks_slice_in_order() -> None:
 
 def test_parameters_share_the_flat_buffer_and_its_memory_goes_with_the_last_user() -> None:
     model, twin = Stack(), Stack()
-    flat = FlatBuckets([model], single_axis("dp"), {}, 150)
+    flat = FlatBuckets([model], {DATA: single_axis("dp")}, {}, 150)
     assert all(torch.equal(moved, kept) for moved, kept in zip(model.weights, twin.weights, strict=True))
     model(torch.ones(2, WIDTH, dtype=torch.float64)).backward()
     flat.buckets[0].parameters.zero_()
@@ -268,7 +273,7 @@ def of_kind(elements: int, decay: bool = True, partial: tuple[str, ...] = (), co
 def test_every_parameter_has_one_place_among_its_like(chunks: list[list[tuple]], size: int, limit: int) -> None:
     models = [nn.ParameterList([of_kind(*kind) for kind in chunk]) for chunk in chunks]
     order = [p for model in reversed(models) for p in reversed(list(model))]
-    plans = plan_buckets(models, size, limit)
+    plans = plan_buckets(models, {DATA: size}, limit)
     assert sorted(id(s.parameter) for plan in plans for s in plan.slots) == sorted(map(id, order))
     for plan in plans:
         assert plan.elements % (size * ALIGNMENT) == 0
@@ -288,7 +293,7 @@ def test_every_parameter_has_one_place_among_its_like(chunks: list[list[tuple]],
 @settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=6), st.integers(1, 5))
 def test_the_slices_of_all_ranks_are_the_parameters(sizes: list[int], ranks: int) -> None:
-    plan = plan_buckets([nn.ParameterList([of_kind(n) for n in sizes])], ranks, 10_000)[0]
+    plan = plan_buckets([nn.ParameterList([of_kind(n) for n in sizes])], {DATA: ranks}, 10_000)[0]
     shard = plan.elements // ranks
     owners = {id(slot.spec): torch.zeros(slot.parameter.numel()) for slot in plan.slots}
     for rank in range(ranks):
@@ -368,7 +373,7 @@ def test_a_part_waits_for_its_own_buckets_alone_and_sums_for_all(monkeypatch: py
         part.weight = parameter(part.weight.data, f"{number}")
         part.register_forward_hook(lambda *arguments, number=number: seen.append(f"part {number}"))
     whole = nn.Sequential(*parts)
-    flat = FlatBuckets([whole], Axis("dp_cp", 2, 0, (0, 1)), {}, 4, parts=[*parts, whole])
+    flat = FlatBuckets([whole], {DATA: Axis("dp_cp", 2, 0, (0, 1))}, {}, 4, parts=[*parts, whole])
     monkeypatch.setattr(module, "gather_into", lambda out, x, axis: Gather(out))
     monkeypatch.setattr(module, "start_reduce_scatter", lambda x, axis, **how: module.Pending([], lambda: x))
     flat.publish()

@@ -23,14 +23,14 @@ from megacp.core.distributed import launch
 from megacp.core.distributed.collectives import all_gather, all_reduce, barrier
 from megacp.core.distributed.grid import build_grid, connect, single_axis, split_axis
 from megacp.core.distributed.launch import (
-    Meeting,
+    Rendezvous,
     World,
     device_type,
     fresh_store,
     join,
-    meet,
     named,
     pick_device,
+    rendezvous,
     report_failure,
     run_store,
     stop,
@@ -185,7 +185,7 @@ def test_variables_that_cannot_be_meant_are_named(
     for key, value in values.items():
         environment.setenv(key, value)
     with pytest.raises(ValueError) as caught:
-        meet(world_from_environment(), 0.3)
+        rendezvous(world_from_environment(), 0.3)
     assert all(text in str(caught.value) for text in named)
 
 
@@ -207,29 +207,29 @@ def together(ranks: Sequence[int], action: Callable[[int], Any]) -> dict[int, An
     return found
 
 
-def at_once(size: int, action: Callable[[Meeting], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
-    """What `action` returns or raises on every rank of a meeting, as threads over one store."""
+def at_once(size: int, action: Callable[[Rendezvous], str], seconds: float = 5.0, absent: int = -1) -> list[str]:
+    """What `action` returns or raises on every rank of a rendezvous, as threads over one store."""
     store, ranks = dist.HashStore(), [rank for rank in range(size) if rank != absent]
-    found = together(ranks, lambda rank: action(Meeting(rank, size, store, seconds)))
+    found = together(ranks, lambda rank: action(Rendezvous(rank, size, store, seconds)))
     return [found.get(rank, "") for rank in range(size)]
 
 
 def test_rank_0_judges_the_values_of_all_and_leaves_last() -> None:
     left: list[int] = []
 
-    def action(meeting: Meeting) -> str:
-        time.sleep(0.3 * (meeting.rank == 1))
-        verdict = meeting.judged("t", str(meeting.rank), ",".join)
-        left.append(meeting.rank)
+    def action(rendezvous: Rendezvous) -> str:
+        time.sleep(0.3 * (rendezvous.rank == 1))
+        verdict = rendezvous.decided_by_rank_0("t", str(rendezvous.rank), ",".join)
+        left.append(rendezvous.rank)
         return verdict
 
     assert at_once(3, action) == ["0,1,2"] * 3 and sorted(left) == [0, 1, 2]
-    assert Meeting(0, 1, None, 0.0).judged("t", "a", ",".join) == "a"
+    assert Rendezvous(0, 1, None, 0.0).decided_by_rank_0("t", "a", ",".join) == "a"
 
 
 @pytest.mark.slow
 def test_a_rank_that_gives_no_value_is_named() -> None:
-    first, _, third = at_once(3, lambda meeting: meeting.judged("t", "a", ",".join), 0.2, absent=1)
+    first, _, third = at_once(3, lambda rendezvous: rendezvous.decided_by_rank_0("t", "a", ",".join), 0.2, absent=1)
     assert (first, third) == tuple(f"refused: no word on the t from rank {rank} within 0.2 s" for rank in (1, 0))
 
 
@@ -288,7 +288,7 @@ def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: p
     try:
         assert pick_device(World(0, 4096, 0, 4096)).type == "cpu"
         assert torch.get_num_threads() == 1
-        assert join(meet(World(), 1.0), GridShape()).world.size == 1 and not dist.is_initialized()
+        assert join(rendezvous(World(), 1.0), GridShape()).world.size == 1 and not dist.is_initialized()
         stop()
     finally:
         torch.set_num_threads(threads)

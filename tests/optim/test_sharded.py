@@ -1,42 +1,46 @@
-"""Sharded AdamW against `torch.optim.AdamW`; on every grid it is compared by the golden gradients."""
+"""The sharded optimizer against `torch.optim.AdamW`; on every grid it is compared by the golden gradients."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megacp.core.backends.native import AdamW
-from megacp.core.config.training import TrainingConfig
+from megacp.core.backends.native import AdamWEngine
+from megacp.core.config.training import STATE_KINDS, STEPPED_BY, TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.data_parallel.shards import ParameterSlice
+from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
+from megacp.core.distributed.parameter import DATA, ParameterSpec, TensorSlice, attach
 from megacp.core.optim.lr_schedule import learning_rate
-from megacp.core.optim.sharded import FlatAdamW, ShardedAdamW, clip_scale, global_norm, sum_of_squares
+from megacp.core.optim.rules import RULES, AdamW, Group
+from megacp.core.optim.sharded import ShardedOptimizer, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
-from tests.reference.sharded_toy import Toy, local_of, values
+from tests.reference.sharded_toy import Toy, group_of, local_of, values
 
 SETTINGS = TrainingConfig(adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, weight_decay=0.1, clip_grad=10.0)
 STEPS, LR = 3, 0.01
 
 
-def build(place: ProcessGrid, dtype: torch.dtype, bucket_elements: int = 200) -> tuple[Toy, FlatBuckets, ShardedAdamW]:
+def build(
+    place: ProcessGrid, dtype: torch.dtype, bucket_elements: int = 200
+) -> tuple[Toy, FlatBuckets, ShardedOptimizer]:
     model = Toy(place.tp.size, place.tp.rank, place.pp.size, place.pp.rank, dtype)
     axes = {"tp": place.tp, "embedding": place.embedding}
-    buckets = FlatBuckets([model], place.over("dp", "cp"), axes, bucket_elements)
-    return model, buckets, ShardedAdamW(buckets, SETTINGS, place.world, place.device)
+    buckets = FlatBuckets([model], {DATA: place.over("dp", "cp")}, axes, bucket_elements)
+    return model, buckets, ShardedOptimizer(buckets, SETTINGS, place.world, place.device)
 
 
-def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedAdamW, list[float]]:
+def train(place: ProcessGrid, dtype: torch.dtype) -> tuple[Toy, ShardedOptimizer, list[float]]:
     model, buckets, optimizer = build(place, dtype)
     norms = []
     for step in range(STEPS):
         buckets.start_backward(0, last=True)
-        model.loss(values((step, buckets.axis.rank), dtype)).backward()
+        model.loss(values((step, buckets.axes[DATA].rank), dtype)).backward()
         buckets.finish()
         norms.append(optimizer.step(LR))
     return model, optimizer, norms
@@ -54,7 +58,9 @@ def difference(parts: list[ParameterSlice], whole: dict[str, torch.Tensor], mode
 
 def test_a_slice_learns_at_its_own_rate_and_decays_by_it() -> None:
     slices = [torch.full((4,), 2.0, dtype=torch.float64) for _ in range(2)]
-    FlatAdamW(slices, [(True, 1.0), (True, 0.25)], SETTINGS).update([torch.ones(4).double()] * 2, LR)
+    for x in slices:
+        x.grad = torch.ones_like(x)
+    AdamW([group_of(slices[0], 0.1), group_of(slices[1], 0.1, 0.25)], SETTINGS).update(LR, 1.0)
     torch.testing.assert_close(2.0 - slices[1], 0.25 * (2.0 - slices[0]), rtol=1e-12, atol=0)
     assert abs(2.0 - slices[0][0].item() - LR * (1 + 0.1 * 2.0)) < 1e-9  # the first step of AdamW has size 1
 
@@ -69,30 +75,71 @@ def other_engine(groups: list[dict[str, Any]], betas: tuple[float, float], eps: 
     ids=["in the kernel", "float64", "another engine"],
 )
 def test_gradients_are_clipped_inside_the_update_where_the_kernel_can(
-    dtype: torch.dtype, engine: AdamW | None, passes: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, engine: AdamWEngine | None, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, gradient = torch.randn(2, 99, generator=torch.Generator().manual_seed(0), dtype=dtype)
     parameter = torch.nn.Parameter(start.clone())
     reference = torch.optim.AdamW([parameter], lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    mine = FlatAdamW([start.clone()], [(True, 1.0)], SETTINGS, engine)
+    mine = start.clone()
+    rule = AdamW([group_of(mine, 0.1)], SETTINGS, engine)
     scaled = []
     monkeypatch.setattr(torch.Tensor, "mul_", lambda x, factor: scaled.append(factor) or x.copy_(x * factor))
     for scale in (0.3, 1.0, 0.7):
-        mine.update([gradient.clone()], LR, scale)
+        mine.grad = gradient.clone()
+        rule.update(LR, scale)
         parameter.grad = gradient * scale
         reference.step()
         # three updates of some ten roundings each, in values of order 1
-        torch.testing.assert_close(mine.slices[0], parameter.detach(), rtol=0, atol=30 * torch.finfo(dtype).eps)
+        torch.testing.assert_close(mine, parameter.detach(), rtol=0, atol=30 * torch.finfo(dtype).eps)
     assert bool({0.3, 0.7} & set(scaled)) == passes
-    FlatAdamW([], [], SETTINGS, engine).update([], LR, 0.3)
 
 
 def test_an_optimizer_is_given_no_empty_slice() -> None:
-    slices = [torch.ones(n) for n in (3, 0, 0, 2)]
-    mine = FlatAdamW(slices, [(True, 1.0), (True, 1.0), (True, 0.5), (False, 0.25)], SETTINGS, other_engine)
-    assert [[len(s) for s in group["params"]] for group in mine._adamw.param_groups] == [[3], [2]]
-    mine.update([torch.ones_like(s) for s in slices], LR)
-    torch.testing.assert_close([1.0 - s[0].item() for s in (slices[0], slices[3])], [LR * 1.1, LR * 0.25])
+    given: list[list[int]] = []
+
+    def engine(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
+        given.append([len(s) for group in groups for s in group["params"]])
+        return other_engine(groups, betas, eps)
+
+    for sizes in ([3, 0, 0, 2], []):
+        specs = [ParameterSpec((), weight_decay=n != 2, lr_multiplier=n / 3) for n in sizes]
+        slices = [torch.ones(n) for n in sizes]
+        shards = [ParameterShard(x, x.dtype, spec, lambda x: []) for x, spec in zip(slices, specs, strict=True)]
+        parameters: Any = SimpleNamespace(
+            shards=shards, grad_shard=list(map(torch.ones, sizes)).__getitem__, publish=list
+        )
+        ShardedOptimizer(parameters, SETTINGS, single_axis("world"), torch.device("cpu"), engine).update(LR, 0.0)
+        torch.testing.assert_close([1.0 - s[0].item() for s in slices if len(s)], [LR * 1.1, LR * 2 / 3][: len(sizes)])
+    assert given == [[3, 2]]
+
+
+def fall(group: Group, lr: float) -> None:
+    """A second rule, which takes its rate off everything and counts how often."""
+    for x, state in zip(group.slices, group.state, strict=True):
+        x.sub_(lr)
+        state["fallen"].add_(1)
+
+
+def test_a_rule_steps_what_is_treated_by_it_and_keeps_its_own_kinds_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STEPPED_BY, "vector", "falling")
+    monkeypatch.setitem(STATE_KINDS, "falling", ("fallen",))
+    falling: Any = lambda groups, *unused: SimpleNamespace(update=lambda lr, scale: fall(groups[0], lr))  # noqa: E731
+    monkeypatch.setitem(RULES, "falling", falling)
+    pieces = [(TensorSlice(name, (2, 2), (0, 0), (2, 2)),) for name in ("m", "v", "t")]
+    specs = [ParameterSpec(p, treated=t) for p, t in zip(pieces, ("matrix", "vector", "table"), strict=True)]
+    model = torch.nn.ParameterList([attach(torch.nn.Parameter(torch.ones(2, 2)), spec) for spec in specs])
+    world = single_axis("world")
+    buckets = FlatBuckets([model], {DATA: world}, {}, 1000)
+    optimizer = ShardedOptimizer(buckets, SETTINGS, world, torch.device("cpu"))
+    sum(p.sum() for p in model).backward()
+    buckets.finish()
+    optimizer.step(LR)
+    torch.testing.assert_close([p[0, 0].item() for p in model], [1 - LR * 1.1, 1 - LR, 1 - LR * 1.1])
+    held = {kind: [part.spec.pieces[0].name for part in parts] for kind, parts in optimizer.state_slices().items()}
+    assert held == {"exp_avg": ["t", "m"], "exp_avg_sq": ["t", "m"], "fallen": ["v"]}
+    assert optimizer.state_slices()["fallen"][0].values.tolist() == [1.0] * 4
+    optimizer.clear()
+    assert not any(part.values.any() for parts in optimizer.state_slices().values() for part in parts)
 
 
 def _half_gradient(master: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -161,7 +208,7 @@ def test_a_float32_model_is_updated_in_place_without_a_second_copy() -> None:
     assert "master" not in optimizer.state_slices()
     pointers = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert pointers == {b.parameters.untyped_storage().data_ptr() for b in buckets.buckets}
-    assert {s.untyped_storage().data_ptr() for s in optimizer._adamw.slices} == pointers
+    assert {s.untyped_storage().data_ptr() for s in optimizer.slices} == pointers
 
 
 def test_masters_follow_parameters_that_were_written_from_outside() -> None:
@@ -170,8 +217,8 @@ def test_masters_follow_parameters_that_were_written_from_outside() -> None:
     )
     model = torch.nn.ParameterList([weight])
     world = single_axis("world")
-    buckets = FlatBuckets([model], world, {}, 100)
-    optimizer = ShardedAdamW(buckets, SETTINGS, world, torch.device("cpu"))
+    buckets = FlatBuckets([model], {DATA: world}, {}, 100)
+    optimizer = ShardedOptimizer(buckets, SETTINGS, world, torch.device("cpu"))
     weight.data.fill_(2.0)
     optimizer.reset_masters()
     (weight * 0).sum().backward()

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from megacp.core.config.training import STATE_KINDS
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach, spec_of
+from megacp.core.optim.rules import Group
 
 VOCABULARY, HIDDEN, LAYERS, VOCABULARY_MULTIPLE = 13, 6, 2, 4
 LAYER_SHAPES = {
@@ -120,3 +122,8 @@ def local_of(parameter: nn.Parameter, whole: Mapping[str, torch.Tensor]) -> torc
         box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))
         local[piece.start : piece.start + piece.shape[0]] = whole[piece.name][box]
     return local
+
+
+def group_of(x: torch.Tensor, weight_decay: float, lr_multiplier: float = 1.0) -> Group:
+    """A slice alone, before AdamW's first update."""
+    return Group(weight_decay, lr_multiplier, [x], [{kind: torch.zeros_like(x) for kind in STATE_KINDS["adamw"]}])

@@ -16,7 +16,7 @@ import torch
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
 from megacp.core.optim import sharded
-from megacp.core.optim.sharded import FlatAdamW
+from megacp.core.optim.rules import AdamW, Group
 from megacp.verify import command as tool
 from megacp.verify import gpu_report, spawn
 from megacp.verify.gpu_report import Finding
@@ -145,13 +145,10 @@ def test_a_fault_of_the_update_is_found_whatever_the_schedule(tmp_path: Path) ->
     right = train_rank(0, 1, setup.reference, setup.rules, 1)
     assert not compare(right, [right])[0].beyond()
 
-    def ruled(change: Callable[[bool, float], tuple[bool, float]]) -> Callable[..., FlatAdamW]:
-        return lambda slices, rules, *rest: FlatAdamW(slices, [change(*rule) for rule in rules], *rest)
-
     for fault in (
-        (FlatAdamW, "update", lambda *_: None),
-        (sharded, "FlatAdamW", ruled(lambda decayed, multiplier: (not decayed, multiplier))),
-        (sharded, "FlatAdamW", ruled(lambda decayed, multiplier: (decayed, 1.0))),
+        (AdamW, "update", lambda *_: None),
+        (sharded, "Group", lambda decay, multiplier: Group(0.1 - decay, multiplier)),
+        (sharded, "Group", lambda decay, multiplier: Group(decay, 1.0)),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(*fault)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint.names import boxes_to_save
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.distributed.grid import single_axis
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
@@ -173,7 +173,7 @@ def saved_on_grid(
 ) -> None:
     mine, config = grid(**shape), config_of({**values, "save": folder}, shape)
     model = ParallelModel(config, mine)
-    boxes = boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices())
+    boxes = boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices(), model.parameters.counts)
     extra = dataclasses.asdict(RunState(step=3, consumed_samples=24, image_rules=rules)) | {"updates": 3}
     save_checkpoint(folder, 3, boxes, extra=extra, config_yaml=to_yaml(config), world=mine.world, grid=shape)
 

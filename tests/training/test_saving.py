@@ -17,8 +17,8 @@ import torch
 
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import SaveError, load_checkpoint
-from megacp.core.checkpoint.names import TensorBox
 from megacp.core.data.batch import PackedBatch
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.language import OutputHead
 from megacp.core.monitor.log import RunLog

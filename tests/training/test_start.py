@@ -22,7 +22,7 @@ from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, with_values
-from megacp.core.distributed.launch import Meeting
+from megacp.core.distributed.launch import Rendezvous
 from megacp.core.training.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
@@ -225,8 +225,8 @@ def test_data_and_software_are_stated() -> None:
 
 
 def agreed(statements: list[dict[str, str]], problems: dict[int, str] | None = None) -> list[str]:
-    def action(meeting: Meeting) -> str:
-        require_equal_start(meeting, statements[meeting.rank], (problems or {}).get(meeting.rank, ""))
+    def action(rendezvous: Rendezvous) -> str:
+        require_equal_start(rendezvous, statements[rendezvous.rank], (problems or {}).get(rendezvous.rank, ""))
         return "agreed"
 
     return at_once(len(statements), action)

@@ -17,6 +17,7 @@ from torch import nn
 from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
+from megacp.core.config.training import Treated
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.fused_states import FUSED, fused_convolved
 from megacp.core.context_parallel.plan import AttentionPlan
@@ -81,7 +82,7 @@ def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
 
 
 Tower = Literal["vision", "connector"]
-AdamW = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
+AdamWEngine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`.
 
 Its moments are `exp_avg` and `exp_avg_sq` of a slice's state. torch counts updates there, Transformer Engine in the
@@ -99,7 +100,7 @@ class NativeBackend:
     name = "native"
     token_multiple = 1
     """Tokens of a tp rank are a multiple of this."""
-    adamw: AdamW | None = None
+    adamw: AdamWEngine | None = None
     """The fused AdamW of this backend; None leaves the choice to the optimizer."""
 
     def __init__(self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None) -> None:
@@ -180,9 +181,11 @@ class NativeBackend:
         """RMSNorm of `y[t, f/tp]`, what a column linear gives: over the columns of all tp ranks together."""
         return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options, self.norm_init)
 
-    def replicated(self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0) -> nn.Parameter:
+    def replicated(
+        self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0, treated: Treated = "vector"
+    ) -> nn.Parameter:
         """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
-        return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std))
+        return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std, treated=treated))
 
     def tower(self, name: Tower) -> NativeBackend:
         """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at

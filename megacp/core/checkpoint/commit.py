@@ -36,9 +36,9 @@ from megacp.core.checkpoint.directory import (
     temporary,
     to_json,
 )
-from megacp.core.checkpoint.names import TensorBox
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0, reason_of, sharers
 from megacp.core.checkpoint.storage import INDEX_FILE, Payload, Stored, index_of, rank_file, write_boxes
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.collectives import all_reduce, gather_to_first
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import StrPath, place_folder
@@ -70,7 +70,7 @@ class Contents:
 class PendingCheckpoint:
     """A checkpoint between its begin, which is this constructor, and `commit`; both are collective over `world`.
 
-    `boxes` of all ranks together hold each element of each tensor once (`names.boxes_to_save`). `background` copies
+    `boxes` of all ranks together hold each element of each tensor once (`boxes.boxes_to_save`). `background` copies
     them and writes on a thread; else `commit` writes. Saving a step that exists makes `step_0000100.2`.
     """
 
@@ -207,7 +207,7 @@ class LoadedCheckpoint:
         return Payload(self.path, self.manifest.files)
 
     def read(self, boxes: Sequence[TensorBox]) -> None:
-        """Fill the tensors of `boxes` (`names.boxes_to_load`), whatever grid wrote them. Collective over `world`.
+        """Fill the tensors of `boxes` (`boxes.boxes_to_load`), whatever grid wrote them. Collective over `world`.
 
         Raises ValueError on every rank, before anything is read. It names tensors that are missing, have another shape
         or dtype, or are in the checkpoint but on no rank. A kind that no rank asks for may be left out.

@@ -32,10 +32,10 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
         try:
             await_all(world)
         except RuntimeError as missed:
-            why, lost = str(missed).partition("\n")[0], time.monotonic() - begun < world.patience
+            why, lost = str(missed).partition("\n")[0], time.monotonic() - begun < world.file_timeout
             raise error(
                 f"a {'rank was lost' if lost else 'rank, disk or network is slow'}: not all ranks have read or written "
-                f"their part of a checkpoint within {world.patience:g} s (6 x --distributed-timeout-minutes): {why}"
+                f"their part of a checkpoint within {world.file_timeout:g} s (6 x --distributed-timeout-minutes): {why}"
             ) from missed
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}

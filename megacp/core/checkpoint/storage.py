@@ -17,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from megacp.core.checkpoint.directory import FileRecord, damage
-from megacp.core.checkpoint.names import TensorBox
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.storage.place import Place, open_stream, read_content, write_stream
 from megacp.core.storage.wording import listed
 

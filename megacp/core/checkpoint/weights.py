@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.checkpoint.outcome import on_all_ranks, sharers
+from megacp.core.data_parallel.boxes import MODEL, TensorBox
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import sha256_of
 from megacp.core.storage.place import Place

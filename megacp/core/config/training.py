@@ -12,6 +12,13 @@ from typing import Annotated, Literal
 from megacp.core.config.blend import DataPath
 from megacp.core.config.ranges import AboveZero, Count, Fraction, NotNegative, Positive, Range
 
+Treated = Literal["matrix", "vector", "table"]
+"""What a parameter is to its optimizer: a linear map, values that stand for themselves, or rows that are looked up."""
+STEPPED_BY: dict[Treated, str] = {"matrix": "adamw", "vector": "adamw", "table": "adamw"}
+"""The rule of `optim/rules.py` that steps it."""
+STATE_KINDS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq")}
+"""What a rule keeps of every element, by the names in checkpoints; master weights stand beside it."""
+
 
 @dataclass(frozen=True)
 class TrainingConfig:

@@ -1,8 +1,8 @@
-"""Gradient buckets: flat buffers of gradients and parameters, reduced over dp x cp while backward still runs.
+"""Gradient buckets: flat buffers of gradients and parameters, each reduced over its axis while backward still runs.
 
 A bucket's reduce-scatter starts as soon as its last gradient of the step is there. Buckets start strictly in index
 order: ranks in which a parameter got no gradient launch the same collectives as all others. Every reduction is a plain
-sum (the loss is already divided by the step's global denominator). After `finish` each rank of dp x cp holds one slice
+sum (the loss is already divided by the step's global denominator). After `finish` each rank of the axis holds one slice
 of every summed bucket: exactly what the sharded optimizer updates.
 
 A gradient may be partial over further axes (`tp`, `embedding`): it is summed over them after the reduce-scatter, on the
@@ -54,9 +54,10 @@ def _aligned(elements: int, multiple: int = ALIGNMENT) -> int:
     return math.ceil(elements / multiple) * multiple
 
 
-def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements: int) -> list[BucketPlan]:
+def plan_buckets(chunks: Sequence[nn.Module], ranks: Mapping[str, int], bucket_elements: int) -> list[BucketPlan]:
     """Cut the parameters of the model chunks into buckets of at most `bucket_elements` (a larger parameter is alone).
 
+    `ranks` says how many an axis of `ParameterSpec.reduced_over` has.
     Within a chunk parameters go in reverse construction order; the last chunk's buckets come first, because its last
     backward is the first to run. Buckets are ordered by their last parameter, the one that completes them.
     """
@@ -67,13 +68,14 @@ def plan_buckets(chunks: Sequence[nn.Module], reduce_size: int, bucket_elements:
             assert parameter not in place, f"a parameter of shape {tuple(parameter.shape)} is in two model chunks"
             place[parameter], spec = len(place), spec_of(parameter)
             like = (parameter.dtype, parameter.device, parameter.requires_grad)
-            treated = (spec.partial_over, spec.weight_decay, spec.counted, spec.lr_multiplier)
-            buckets = groups.setdefault((chunk, (*like, *treated)), [[]])
+            reduced = (spec.reduced_over, spec.partial_over, spec.counted)
+            stepped = (spec.rule, spec.weight_decay, spec.lr_multiplier)
+            buckets = groups.setdefault((chunk, (*like, *reduced, *stepped)), [[]])
             if buckets[-1] and _filled(buckets[-1]) + parameter.numel() > bucket_elements:
                 buckets.append([])
             buckets[-1].append(Slot(parameter, spec, _filled(buckets[-1])))
     plans = [
-        BucketPlan(chunk, tuple(slots), _aligned(_filled(slots), ALIGNMENT * reduce_size))
+        BucketPlan(chunk, tuple(slots), _aligned(_filled(slots), ALIGNMENT * ranks[slots[0].spec.reduced_over]))
         for (chunk, _), buckets in groups.items()
         for slots in buckets
     ]
@@ -100,11 +102,12 @@ def slices_of(plan: BucketPlan, begin: int, values: torch.Tensor) -> list[Parame
 class Bucket:
     """The flat buffers of one `BucketPlan`; parameters of the model are views of the first."""
 
-    def __init__(self, plan: BucketPlan, axis: Axis) -> None:
+    def __init__(self, plan: BucketPlan, axes: Mapping[str, Axis]) -> None:
         first = plan.slots[0].parameter
         self.plan, self.trained = plan, first.requires_grad
+        self.axis = axis = axes[plan.slots[0].spec.reduced_over]
         self.parameters = torch.zeros(plan.elements, dtype=first.dtype, device=first.device)
-        """`[elements]` in the model dtype, replicated over dp x cp."""
+        """`[elements]` in the model dtype, replicated over the axis."""
         self.shard_elements = plan.elements // axis.size
         self.shard_start = axis.rank * self.shard_elements
         for slot in plan.slots:
@@ -121,12 +124,12 @@ class Bucket:
 
     @property
     def parameter_shard(self) -> torch.Tensor:
-        """This rank's slice `[elements / (dp x cp)]` of `parameters`, a view."""
+        """This rank's slice `[elements / axis.size]` of `parameters`, a view."""
         return self.parameters[self.shard_start : self.shard_start + self.shard_elements]
 
     @property
     def gradients(self) -> torch.Tensor:
-        """`[elements]`, wide, partial over dp x cp until reduced; zero when first asked for."""
+        """`[elements]`, wide, partial over the axis until reduced; zero when first asked for."""
         if self._gradients is None:
             self._gradients = self.parameters.new_zeros(self.plan.elements, dtype=self.shard.wide)
         return self._gradients
@@ -142,18 +145,17 @@ class Bucket:
 
 
 class FlatBuckets(ShardedParameters):
-    """Gradients of the local model chunks, accumulated and reduced in buckets over `reduce_axis` (dp x cp).
+    """Gradients of the local model chunks, accumulated and reduced in buckets, each over its own axis.
 
-    `partial_axes` maps the names that appear in `ParameterSpec.partial_over` to their axes. Build it once the weights
-    are on their device. With `each_microbatch` gradients are reduced after every backward and kept as slices. With
-    `parts`, modules that together run all of the chunks, a part waits for updated parameters of its own buckets alone,
-    right before its forward: the first layers compute while later ones are on their way.
+    Build it once the weights are on their device. With `each_microbatch` gradients are reduced after every backward and
+    kept as slices. With `parts`, modules that together run all of the chunks, a part waits for updated parameters of
+    its own buckets alone, right before its forward: the first layers compute while later ones are on their way.
     """
 
     def __init__(
         self,
         chunks: Sequence[nn.Module],
-        reduce_axis: Axis,
+        reduce_axes: Mapping[str, Axis],
         partial_axes: Mapping[str, Axis],
         bucket_elements: int,
         *,
@@ -161,8 +163,9 @@ class FlatBuckets(ShardedParameters):
         instances: int = 1,
         parts: Sequence[nn.Module] = (),
     ) -> None:
-        super().__init__(reduce_axis, partial_axes, instances)
-        self._all = [Bucket(plan, self.axis) for plan in plan_buckets(chunks, self.axis.size, bucket_elements)]
+        super().__init__(reduce_axes, partial_axes, instances)
+        plans = plan_buckets(chunks, {name: axis.size for name, axis in self.axes.items()}, bucket_elements)
+        self._all = [Bucket(plan, self.axes) for plan in plans]
         self.buckets = [bucket for bucket in self._all if bucket.trained]
         """Those with gradients; frozen ones are met by what reads and writes checkpoints alone."""
         self.shards = [bucket.shard for bucket in self.buckets]
@@ -242,7 +245,7 @@ class FlatBuckets(ShardedParameters):
         if self._each_microbatch:
             self._collect(1)  # this bucket's buffer and one more are all that exists
         gradients = bucket.take_gradients() if self._each_microbatch else bucket.gradients
-        pending = start_reduce_scatter(gradients, self.axis, in_place=not self._each_microbatch)
+        pending = start_reduce_scatter(gradients, bucket.axis, in_place=not self._each_microbatch)
         self._pending.append((index, pending))
 
     def _collect(self, left: int) -> None:
@@ -286,12 +289,11 @@ class FlatBuckets(ShardedParameters):
         self._reset()
 
     def publish(self) -> None:
-        """Send every rank's updated slice to all ranks of dp x cp, where they belong."""
-        if self.axis.size == 1:
-            return
+        """Send every rank's updated slice to all ranks of its axis, where they belong."""
         for index in reversed(range(len(self.buckets))):  # the order of the forward
             bucket = self.buckets[index]
-            self._under_way[index] = gather_into(bucket.parameters, bucket.parameter_shard, self.axis)
+            if bucket.axis.size > 1:
+                self._under_way[index] = gather_into(bucket.parameters, bucket.parameter_shard, bucket.axis)
         if not self._ahead:
             self.release()
 

@@ -21,7 +21,7 @@ from torch import nn
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module
 from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.parameter import ParameterSpec, spec_of
+from megacp.core.distributed.parameter import DATA, ParameterSpec, spec_of
 from megacp.core.ops.kernel import accumulation_dtype
 
 
@@ -39,14 +39,14 @@ class FullShards(ShardedParameters):
 
     def __init__(
         self,
-        reduce_axis: Axis,
+        reduce_axes: Mapping[str, Axis],
         partial_axes: Mapping[str, Axis],
         narrow: torch.dtype,
         *,
         by_schedule: bool = False,
         instances: int = 1,
     ) -> None:
-        super().__init__(reduce_axis, partial_axes, instances)
+        super().__init__(reduce_axes, partial_axes, instances)
         self.narrow, self.by_schedule = narrow, by_schedule
         self._trained: list[nn.Parameter] = []  # of `shards`
         self._frozen: list[ParameterShard] = []
@@ -55,7 +55,7 @@ class FullShards(ShardedParameters):
         self._reading: list[torch.Tensor] = []
 
     def add(self, module: nn.Module, role: str) -> None:
-        """Shard the parameters of `module` that are in no part yet, as one part.
+        """Shard the parameters of `module` that are in no part yet, as one part: all are reduced over one axis.
 
         An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
         is freed between. A "chunk" holds the parts before it; its own parameters are there for all of its forward.
@@ -65,11 +65,13 @@ class FullShards(ShardedParameters):
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(wide)
-        part = shard_module(module, self.axis, self.narrow, wide)
+        (reduced_over,) = {spec.reduced_over for spec, _ in specs.values()} or {DATA}
+        axis = self.axes[reduced_over]
+        part = shard_module(module, axis, self.narrow, wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
-            rows = -(-shape[0] // self.axis.size)  # of every rank but the last ones
-            start = min(self.axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
+            rows = -(-shape[0] // axis.size)  # of every rank but the last ones
+            start = min(axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
             shard = ParameterShard(local_part(parameter), self.narrow, spec, partial(_slices, spec, shape, start))
             if parameter.requires_grad:
                 self._trained.append(parameter)

@@ -55,7 +55,8 @@ class ParameterShard:
 class ShardedParameters(ABC):
     """The parameters of this rank's chunks, their gradients, and the ranks that share them.
 
-    `axis` spans dp x cp. With several instances each is a group of neighbouring ranks that shards among itself, and the
+    `reduce_axes` maps the names in `ParameterSpec.reduced_over` to their axes, `partial_axes` those in `partial_over`.
+    With several instances each is a group of neighbouring ranks of a reduce axis that shards among itself, and the
     instances hold copies. A step is: backwards between `start_backward` and `end_backward`, `finish`, the optimizer,
     which reads `grad_shard`, writes `ParameterShard.values` and calls `publish`, then `zero`. What a strategy has no
     use for does nothing here.
@@ -64,22 +65,20 @@ class ShardedParameters(ABC):
     by_schedule = False
     """Whether the actions of the pipeline gather and free the parameters of a chunk."""
 
-    def __init__(self, axis: Axis, partial_axes: Mapping[str, Axis], instances: int = 1) -> None:
-        whole = instances == 1
-        self.axis, self.copies = (axis, single_axis("copies")) if whole else split_axis(axis, axis.size // instances)
-        """The ranks among which parameters are sharded, and those that hold the same shard."""
+    def __init__(self, reduce_axes: Mapping[str, Axis], partial_axes: Mapping[str, Axis], instances: int = 1) -> None:
+        self.axes = dict(reduce_axes)
+        """The ranks among which parameters are sharded, by `ParameterSpec.reduced_over`."""
+        self.copies = {name: single_axis("copies") for name in self.axes}
+        """Those that hold the same shard."""
+        for name, axis in reduce_axes.items() if instances > 1 else ():
+            self.axes[name], self.copies[name] = split_axis(axis, axis.size // instances)
         self.partial_axes = dict(partial_axes)
         self.shards: list[ParameterShard] = []
         self._sums: list[torch.Tensor] | None = None  # [n] of each shard, between `finish` and `zero`
 
-    @property
-    def saves(self) -> bool:
-        """Whether this rank writes its shards into checkpoints: those of the first instance do."""
-        return self.copies.rank == 0
-
-    def counted(self, index: int) -> bool:
-        """Whether the gradient norm counts a shard on this rank."""
-        return self.shards[index].spec.counted and self.saves
+    def counts(self, spec: ParameterSpec) -> bool:
+        """Whether the gradient norm counts a parameter on this rank, which then saves its shard: no other copy is."""
+        return spec.counted and self.copies[spec.reduced_over].rank == 0
 
     def unshard(self, chunk: int) -> None:
         """Start to gather the parameters of a chunk, where they are sharded."""
@@ -105,7 +104,7 @@ class ShardedParameters(ABC):
 
     @abstractmethod
     def _summed(self) -> list[torch.Tensor]:
-        """Gradients of all shards, summed over `axis`."""
+        """Gradients of all shards, summed each over its axis of `axes`."""
 
     def grad_shard(self, index: int) -> torch.Tensor:
         """Summed gradients of a shard, `[n]`, wide; they may be changed in place between `finish` and `zero`."""
@@ -121,8 +120,8 @@ class ShardedParameters(ABC):
 
     @abstractmethod
     def parameter_slices(self) -> list[ParameterSlice]:
-        """This rank's share of the parameters in the model's dtype, frozen ones included; the ranks of `axis` together
-        hold each element once.
+        """This rank's share of the parameters in the model's dtype, frozen ones included; the ranks of its
+        axis together hold each element once.
         """
 
     @abstractmethod
@@ -154,9 +153,14 @@ class ShardedParameters(ABC):
         Few all-reduces for each axis; all ranks of it get identical bits, so copies stay equal.
         """
         found = list(gradients)
-        axes = [(self.copies, list(range(len(found))))] if self.copies.size > 1 else []
+        specs = [shard.spec for shard in self.shards]
+        axes = [
+            (axis, [i for i, spec in enumerate(specs) if spec.reduced_over == name])
+            for name, axis in sorted(self.copies.items())
+            if axis.size > 1
+        ]
         for name in sorted(self.partial_axes):
-            members = [i for i, shard in enumerate(self.shards) if name in shard.spec.partial_over]
+            members = [i for i, spec in enumerate(specs) if name in spec.partial_over]
             axes.append((self.partial_axes[name], members))
         for axis, members in axes:
             for group in _joined(members, found):

@@ -223,12 +223,12 @@ def barrier(axis: Axis) -> None:
 
 
 def await_all(axis: Axis) -> None:
-    """A barrier of the world for `axis.patience` seconds; RuntimeError, which on the first rank names one that is late.
+    """A barrier of the world for `axis.file_timeout` seconds; RuntimeError, which on the first rank names a late one.
 
     A killed rank ends the wait at once.
     """
     if axis.host_group is not None:
-        dist.monitored_barrier(axis.host_group, datetime.timedelta(seconds=axis.patience))
+        dist.monitored_barrier(axis.host_group, datetime.timedelta(seconds=axis.file_timeout))
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:

@@ -39,8 +39,8 @@ class Axis:
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """A gloo group of the world with a timeout of its own (`patience`), for ranks whose own work may take long."""
-    patience: float = field(default=0.0, compare=False, repr=False)
+    """Of the world: a gloo group with a timeout of its own (`file_timeout`), for ranks whose own work may take long."""
+    file_timeout: float = field(default=0.0, compare=False, repr=False)
     """Seconds that the ranks of `host_group` wait for one another."""
 
 
@@ -116,11 +116,11 @@ def build_grid(
     rank: int,
     device: torch.device | str = "cpu",
     timeout: datetime.timedelta = datetime.timedelta(minutes=10),
-    patience: datetime.timedelta | None = None,
+    file_timeout: datetime.timedelta | None = None,
 ) -> ProcessGrid:
     """Create this rank's axes; every rank calls it once, in the same order.
 
-    `patience` is how long ranks wait where one reads or writes files (`checkpoint/outcome.py`); None: as for all else.
+    `file_timeout`: how long ranks wait where one reads or writes files (`checkpoint/outcome.py`); None: as for the rest.
     With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
     """
     have = dist.get_world_size() if dist.is_initialized() else 1
@@ -146,9 +146,9 @@ def build_grid(
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     everyone = tuple(range(shape.world_size))
     world = _axis("world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None)
-    if patience is not None and world.size > 1:
-        host = new_group(world.global_ranks, patience, "gloo")
-        world = dataclasses.replace(world, host_group=host, patience=patience.total_seconds())
+    if file_timeout is not None and world.size > 1:
+        host = new_group(world.global_ranks, file_timeout, "gloo")
+        world = dataclasses.replace(world, host_group=host, file_timeout=file_timeout.total_seconds())
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
 

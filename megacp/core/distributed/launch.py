@@ -134,7 +134,7 @@ def trim_heap() -> None:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """One rank among all of a run, before any process group; `store` is the part of this life, None for one rank."""
 
     rank: int
@@ -143,10 +143,10 @@ class Meeting:
     seconds: float
     host: str = field(default_factory=socket.gethostname)
 
-    def judged(self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0) -> str:
+    def decided_by_rank_0(self, topic: str, value: str, judge: Callable[[list[str]], str], also: float = 0.0) -> str:
         """Rank 0's verdict on the values of all ranks, in rank order; every rank calls it once for a topic.
 
-        `also`: seconds that a rank may need for its value besides those of the meeting. Raises ValueError, on
+        `also`: seconds that a rank may need for its value besides those of the rendezvous. Raises ValueError, on
         rank 0 with the number of a rank that gave no value in time.
         """
         store, seconds = self.store, self.seconds + also
@@ -170,13 +170,13 @@ class Meeting:
         return verdict
 
 
-def meet(world: World, seconds: float) -> Meeting:
+def rendezvous(world: World, seconds: float) -> Rendezvous:
     """Find the other ranks of this run in its store, that of torchrun's agent or else of rank 0; no group is made.
 
     Raises ValueError for a store that cannot be reached, and for ranks that do not come in `seconds`.
     """
     if world.size == 1:
-        return Meeting(world.rank, 1, None, seconds)
+        return Rendezvous(world.rank, 1, None, seconds)
     host, port = (os.environ.get(key, "") for key in ("MASTER_ADDR", "MASTER_PORT"))
     place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
@@ -186,7 +186,7 @@ def meet(world: World, seconds: float) -> Meeting:
     try:
         server = "localhost" if serves else host
         store = dist.TCPStore(server, int(port), None, serves, timeout, wait_for_workers=False)
-        return Meeting(world.rank, world.size, fresh_store(store, world.rank, world.size, seconds), seconds)
+        return Rendezvous(world.rank, world.size, fresh_store(store, world.rank, world.size, seconds), seconds)
     except dist.DistError as error:
         here, why = f"rank {world.rank} on {socket.gethostname()}", str(error).strip().partition("\n")[0]
         raise ValueError(f"{here} found no store at {place}: {why}; is rank 0 there, is the port free?") from error
@@ -232,18 +232,18 @@ def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist
 
 
 def join(
-    meeting: Meeting, shape: GridShape, timeout_minutes: float = 10.0, patience_minutes: float | None = None
+    rendezvous: Rendezvous, shape: GridShape, timeout_minutes: float = 10.0, file_timeout_minutes: float | None = None
 ) -> ProcessGrid:
     """The grid of the ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes."""
     device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    if meeting.size > 1 and not dist.is_initialized():
+    if rendezvous.size > 1 and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
             set_defaults(_FLIGHT_RECORDER)
-        dist.init_process_group(backend, None, timeout, meeting.size, meeting.rank, meeting.store)
-    patience = None if patience_minutes is None else datetime.timedelta(minutes=patience_minutes)
-    grid = build_grid(shape, meeting.rank, device, timeout, patience)
+        dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, rendezvous.store)
+    file_timeout = None if file_timeout_minutes is None else datetime.timedelta(minutes=file_timeout_minutes)
+    grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)
     if device.type == "cuda":  # gloo has made its connections with the groups
         connect(grid.in_steps(), device)
     return grid

@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megacp.core.config.training import STEPPED_BY, Treated
+
+DATA = "dp_cp"
+"""Name of the axis over all ranks that hold the same part of the model and see other tokens."""
+
 
 @dataclass(frozen=True)
 class TensorSlice:
@@ -32,22 +37,31 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """How one local parameter is initialised, reduced, counted and saved."""
+    """How one local parameter is initialised, reduced, stepped, counted and saved."""
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
     """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16)."""
     std: float = 0.02
+    treated: Treated = "matrix"
+    """By which the optimizer chooses the rule that steps it."""
     weight_decay: bool = True
     """False for norm weights and biases."""
+    reduced_over: str = DATA
+    """Name of the axis whose ranks sum the gradient by slices and step a slice each."""
     partial_over: tuple[str, ...] = ()
-    """Axes beyond dp and cp over which the gradient is partial: `tp`, `embedding`."""
+    """Further axes over which that sum is partial: `tp`, `embedding`."""
     counted: bool = True
     """Whether this rank counts the parameter in the global gradient norm: copies are counted once."""
     lr_multiplier: float = 1.0
     """Learning rate of the parameter over that of the schedule."""
     fused_gradient: bool = False
     """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and then says so."""
+
+    @property
+    def rule(self) -> str:
+        """Name of the rule that steps it."""
+        return STEPPED_BY[self.treated]
 
 
 def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Parameter:

@@ -14,6 +14,7 @@ from megacp.core.data_parallel.full_shard import FullShards
 from megacp.core.data_parallel.shards import ShardedParameters
 from megacp.core.distributed.fully_shard import own_parameters
 from megacp.core.distributed.grid import ProcessGrid
+from megacp.core.distributed.parameter import DATA
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
 from megacp.core.models.init import initialise
@@ -52,18 +53,19 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
 def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageModelChunk], ShardedParameters]:
     """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
     parallel = config.parallel
-    axis, partial = grid.over("dp", "cp"), {"tp": grid.tp, "embedding": grid.embedding}
+    reduced = {DATA: grid.over("dp", "cp")}
+    partial = {"tp": grid.tp, "embedding": grid.embedding}
     strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
-    if strategy == "optim_grads_params" and axis.size > instances:  # one rank has nothing to share
+    if strategy == "optim_grads_params" and reduced[DATA].size > instances:  # one rank has nothing to share
         full = FullShards(
-            axis, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
+            reduced, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
         )
         chunks = build_chunks(config, grid, full)
         return chunks, full
     chunks = build_chunks(config, grid)
     buckets = FlatBuckets(
         chunks,
-        axis,
+        reduced,
         partial,
         parallel.ddp_bucket_size,
         each_microbatch=strategy != "optim",

@@ -43,11 +43,13 @@ class GatedDeltaNet(nn.Module):
             place, whole = (tp.rank * local, 0, 0), (rows, 1, taps)  # as torch's Conv1d has it
             pieces.append(TensorSlice(f"{prefix}.convolution_{name}.weight", whole, place, (local, 1, taps), start))
             start += local
-        self.convolution = backend.options.parameter(ParameterSpec(tuple(pieces), "uniform", (3 * taps) ** -0.5))
+        convolution = ParameterSpec(tuple(pieces), "uniform", (3 * taps) ** -0.5, treated="vector")
+        self.convolution = backend.options.parameter(convolution)
         here = (tp.rank * self.widths[-1],), (self.widths[-1],)
         bias, rate = (TensorSlice(f"{prefix}.{name}", (heads,), *here) for name in ("dt_bias", "A_log"))
-        self.dt_bias = backend.options.parameter(ParameterSpec((bias,), "ones", weight_decay=False))
-        self.log_rate = backend.options.parameter(ParameterSpec((rate,), "log_rate", 1.0, weight_decay=False))
+        self.dt_bias = backend.options.parameter(ParameterSpec((bias,), "ones", treated="vector", weight_decay=False))
+        decay = ParameterSpec((rate,), "log_rate", 1.0, treated="vector", weight_decay=False)
+        self.log_rate = backend.options.parameter(decay)
         norm = NormSpec(f"{prefix}.norm", self.value_dim, config.norm_epsilon, gated=True)
         self.norm = backend.norm(norm, over_heads=True)
         width = config.linear_heads_width

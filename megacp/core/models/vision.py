@@ -71,10 +71,10 @@ class Tower(nn.Module):
         super().__init__()
         hidden, name = config.vision_hidden_size, "vision.patch_embedding"
         self.backend, self.scale = backend, config.vision_head_dim**-0.5
-        self.weight = backend.replicated(f"{name}.weight", (hidden, *patch), "normal", std)
+        self.weight = backend.replicated(f"{name}.weight", (hidden, *patch), "normal", std, "matrix")
         self.bias = backend.replicated(f"{name}.bias", (hidden,), "zeros")
         shape = (config.patches_per_crop, hidden)
-        self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std)
+        self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std, "table")
         self.blocks = nn.ModuleList(
             VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
         )

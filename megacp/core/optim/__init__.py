@@ -1,1 +1,1 @@
-"""AdamW on a rank's slice."""
+"""Rules that step a rank's slices."""

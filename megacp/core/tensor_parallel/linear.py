@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megacp.core.config.training import Treated
 from megacp.core.distributed import collectives
 from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis, single_axis
@@ -150,7 +151,7 @@ def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterS
     fused = options.weight_gradients is not None
     return (
         ParameterSpec(tuple(weights), "normal", linear.std, fused_gradient=fused),
-        ParameterSpec(tuple(biases), "zeros", weight_decay=False),
+        ParameterSpec(tuple(biases), "zeros", treated="vector", weight_decay=False),
     )
 
 
@@ -229,6 +230,7 @@ def replicated_spec(
     *,
     partial_over_tp: bool | None = None,
     std: float = 0.0,
+    treated: Treated = "vector",
 ) -> ParameterSpec:
     """Spec of a parameter that every tp rank holds whole; `std` is that of `normal` ones, which decay.
 
@@ -240,6 +242,7 @@ def replicated_spec(
         (TensorSlice(name, shape, (0,) * len(shape), shape),),
         init,
         std,
+        treated=treated,
         weight_decay=init == "normal",
         partial_over=("tp",) if partial and options.tp.size > 1 else (),
         counted=options.tp.rank == 0,
@@ -276,7 +279,7 @@ class ColumnNorm(nn.Module):
         self.epsilon, self.tp, self.zero_centered = epsilon, options.tp, init == "zeros"
         local = size // options.tp.size
         piece = TensorSlice(f"{name}.weight", (size,), (options.tp.rank * local,), (local,))
-        self.weight = options.parameter(ParameterSpec((piece,), init, weight_decay=False))
+        self.weight = options.parameter(ParameterSpec((piece,), init, treated="vector", weight_decay=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of each token; every tp rank holds the same tokens."""

@@ -102,7 +102,9 @@ class VocabularyTable(nn.Module):
         self.first = min(options.tp.rank * rows, vocab)
         self.true_rows = min(rows, vocab - self.first)
         piece = TensorSlice(table.name, (vocab, hidden), (self.first, 0), (self.true_rows, hidden))
-        spec = ParameterSpec((piece,), "normal", table.std, partial_over=table.partial_over, counted=table.counted)
+        spec = ParameterSpec(
+            (piece,), "normal", table.std, treated="table", partial_over=table.partial_over, counted=table.counted
+        )
         self.weight = options.parameter(spec, rows)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 import megacp
 from megacp.core.config.run import RunConfig, flag, flatten
-from megacp.core.distributed.launch import Meeting, named
+from megacp.core.distributed.launch import Rendezvous, named
 from megacp.core.storage.files import source_digest
 from megacp.core.storage.wording import listed
 from megacp.core.training.sources import Sources
@@ -52,10 +52,10 @@ def statement(config: RunConfig, sources: Sources, device_type: str) -> dict[str
     }
 
 
-def require_equal_start(meeting: Meeting, stated: dict[str, str] | None, problem: str = "") -> None:
+def require_equal_start(rendezvous: Rendezvous, stated: dict[str, str] | None, problem: str = "") -> None:
     """Return when all ranks state the same and none has a `problem`; else raise AlikeError on every rank."""
-    mine = json.dumps({"host": meeting.host, "stated": stated or {}, "problem": problem})
-    verdict = meeting.judged("start", mine, _differences)
+    mine = json.dumps({"host": rendezvous.host, "stated": stated or {}, "problem": problem})
+    verdict = rendezvous.decided_by_rank_0("start", mine, _differences)
     if verdict:
         raise AlikeError(verdict)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from megacp.core.checkpoint.names import TensorBox
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.wording import listed

@@ -13,12 +13,12 @@ from typing import Any
 
 from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import holds_checkpoints
-from megacp.core.checkpoint.names import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.checkpoint.outcome import on_rank_0
 from megacp.core.checkpoint.weights import Weights, bare_name, fill, require_one_model
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage.place import Place
 from megacp.core.tensor_parallel.lora import is_of_a_pair
@@ -109,9 +109,7 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:
     """What this rank writes of the weights and the optimizer's state."""
-    if not model.parameters.saves:
-        return []
-    return boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices())
+    return boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices(), model.parameters.counts)
 
 
 def begin_save(model: ParallelModel, state: RunState, config: RunConfig, background: bool) -> PendingCheckpoint:

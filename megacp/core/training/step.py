@@ -23,7 +23,7 @@ from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.models.build import build_sharded
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
-from megacp.core.optim.sharded import ShardedAdamW
+from megacp.core.optim.sharded import ShardedOptimizer
 from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, open_channels, run
 from megacp.core.pipeline_parallel.schedules import schedule, with_parameters
 from megacp.core.training.health import Decision, finite_only, suspects
@@ -61,7 +61,7 @@ class ParallelModel:
         self.phase = phase
         self.chunks, self.parameters = build_sharded(config, grid)
         self.backend = self.chunks[0].backend
-        self.optimizer = ShardedAdamW(self.parameters, training, grid.world, grid.device, self.backend.adamw)
+        self.optimizer = ShardedOptimizer(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         self.rows = rows_of(config, grid)
         self.layout, self.mix = LAYOUTS[parallel.cp_layout], mix_of(config.model)
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1

@@ -25,11 +25,11 @@ from megacp.core.checkpoint.directory import (
     point_and_prune,
     to_json,
 )
-from megacp.core.checkpoint.names import MODEL
 from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
 from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.manifest import thoughts_told
+from megacp.core.data_parallel.boxes import MODEL
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.storage.files import sha256_of, write_new

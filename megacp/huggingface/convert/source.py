@@ -15,11 +15,11 @@ import torch
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
-from megacp.core.checkpoint.names import MODEL, TensorBox
 from megacp.core.config.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.vision.decoding import RULES, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
+from megacp.core.data_parallel.boxes import MODEL, TensorBox
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
 from megacp.core.training.state import stored_state

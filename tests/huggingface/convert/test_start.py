@@ -14,9 +14,9 @@ from transformers.optimization import get_scheduler
 
 from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.names import TensorBox
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.training import TrainingConfig
+from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.launch import run_store

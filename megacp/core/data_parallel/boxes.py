@@ -8,12 +8,13 @@ is saved and loaded without being gathered, and any grid reads what any other wr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from megacp.core.data_parallel.shards import ParameterSlice
+from megacp.core.distributed.parameter import ParameterSpec
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -71,22 +72,20 @@ def boxes_of_slice(kind: str, part: ParameterSlice) -> list[TensorBox]:
     return boxes
 
 
-def _boxes(
-    model: Iterable[ParameterSlice], state: Mapping[str, Iterable[ParameterSlice]], copies: bool
+def boxes_to_save(
+    model: Iterable[ParameterSlice],
+    state: Mapping[str, Iterable[ParameterSlice]],
+    counts: Callable[[ParameterSpec], bool],
 ) -> list[TensorBox]:
-    kinds = {MODEL: model, **{f"{OPTIMIZER}.{name}": parts for name, parts in state.items()}}
-    wanted = ((kind, part) for kind, parts in kinds.items() for part in parts if copies or part.spec.counted)
-    return [box for kind, part in wanted for box in boxes_of_slice(kind, part)]
-
-
-def boxes_to_save(model: Iterable[ParameterSlice], state: Mapping[str, Iterable[ParameterSlice]]) -> list[TensorBox]:
     """Boxes this rank writes: give its slices of the parameters and of the optimizer state; copies are left out.
 
-    Over all ranks they hold every element of every global tensor once.
+    By `ShardedParameters.counts` they hold every element of every global tensor once over all ranks.
     """
-    return _boxes(model, state, copies=False)
+    kinds = {MODEL: model, **{f"{OPTIMIZER}.{name}": parts for name, parts in state.items()}}
+    wanted = ((kind, part) for kind, parts in kinds.items() for part in parts if counts(part.spec))
+    return [box for kind, part in wanted for box in boxes_of_slice(kind, part)]
 
 
 def boxes_to_load(model: Iterable[ParameterSlice], state: Mapping[str, Iterable[ParameterSlice]]) -> list[TensorBox]:
     """Boxes this rank reads: give its whole parameters and its slices of the optimizer state, copies included."""
-    return _boxes(model, state, copies=True)
+    return boxes_to_save(model, state, lambda spec: True)
