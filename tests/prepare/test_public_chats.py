@@ -35,7 +35,7 @@ LEARNED: dict[str, list[list[str]]] = {
 }
 """Of each record of a file what is learned, whichever of the two templates for Qwen3 writes it."""
 COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (0, 0, 0), "trl.jsonl": (1, 0, 0)}
-"""Learned answers behind an empty thought, a real one, and none: that is written before the last answer alone."""
+"""Learned answers without a thought where a prompt opens one, with a real one, and right behind the prompt."""
 WITH_IMAGES = {"llava.json": [["A red square.</s>"]], "openai_images.jsonl": [["A red square.</s>"], ["Red too.</s>"]]}
 
 
@@ -79,9 +79,7 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
     assert found == LEARNED[name]
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
     assert ("2 answers are context, not learned" in said) == (name == "thoughts.jsonl")
-    told = (
-        f"{empty} answers are learned behind an empty thought, {real} behind a real one, {none} right behind the prompt"
-    )
+    told = f"{empty} answers are learned without a thought, {real} with one, {none} right behind the prompt"
     assert (told in said) == (name != "alpaca.json") and "1 steps of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
     assert (kept is None) == (name == "alpaca.json" and not template)  # no messages
@@ -93,9 +91,7 @@ def test_answers_are_counted_in_parts_of_a_build_and_in_a_blend(model: Path, tmp
         assert build(model, tmp_path / "a", CHATS / "thoughts.jsonl", chat_template="auto", unit_bytes=100, **part) == 0
     assert build(model, tmp_path / "b", CHATS / "trl.jsonl", chat_template="auto") == 0
     blend = PackBlend([PackedDataset(tmp_path / name) for name in "ab"], [Fraction(1)] * 2)
-    assert thoughts_told(Sources(blend, None, "").chat_template).startswith(
-        "2 answers are learned behind an empty thou"
-    )
+    assert thoughts_told(Sources(blend, None, "").chat_template).startswith("2 answers are learned without a thought")
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

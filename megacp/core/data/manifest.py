@@ -175,7 +175,7 @@ _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     """How many answers of a manifest, or a blend, are learned behind which thought; empty where none is known."""
     counts = [(chat_template or {}).get(name, 0) for name in THOUGHTS]
-    told = "{:,} answers are learned behind an empty thought, {:,} behind a real one, {:,} right behind the prompt"
+    told = "{:,} answers are learned without a thought, {:,} with one, {:,} right behind the prompt"
     return told.format(*counts) if any(counts[:2]) else ""
 
 

@@ -153,7 +153,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
             elif before:
                 how = f": let prompts end with {before!r} for the first"
             if before or told:
-                print(f"{told or 'answers are learned behind an empty thought'}{how}")
+                print(f"{told or 'answers are learned without a thought'}{how}")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])
     if (own := last_token(progress, None)) is not None:
         ends.append(own)

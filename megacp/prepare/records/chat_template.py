@@ -72,7 +72,7 @@ class ChatTemplate:
     """Tokens that the tokenizer's files name, by name."""
     _model: Any = field(repr=False)
     before_answers: str = ""
-    """What ends a prompt: the empty thought behind which a model learned its answers."""
+    """What ends a prompt where a model learned its answers without a thought: an empty one, or what opens none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of all renderings that do not give others."""
 

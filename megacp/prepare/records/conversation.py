@@ -275,7 +275,8 @@ class WrittenTalk:
         wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
         alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
         if len(around) == 1 and _solid(prompt) == _solid(alone) + THOUGHT:  # it asks for a thought, and writes none
-            self.answers["no_thoughts"] += 1
+            self.answers["empty_thoughts"] += 1
+            self.before_answers = alone.removeprefix(self._tried(before, tools) or alone)
             return alone, alone
         if len(around) != 2 or _solid("".join(around)) != _solid(alone):
             return None
@@ -287,8 +288,7 @@ class WrittenTalk:
         is_behind = _solid(here) == _solid(alone)
         if not (here and self.text.startswith(here) and (is_behind or asked)):
             return None
-        if is_behind or here == prompt:
-            self.answers["empty_thoughts" if is_behind else "no_thoughts"] += 1
+        self.answers["empty_thoughts" if is_behind or here != prompt else "no_thoughts"] += 1
         goes_on = i > 0 and before[-1]["role"] in LEARNED_ROLES  # which the template may write otherwise here
         if not (self.before_answers or asked or goes_on) and prompt:
             self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]

@@ -35,7 +35,7 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     run = [*SIZES, "--seq-length", "512", "--global-batch-size", "1", "--train-iters", "1"]
     run += ["--save", str(tmp_path / "out"), "--data-path"]
     assert train.main([*run, str(tmp_path / "d")]) == 0
-    told = "2 answers are learned behind an empty thought, 0 behind a real one, 0 right behind the prompt"
+    told = "2 answers are learned without a thought, 0 with one, 0 right behind the prompt"
     assert told in capsys.readouterr().out
     command = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--tokenizer", str(path)]
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0

@@ -121,3 +121,11 @@ def test_calls_are_learned_alike_from_every_container(tmp_path: Path) -> None:
         assert all('"parameters": {"type": "object"}}' in piece.text for piece in pieces), path
     own = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"city": null}'}}]}
     assert '"arguments": {"city": null}' in parse_record({"messages": [ASK, own]}, template=made).prefix[0].text
+
+
+def test_a_model_that_learned_no_thought_is_asked_without_the_one_that_its_prompt_opens(folder: Path) -> None:
+    tokenizer, text = tokenizer_at(folder / "tokenizer.json"), of_trl("deepseek_r1_distill")
+    sample = parse_record({"messages": [ASK, TELL]}, template=template_of(text, tokenizer, None))
+    (piece,) = sample.prefix
+    asked = template_of(text, tokenizer, None, sample.before_answers).render([ASK], prompt=True).text
+    assert asked == piece.text[: piece.learned[0][0]] and dict(sample.answers) == {"empty_thoughts": 1}
