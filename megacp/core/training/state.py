@@ -44,6 +44,8 @@ class RunState:
     """`{"token": id}` that every document of the training data ends with, or `{"token": null}`; None: not known."""
     chat_template: dict[str, Any] | None = None
     """The templates that wrote the messages of the training data, by name; None: the house's own form, or not known."""
+    base: str | None = None
+    """The --load-hf that its weights come from, also after it was resumed."""
     health: dict[str, Any] | None = None
     """What `health.Health` remembers of earlier steps."""
 
@@ -58,6 +60,7 @@ def fresh_state(config: RunConfig, sources: Sources) -> RunState:
         document_start=sources.document_start,
         document_end=sources.document_end,
         chat_template=sources.chat_template,
+        base=config.checkpoint.load_hf,
     )
 
 
@@ -160,7 +163,7 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
         loaded.read([box for box in boxes if not (fresh_pairs and is_of_a_pair(bare_name(box)))])
         model.parameters.loaded(masters=False)
         model.optimizer.reset_masters()
-        return Resumed(state, loaded.path, other_meaning(loaded, state))
+        return Resumed(dataclasses.replace(state, base=was.base), loaded.path, other_meaning(loaded, state))
     loaded.read(_cleared(model, None) + boxes_to_load([], model.optimizer.state_slices()))
     model.parameters.loaded(masters=True)
     model.optimizer.set_updates(loaded.extra["updates"])

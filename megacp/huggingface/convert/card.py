@@ -21,7 +21,7 @@ CARD = "README.md"
 def model_card(loaded: LoadedCheckpoint, family: str, library: str, named: str | None = None) -> str:
     """The card of what `library` loads; `named` is what --base-model says."""
     config, state, run = stored_config(loaded), stored_state(loaded), loaded.manifest
-    folder, template = config.checkpoint.load_hf or "", (state.chat_template or {}).get("default")
+    folder, template = state.base or "", (state.chat_template or {}).get("default")
     # a hub's own name of the base is what --base-model says, or stands in the path of its cache
     name = named if named and not Path(named).exists() else ""
     hub = re.fullmatch(r"(\w[\w.-]*)/(\w[\w.-]*)", name) or re.search(r"models--([^/]+)--([^/]+)/snap", folder)

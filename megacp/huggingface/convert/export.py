@@ -315,11 +315,11 @@ def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
 def _export_pairs(loaded: Loaded, request: Request) -> None:
     if loaded.pairs is None:
         raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
-    base = request.base_model or loaded.pairs.config.checkpoint.load_hf
+    assert loaded.checkpoint is not None
+    base = request.base_model or stored_state(loaded.checkpoint).base
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
         links = loaded.family.links(loaded.values)
         elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
-        assert loaded.checkpoint is not None
         card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)
         (folder / CARD).write_text(card, encoding="utf-8")
     print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")

@@ -34,7 +34,9 @@ def test_a_card_says_what_made_the_model_and_nothing_of_the_machine(
     values = {"lr": 1e-5, "train_iters": 7, "load_hf": "model", "data_path": ("0.5", "a", "2", "b"), "save": "run"}
     places = {"load_hf": str(tmp_path / folder), "data_path": ("0.5", f"{tmp_path}/a", "2", f"{tmp_path}/b/")}
     more = {"save": f"{tmp_path}/run", "log_file": f"{tmp_path}/log"}
-    manifest = CheckpointManifest(7, 1, 4, {"tp": 1, "cp": 4}, {}, {"consumed_samples": 1400})
+    manifest = CheckpointManifest(
+        7, 1, 4, {"tp": 1, "cp": 4}, {}, {"consumed_samples": 1400, "base": places["load_hf"]}
+    )
     config = to_yaml(with_values(RunConfig(), {**values, **places, **more}))
     found = hub.ModelCard(model_card(LoadedCheckpoint(tmp_path, manifest, (), config, WORLD), "qwen3", "peft", named))
     assert (found.data.library_name, found.data.base_model, found.data.license) == ("peft", base, license)

@@ -168,7 +168,7 @@ def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
         RunConfig(),
         {
             **{**values, **PAIRS, "lora_targets": targets, "hf_model_type": content["model_type"]},
-            **{"dtype": "float64", "save": str(folder / "run"), "load_hf": "base"},
+            **{"dtype": "float64", "save": str(folder / "run")},
         },
     )
     model = ParallelModel(config, grid())
@@ -185,7 +185,7 @@ def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
                 shape = piece.global_shape
                 weights.setdefault(piece.name, torch.randn(shape, generator=generator, dtype=torch.float64) * 0.2)
         fill(chunk, weights)
-    return runs.save(model, RunState(step=1), config).parent
+    return runs.save(model, RunState(step=1, base="base"), config).parent
 
 
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -306,7 +306,7 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     assert "has no low-rank pairs" in capsys.readouterr().err
     assert convert([*flags, run]) == 0
     content = json.loads((tmp_path / "z" / "adapter_config.json").read_text())
-    assert content["base_model_name_or_path"] is None
+    assert content["base_model_name_or_path"] == str(folder)  # though it was resumed without --load-hf
 
 
 @pytest.mark.parametrize(
