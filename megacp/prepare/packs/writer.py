@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -297,7 +298,12 @@ class ShardWriter:
             written += writer.close()
         self._open = False
         shutil.rmtree(self.directory, ignore_errors=True)
-        files.place_folder(self._temporary, self.directory)
+        try:
+            files.place_folder(self._temporary, self.directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(self._temporary)  # another process has put the same bytes there just now
         return ShardEntry(self.directory.name, *counts, tuple(sorted(written, key=lambda file: file.name)))
 
     def _write_tables(self) -> list[FileEntry]:
