@@ -24,7 +24,13 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
 ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/build/unit.py")
-PURE_ROOMS = ("megacp/core/config/", "megacp/plan/", "megacp/core/data/", "megacp/core/data/batch.py")
+PURE_ROOMS = (
+    "megacp/core/config/",
+    "megacp/core/layers/",
+    "megacp/core/checks.py",
+    "megacp/plan/",
+    "megacp/core/data/",
+)
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
@@ -295,7 +301,7 @@ def test_the_core_imports_no_extra() -> None:
 
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     code = (
-        "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.config.checks import require; "
+        "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.checks import require; "
         "from megacp.plan import report; c = cli.parse(['--vocab-size', '64']); "
         "require(c, 1); yaml_file.to_yaml(c); "
         "report.describe(c, 1, [[range(4)]]); sys.exit('torch' in sys.modules)"

@@ -37,7 +37,9 @@ import math
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.models.costs import STATE_CHUNK, WINDOW, connector_ffn, encoders, planned_images, tokens_per_rank
+from megacp.core.layers.gated_delta import CHUNK
+from megacp.core.layers.stack import layers_of
+from megacp.core.models.costs import WINDOW, connector_ffn, encoders, planned_images, tokens_per_rank
 from megacp.core.pipeline_parallel.schedules import defers
 
 MATH_BLOCK = 1024
@@ -64,8 +66,8 @@ def deferred_backwards(config: RunConfig, stage: int, world_size: int) -> int:
 def layer_deferred(config: RunConfig, layer: int = 0) -> int:
     """Bytes that the weight gradients of one layer keep while they wait."""
     model, p, tokens = config.model, config.parallel, tokens_per_rank(config)
-    sizes = model.linear_sizes(layer)
-    heads = sizes["output"][0] + sum(outputs for name, (_, outputs) in sizes.items() if name in "qkvzba")
+    mixer = layers_of(model)[layer].mixer.linears(model)
+    heads = mixer["output"].inputs + sum(linear.outputs for linear in mixer.values() if linear.cut == "rows")
     sharded = tokens * (heads + 3 * model.ffn_hidden_size) // p.tensor_model_parallel_size
     elements = 2 * residual_elements(config) + 2 * tokens * model.hidden_size + sharded
     return elements * config.training.element_bytes * ("text" not in config.frozen_parts)
@@ -113,7 +115,7 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     if heads_group(config) > 1:
         sharded += heads * head_dim  # the output on both sides of the swap
     wide_heads = heads + (model.qk_layernorm == "head") * (heads + groups)
-    if model.has_state(layer):
+    if layers_of(model)[layer].has_state:
         sharded, wide_heads = _state_columns(model, layer, cheap)
     tiled = config.training.mlp_chunk_tokens > 0
     sharded += (3 if cheap else 2) * model.ffn_hidden_size * (not tiled)
@@ -127,11 +129,11 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     elements += model.lora_rank * sum(rows if name in ("output", "down") else tokens for name in kept)
     if model.lora_dropout > 0:
         columns = sum(not asked.isdisjoint(linears) for linears in (("q", "k", "v"), ("gate", "up")))
-        narrow = sum(model.linear_sizes(layer)[name][0] for name in asked & {"output", "down"})
+        narrow = sum(layers_of(model)[layer].linears(model)[name].inputs for name in asked & {"output", "down"})
         dropped = columns * residual + tokens // tp * narrow  # its masks have as many bytes
     elements += dropped - sum(_left_out(config, granularity))
     wide_elements = (2 + 2 * both - (tiled and not after)) * rows + tokens * wide_heads // tp
-    if model.has_state(layer):
+    if layers_of(model)[layer].has_state:
         wide_elements += _states(config) + 2 * model.linear_num_value_heads // tp  # and the rates of its heads
     else:
         wide_elements += 2 * tokens * (model.qk_layernorm == "all_heads")
@@ -143,15 +145,15 @@ def _state_columns(model: ModelConfig, layer: int, cheap: bool) -> tuple[int, in
     convolution gives, the rates of writing, what is read, and that normed and gated; the logs of the decay and what
     they are made of, and a scale for each head.
     """
-    sizes, heads = model.linear_sizes(layer), model.linear_num_value_heads
-    projected, channels = (sum(sizes[name][1] for name in names) for names in ("qkvzba", "qkv"))
-    return projected + channels + heads + (1 + cheap) * model.linear_heads_width, 4 * heads
+    linears, heads = layers_of(model)[layer].mixer.linears(model), model.linear_num_value_heads
+    projected, channels = (sum(linears[name].outputs for name in names) for names in ("qkvzba", "qkv"))
+    return projected + channels + heads + (1 + cheap) * linears["output"].inputs, 4 * heads
 
 
 def _states(config: RunConfig) -> int:
     """Elements of the states before all chunks of a rank, as if documents and ranks ended where chunks do."""
     model, heads = config.model, config.model.linear_num_value_heads // config.parallel.tensor_model_parallel_size
-    chunks = -(-tokens_per_rank(config) // STATE_CHUNK)
+    chunks = -(-tokens_per_rank(config) // CHUNK)
     return chunks * heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
@@ -252,7 +254,7 @@ def state_work(config: RunConfig) -> int:
     solved or seen, rows of keys and values, maps, states, and gradients; the factors are fitted to measured peaks.
     """
     model, heads = config.model, config.model.linear_num_value_heads // config.parallel.tensor_model_parallel_size
-    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, STATE_CHUNK
+    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, CHUNK
     each = chunk * (3 * chunk + 15 * keys + 8 * values) + 10 * keys * keys // 3 + 3 * keys * values
     return -(-tokens_per_rank(config) // chunk) * heads * each * config.training.accumulation_bytes
 
@@ -270,7 +272,7 @@ def block_work(config: RunConfig, layer: int = 0) -> int:
         wide = tokens_per_rank(config) * config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
         kept = (2 if granularity == "selective" else 3) * wide + residual_elements(config)
         gone = (kept - _left_out(config, granularity)[1]) * size
-    core = state_work(config) if config.model.has_state(layer) else attention_work(config)
+    core = state_work(config) if layers_of(config.model)[layer].has_state else attention_work(config)
     attention = core + residual_elements(config) * size - gone
     return again + max(product_work(config), attention)
 

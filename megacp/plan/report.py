@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.core.config.run import RunConfig
+from megacp.core.layers.table import ATTENTION_BACKWARD
 from megacp.core.models import costs
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations, memory
@@ -144,7 +145,7 @@ def _step(config: RunConfig, world_size: int) -> str:
     work_of_text = costs.text_flops(config, tokens, area)
     seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
     attention = costs.model_flops(config.model, tokens, area).attention
-    share = attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
+    share = attention * (1 + ATTENTION_BACKWARD) / work_of_text
     pp, plural = config.parallel.pipeline_model_parallel_size, "s" if t.micro_batch_size > 1 else ""
     work = config.num_microbatches(world_size) * config.parallel.num_virtual_stages_per_pipeline_rank
     waited = 1.0  # the part of a stage's work for one microbatch that others wait for

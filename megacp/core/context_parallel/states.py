@@ -24,10 +24,11 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.collectives import Pending, start_all_gather
 from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.layers.gated_delta import CHUNK
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import Metadata
-from megacp.core.ops.recurrence import CHUNK, Level, Rows, Rule, causal_taps, scan, scan_back
+from megacp.core.ops.recurrence import Level, Rows, Rule, causal_taps, scan, scan_back
 
 
 def predecessors(row: Metadata) -> np.ndarray:

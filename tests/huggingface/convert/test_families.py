@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.config.checks import check
+from megacp.core.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.parameter import spec_of
