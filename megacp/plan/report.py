@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.core.config.run import RunConfig
-from megacp.core.layers.table import ATTENTION_BACKWARD
+from megacp.core.layers.table import ATTENTION_BACKWARD, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations, memory
@@ -154,7 +154,7 @@ def _step(config: RunConfig, world_size: int) -> str:
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
-        ["tokens on a rank", f"{costs.tokens_per_rank(config):,} a microbatch"],
+        ["tokens on a rank", f"{tokens_per_rank(config):,} a microbatch"],
         ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],

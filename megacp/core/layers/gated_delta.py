@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, output_std
+from megacp.core.layers.table import Flops, Kept, LayerKind, Linear, Share, Tensor, output_std
 
 CHUNK = 64
 """Tokens of a chunk, in which a state moves."""
@@ -41,4 +41,33 @@ def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     return Flops(2.0 * tokens * model.linear_num_value_heads * (inside + across), 0.0)
 
 
-GATED_DELTA = LayerKind("linear_attention", _linears, _others, _mixing)
+def _chunk_heads(share: Share) -> int:
+    """Chunks of a rank times its heads, as if documents and ranks ended where chunks do."""
+    return -(-share.tokens // CHUNK) * (share.model.linear_num_value_heads // share.tp)
+
+
+def _kept(share: Share) -> Kept:
+    """Per token: the product of its projection, what the convolution gives, the rates of writing, what is read, and
+    that normed and gated; wide ones are the logs of the decay and what they are made of, and a scale for each head.
+
+    Besides them the states before all chunks, and the rates of the heads.
+    """
+    model, linears, heads = share.model, _linears(share.model), share.model.linear_num_value_heads
+    projected = sum(linears[name].outputs for name in PROJECTED)
+    channels = sum(linears[name].outputs for name in "qkv")
+    columns = projected + channels + heads + (1 + share.cheap) * linears["output"].inputs
+    states = _chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
+    wide = share.tokens * 4 * heads // share.tp + states + 2 * heads // share.tp
+    return Kept(share.tokens * columns // share.tp - share.unread(PROJECTED), wide)
+
+
+def _work(share: Share) -> int:
+    """For all chunks of C tokens at once: C x C of what is solved or seen, rows of keys and values, maps, states, and
+    gradients; the factors are fitted to measured peaks.
+    """
+    keys, values = share.model.linear_key_head_dim, share.model.linear_value_head_dim
+    each = CHUNK * (3 * CHUNK + 15 * keys + 8 * values) + 10 * keys * keys // 3 + 3 * keys * values
+    return _chunk_heads(share) * each * share.wide_size
+
+
+GATED_DELTA = LayerKind("linear_attention", _linears, (PROJECTED, ("output",)), _others, _mixing, _kept, _work)

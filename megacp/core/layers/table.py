@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megacp.core.config.model import ModelConfig
+from megacp.core.config.run import RunConfig
 
 Cut = Literal["rows", "columns", "whole"]
 """How tp ranks share a tensor: its dim 0, its dim 1, or each has all of it."""
@@ -106,6 +107,87 @@ class Flops:
         return Flops(self.matmul * factor, self.attention * factor)
 
 
+def tokens_per_rank(config: RunConfig) -> int:
+    """Tokens of a microbatch's row on one cp rank."""
+    row = config.training.micro_batch_size * config.data.seq_length
+    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank computes of a microbatch, under a recompute granularity."""
+
+    config: RunConfig
+    granularity: str = "none"
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def tp(self) -> int:
+        return self.config.parallel.tensor_model_parallel_size
+
+    @property
+    def tokens(self) -> int:
+        """Of heads and the MLP's hidden layer."""
+        return tokens_per_rank(self.config)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the residual stream."""
+        return self.residual // self.model.hidden_size
+
+    @property
+    def residual(self) -> int:
+        """Elements of a block's input."""
+        return self.tokens * self.model.hidden_size // (self.tp if self.config.parallel.sequence_parallel else 1)
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element."""
+        return self.config.training.element_bytes
+
+    @property
+    def wide_size(self) -> int:
+        """Bytes of a wide one: fp32, float64 in a float64 model."""
+        return self.config.training.accumulation_bytes
+
+    @property
+    def cheap(self) -> bool:
+        """Whether outputs are kept that selective recomputation makes again."""
+        return self.granularity != "selective"
+
+    @property
+    def tiled(self) -> bool:
+        """Whether the MLP runs over tiles of tokens."""
+        return self.config.training.mlp_chunk_tokens > 0
+
+    def product_input(self, linear: Linear) -> int:
+        """Elements that a product multiplies."""
+        return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
+
+    def reads_again(self, product: Sequence[str]) -> bool:
+        """Whether the backward of a product reads its input: a frozen one does for a low-rank pair, but for one with
+        dropout, which reads what is left of it.
+        """
+        pairs = set(self.model.lora_linears) if self.model.lora_dropout == 0 else set()
+        return "text" not in self.config.frozen_parts or not pairs.isdisjoint(product)
+
+    def unread(self, product: Sequence[str]) -> int:
+        """Elements of the input of a part's first product that its norm would keep, where nothing reads them again."""
+        kept = self.cheap or self.model.norm_position == "after"
+        return self.residual * (kept and not self.reads_again(product))
+
+
+class Kept(NamedTuple):
+    """Elements that a part of a block keeps for backward, besides its norm and low-rank pairs."""
+
+    elements: int
+    """Of the model's dtype."""
+    wide: int = 0
+
+
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of mixer or MLP."""
@@ -113,11 +195,16 @@ class LayerKind:
     name: str
     """Of its tensors, behind `layers.{i}.`."""
     linears: Callable[[ModelConfig], Mapping[str, Linear]]
-    """By the last part of their names; the order in which one product holds them."""
+    """By the last part of their names."""
+    products: tuple[tuple[str, ...], ...]
+    """The linears of each product, in the order in which it holds them."""
     others: Callable[[ModelConfig], Iterator[Tensor]]
     """Tensors beside the linears."""
     mixing: Callable[[ModelConfig, int, int], Flops]
     """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
+    kept: Callable[[Share], Kept]
+    work: Callable[[Share], int]
+    """Bytes that its backward needs at its highest, beyond what is kept."""
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
         """All of them, named within the layer."""

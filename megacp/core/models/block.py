@@ -65,8 +65,7 @@ class Block(nn.Module):
         """Of the outputs, where norms stand after attention and MLP."""
         self.mlp = backend.norm_mlp(
             None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
-            LinearSpec.of(f"{prefix}.mlp", linears, "gate", "up"),
-            LinearSpec.of(f"{prefix}.mlp", linears, "down"),
+            *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
         )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.recompute = recompute

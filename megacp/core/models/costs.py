@@ -13,7 +13,7 @@ from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
-from megacp.core.layers.table import Flops
+from megacp.core.layers.table import Flops, tokens_per_rank
 
 WINDOW = 4
 """Patches of a planned pooled token: 2 x 2, as images have."""
@@ -190,12 +190,6 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
     return blocks, first, last
-
-
-def tokens_per_rank(config: RunConfig) -> int:
-    """Tokens of a microbatch's row on one cp rank."""
-    row = config.training.micro_batch_size * config.data.seq_length
-    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
 
 
 def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
