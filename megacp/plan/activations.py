@@ -82,13 +82,11 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     share, described = Share(config, granularity), layers_of(config.model)[layer]
     if granularity == "full":
         return share.residual * share.size
-    mixer, mlp = described.mixer.kept(share), described.mlp.kept(share)
-    elements, wide = _norms(share)
+    parts = (_norms(share), described.mixer.kept(share), described.mlp.kept(share))
+    elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
-    elements += mixer.elements + mlp.elements + narrow + dropped
-    wide += mixer.wide + mlp.wide
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)
-    return elements * share.size + wide * share.wide_size + masks
+    return (elements + narrow + dropped) * share.size + wide * share.wide_size + masks
 
 
 def _norms(share: Share) -> tuple[int, int]:
@@ -121,7 +119,7 @@ def block_work(config: RunConfig, layer: int = 0) -> int:
     again = 0
     if share.granularity == "full":
         again = layer_activations(config, "none", layer) - layer_activations(config, "full", layer)
-    gone = 0 if share.tiled else (described.mlp.kept(share).elements + share.residual) * share.size
+    gone = 0 if share.tiled else (described.mlp.kept(share)[0] + share.residual) * share.size
     attention = described.mixer.work(share) + share.residual * share.size - gone
     return again + max(described.mlp.work(share), attention)
 

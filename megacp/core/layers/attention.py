@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.layers.table import Flops, Kept, LayerKind, Linear, Share, Tensor, norm_weight, output_std
+from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, norm_weight, output_std
 
 PROJECTED = ("q", "k", "v")
 """Linears of the first product."""
@@ -58,7 +58,7 @@ def _key_value_share(config: RunConfig) -> float:
     return math.lcm(groups, ranks) / groups
 
 
-def _kept(share: Share) -> Kept:
+def _kept(share: Share) -> tuple[int, int]:
     """Per token, with a heads, g query groups and heads of width d:
 
     q, k, v as one product                       (a + 2 g) d / tp     (a view of v keeps the product whole)
@@ -78,7 +78,7 @@ def _kept(share: Share) -> Kept:
         columns += heads * model.head_dim  # the output on both sides of the swap
     wide_heads = heads + (norms == "head") * (heads + groups)
     wide = share.tokens * wide_heads // share.tp + 2 * share.tokens * (norms == "all_heads")
-    return Kept(share.tokens * columns // share.tp - share.unread(PROJECTED), wide)
+    return share.tokens * columns // share.tp - share.unread(PROJECTED), wide
 
 
 def _work(share: Share) -> int:
@@ -111,4 +111,4 @@ def _work(share: Share) -> int:
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
-ATTENTION = LayerKind("attention", _linears, (PROJECTED, ("output",)), _norms, _mixing, _kept, _work)
+ATTENTION = LayerKind("attention", _linears, (PROJECTED, ("output",)), _kept, _work, _norms, _mixing)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.layers.table import Flops, Kept, LayerKind, Linear, Share, Tensor, output_std
+from megacp.core.layers.table import LayerKind, Linear, Share, output_std
 
 GATE_UP, DOWN = ("gate", "up"), ("down",)
 """Linears of its two products."""
@@ -21,21 +19,13 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
     }
 
 
-def _others(model: ModelConfig) -> Iterator[Tensor]:
-    yield from ()
-
-
-def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
-    return Flops(0.0, 0.0)
-
-
-def _kept(share: Share) -> Kept:
+def _kept(share: Share) -> tuple[int, int]:
     """Gate and up, and SwiGLU's output: 3 f / tp a token; nothing of tiles."""
     if share.tiled:
-        return Kept(0)
+        return 0, 0
     wide = share.tokens * share.model.ffn_hidden_size // share.tp
     output = wide * (share.cheap and share.reads_again(DOWN))
-    return Kept(2 * wide + output - share.unread(GATE_UP))
+    return 2 * wide + output - share.unread(GATE_UP), 0
 
 
 def tile_work(config: RunConfig) -> int:
@@ -67,4 +57,4 @@ def _work(share: Share) -> int:
     return (share.residual + whole + held * share.tokens * ffn // share.tp) * share.size
 
 
-DENSE = LayerKind("mlp", _linears, (GATE_UP, DOWN), _others, _mixing, _kept, _work)
+DENSE = LayerKind("mlp", _linears, (GATE_UP, DOWN), _kept, _work)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.layers.table import Flops, Kept, LayerKind, Linear, Share, Tensor, output_std
+from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, output_std
 
 CHUNK = 64
 """Tokens of a chunk, in which a state moves."""
@@ -46,7 +46,7 @@ def _chunk_heads(share: Share) -> int:
     return -(-share.tokens // CHUNK) * (share.model.linear_num_value_heads // share.tp)
 
 
-def _kept(share: Share) -> Kept:
+def _kept(share: Share) -> tuple[int, int]:
     """Per token: the product of its projection, what the convolution gives, the rates of writing, what is read, and
     that normed and gated; wide ones are the logs of the decay and what they are made of, and a scale for each head.
 
@@ -58,7 +58,7 @@ def _kept(share: Share) -> Kept:
     columns = projected + channels + heads + (1 + share.cheap) * linears["output"].inputs
     states = _chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
     wide = share.tokens * 4 * heads // share.tp + states + 2 * heads // share.tp
-    return Kept(share.tokens * columns // share.tp - share.unread(PROJECTED), wide)
+    return share.tokens * columns // share.tp - share.unread(PROJECTED), wide
 
 
 def _work(share: Share) -> int:
@@ -70,4 +70,4 @@ def _work(share: Share) -> int:
     return _chunk_heads(share) * each * share.wide_size
 
 
-GATED_DELTA = LayerKind("linear_attention", _linears, (PROJECTED, ("output",)), _others, _mixing, _kept, _work)
+GATED_DELTA = LayerKind("linear_attention", _linears, (PROJECTED, ("output",)), _kept, _work, _others, _mixing)

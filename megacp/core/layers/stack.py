@@ -20,6 +20,7 @@ from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weig
 class Layer:
     """What stands in one block."""
 
+    name: str
     mixer: LayerKind
     mlp: LayerKind
     window: int
@@ -37,12 +38,12 @@ class Layer:
         return {**self.mixer.linears(model), **self.mlp.linears(model)}
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
-        """All of the block, named within it."""
+        """All but low-rank pairs."""
         places = ("", "_output") if model.norm_position == "both" else ("",)
         for part, kind in (("attention", self.mixer), ("mlp", self.mlp)):
             for place in places:
-                yield norm_weight(model, f"{part}{place}_norm", model.hidden_size)
-            yield from kind.tensors(model)
+                yield norm_weight(model, f"{self.name}.{part}{place}_norm", model.hidden_size)
+            yield from kind.tensors(model, self.name)
 
     def flops(self, model: ModelConfig, tokens: int, area: int) -> Flops:
         """The forward over some tokens with an area of allowed (query, key) pairs, without low-rank pairs."""
@@ -51,11 +52,11 @@ class Layer:
         return Flops(2.0 * tokens * weights, 0.0) + mixing
 
     def pairs(self, model: ModelConfig) -> Iterator[Tensor]:
-        """The low-rank pairs beside its linears, named within it."""
+        """The low-rank pairs beside its linears."""
         for kind in (self.mixer, self.mlp):
             for name, linear in kind.linears(model).items():
                 if name in model.lora_linears:
-                    yield from linear.pair(f"{kind.name}.{name}", model.lora_rank)
+                    yield from linear.pair(f"{self.name}.{kind.name}.{name}", model.lora_rank)
 
 
 @functools.cache
@@ -70,7 +71,7 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     for i in range(model.num_layers):
         mixer = ATTENTION if attend[i % len(attend)] else GATED_DELTA
         window = 0 if open_to_all[i % len(open_to_all)] else model.window_size or 0
-        found.append(Layer(mixer, DENSE, window, rotates=not still[i % len(still)]))
+        found.append(Layer(f"layers.{i}", mixer, DENSE, window, rotates=not still[i % len(still)]))
     return tuple(found)
 
 
@@ -78,9 +79,8 @@ def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
     """All of the decoder but low-rank pairs; a tied head is the embedding."""
     hidden, std = model.hidden_size, model.init_method_std
     yield Tensor("embedding.weight", (model.embedding_rows, hidden), "rows", std=std)
-    for i, layer in enumerate(layers_of(model)):
-        for tensor in layer.tensors(model):
-            yield tensor.below(f"layers.{i}")
+    for layer in layers_of(model):
+        yield from layer.tensors(model)
     yield norm_weight(model, "final_norm", hidden)
     if model.untie_embeddings_and_output_weights:
         yield Tensor("head.weight", (model.vocab_size, hidden), "rows", std=std)
@@ -88,9 +88,8 @@ def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
 
 def pair_tensors(model: ModelConfig) -> Iterator[Tensor]:
     """The low-rank pairs of all layers."""
-    for i, layer in enumerate(layers_of(model)):
-        for tensor in layer.pairs(model):
-            yield tensor.below(f"layers.{i}")
+    for layer in layers_of(model):
+        yield from layer.pairs(model)
 
 
 def model_tensors(model: ModelConfig) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
@@ -44,10 +44,6 @@ class Tensor:
     def local_size(self, tp: int) -> int:
         """Elements on one tp rank."""
         return self.size if self.cut == "whole" else self.size // tp
-
-    def below(self, prefix: str) -> Tensor:
-        """The same tensor, named within a model."""
-        return dataclasses.replace(self, name=f"{prefix}.{self.name}")
 
 
 @dataclass(frozen=True)
@@ -113,55 +109,24 @@ def tokens_per_rank(config: RunConfig) -> int:
     return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
 
 
-@dataclass(frozen=True)
 class Share:
     """What one rank computes of a microbatch, under a recompute granularity."""
 
-    config: RunConfig
-    granularity: str = "none"
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model
-
-    @property
-    def tp(self) -> int:
-        return self.config.parallel.tensor_model_parallel_size
-
-    @property
-    def tokens(self) -> int:
+    def __init__(self, config: RunConfig, granularity: str = "none") -> None:
+        self.config, self.granularity, self.model = config, granularity, config.model
+        self.tp = config.parallel.tensor_model_parallel_size
+        self.tokens = tokens_per_rank(config)
         """Of heads and the MLP's hidden layer."""
-        return tokens_per_rank(self.config)
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the residual stream."""
-        return self.residual // self.model.hidden_size
-
-    @property
-    def residual(self) -> int:
+        self.residual = self.tokens * self.model.hidden_size // (self.tp if config.parallel.sequence_parallel else 1)
         """Elements of a block's input."""
-        return self.tokens * self.model.hidden_size // (self.tp if self.config.parallel.sequence_parallel else 1)
-
-    @property
-    def size(self) -> int:
-        """Bytes of an element."""
-        return self.config.training.element_bytes
-
-    @property
-    def wide_size(self) -> int:
-        """Bytes of a wide one: fp32, float64 in a float64 model."""
-        return self.config.training.accumulation_bytes
-
-    @property
-    def cheap(self) -> bool:
+        self.rows = self.residual // self.model.hidden_size
+        """Tokens of a block's input."""
+        self.size, self.wide_size = config.training.element_bytes, config.training.accumulation_bytes
+        """Bytes of an element, and of a wide one."""
+        self.cheap = granularity != "selective"
         """Whether outputs are kept that selective recomputation makes again."""
-        return self.granularity != "selective"
-
-    @property
-    def tiled(self) -> bool:
+        self.tiled = config.training.mlp_chunk_tokens > 0
         """Whether the MLP runs over tiles of tokens."""
-        return self.config.training.mlp_chunk_tokens > 0
 
     def product_input(self, linear: Linear) -> int:
         """Elements that a product multiplies."""
@@ -180,14 +145,6 @@ class Share:
         return self.residual * (kept and not self.reads_again(product))
 
 
-class Kept(NamedTuple):
-    """Elements that a part of a block keeps for backward, besides its norm and low-rank pairs."""
-
-    elements: int
-    """Of the model's dtype."""
-    wide: int = 0
-
-
 @dataclass(frozen=True)
 class LayerKind:
     """A kind of mixer or MLP."""
@@ -198,20 +155,21 @@ class LayerKind:
     """By the last part of their names."""
     products: tuple[tuple[str, ...], ...]
     """The linears of each product, in the order in which it holds them."""
-    others: Callable[[ModelConfig], Iterator[Tensor]]
-    """Tensors beside the linears."""
-    mixing: Callable[[ModelConfig, int, int], Flops]
-    """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
-    kept: Callable[[Share], Kept]
+    kept: Callable[[Share], tuple[int, int]]
+    """Elements of the model's dtype and wide ones that it keeps for backward, besides norm and low-rank pairs."""
     work: Callable[[Share], int]
     """Bytes that its backward needs at its highest, beyond what is kept."""
+    others: Callable[[ModelConfig], Iterator[Tensor]] = lambda model: iter(())
+    """Tensors beside the linears."""
+    mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
+    """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
 
-    def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
-        """All of them, named within the layer."""
+    def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
+        """All of them, of a layer with this name."""
         for name, linear in self.linears(model).items():
-            yield from linear.tensors(f"{self.name}.{name}")
+            yield from linear.tensors(f"{layer}.{self.name}.{name}")
         for tensor in self.others(model):
-            yield tensor.below(self.name)
+            yield dataclasses.replace(tensor, name=f"{layer}.{self.name}.{tensor.name}")
 
 
 def output_std(model: ModelConfig) -> float:

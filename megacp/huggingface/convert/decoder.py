@@ -72,14 +72,6 @@ PHI3 = {
 }
 
 
-def head_width(values: Values) -> int:
-    return values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
-
-
-def query_groups(values: Values) -> int:
-    return values["num_query_groups"] or values["num_attention_heads"]
-
-
 def linear(name: str, rows: int, inputs: int, bias: bool) -> dict[str, Shape]:
     return {f"{name}.weight": (rows, inputs)} | ({f"{name}.bias": (rows,)} if bias else {})
 
@@ -167,8 +159,8 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
         "hidden_size": v["hidden_size"],
         "intermediate_size": v["ffn_hidden_size"],
         "num_attention_heads": v["num_attention_heads"],
-        "num_key_value_heads": query_groups(v),
-        "head_dim": head_width(v),
+        "num_key_value_heads": model_of(v).query_groups,
+        "head_dim": model_of(v).head_dim,
         "vocab_size": v["vocab_size"],
         "max_position_embeddings": v["max_position_embeddings"] or v["seq_length"],
         "rms_norm_eps": v["norm_epsilon"],
@@ -177,7 +169,7 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
         "attention_dropout": 0.0,
         **rope_fields(v),
     }
-    if not has_head_dim and head_width(v) == v["hidden_size"] // v["num_attention_heads"]:
+    if not has_head_dim and content["head_dim"] == v["hidden_size"] // v["num_attention_heads"]:
         del content["head_dim"]
     return content
 
@@ -391,8 +383,9 @@ def resolved(values: Values) -> Values:
     """Flags with None as what it stands for, and counted layers counted from the front."""
     found = dict(values)
     if "num_query_groups" in values:
-        found |= {"num_query_groups": query_groups(values), "kv_channels": head_width(values)}
-        found["softmax_scale"] = values.get("softmax_scale") or head_width(values) ** -0.5
+        model = model_of(values)
+        found |= {"num_query_groups": model.query_groups, "kv_channels": model.head_dim}
+        found["softmax_scale"] = model.attention_scale
     if not values.get("max_position_embeddings"):
         found["max_position_embeddings"] = values.get("seq_length")
     patterns = (("no_rope_freq", "10"), ("window_attn_skip_freq", "01"), ("linear_attention_freq", "01"))

@@ -19,7 +19,7 @@ from megacp.huggingface.convert.decoder import (
     decoder_shapes,
     linear,
     links_of,
-    query_groups,
+    model_of,
     sizes_from_hf,
     sizes_to_hf,
 )
@@ -188,7 +188,7 @@ def to_hf(v: Values) -> Values:
     sizes = {path: v["ffn_hidden_size"] if v[ours] is None else v[ours] for path, (ours, _) in _TOWER.items()}
     sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
-    content["text_config"] |= {"attention_bias": v["add_qkv_bias"], "num_key_value_heads": query_groups(v)}
+    content["text_config"] |= {"attention_bias": v["add_qkv_bias"], "num_key_value_heads": model_of(v).query_groups}
     content["text_config"] |= {"qk_norm_type": "qwen3", "norm_after": False, "tie_word_embeddings": False}
     content["text_config"] |= {"additional_vocab_size": v["additional_vocab_size"]}
     content["text_config"] |= {"rope_scaling_layers": list(range(v["num_layers"]))}
