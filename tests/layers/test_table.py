@@ -1,4 +1,4 @@
-"""The described tensors of the decoder are those that are built: names, shapes, cuts and draws, on every grid."""
+"""The described tensors are those that are built: names, shapes, cuts and draws, on every grid."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed.grid import Axis, GridShape, ProcessGrid, single_axis
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers.stack import model_tensors
+from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.core.models import build
 from megacp.verify.parity import MODELS, prepare
 
@@ -49,8 +50,7 @@ def held(config: RunConfig, shape: GridShape, rank: int) -> set[tuple[object, ..
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         spec = spec_of(parameter)
         draw = (spec.init, spec.std if spec.init in ("normal", "uniform", "log_rate") else 0.0, spec.weight_decay)
-        pieces = [piece for piece in spec.pieces if not piece.name.startswith(("vision.", "connector."))]
-        found |= {(p.name, p.global_shape, *draw, p.offsets, p.shape) for p in pieces}
+        found |= {(p.name, p.global_shape, *draw, p.offsets, p.shape) for p in spec.pieces}
     return found
 
 
@@ -67,7 +67,8 @@ def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(na
             stages = (held(config, shape, stage * tp * cp + rank) for stage in range(pp))
             for *tensor, offsets, sizes in set().union(*stages):  # both ends of a pipeline hold a tied table
                 parts[tuple(tensor)].append(list(zip(offsets, sizes, strict=True)))
-        expected = {(t.name, t.shape, t.init, t.std, t.decays): t for t in model_tensors(config.model)}
+        tensors = (*model_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
+        expected = {(t.name, t.shape, t.init, t.std, t.decays): t for t in tensors}
         assert parts.keys() == expected.keys()
         for key, tensor in expected.items():
             for dim, size in enumerate(tensor.shape):

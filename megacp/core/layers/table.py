@@ -172,9 +172,9 @@ class LayerKind:
             yield dataclasses.replace(tensor, name=f"{layer}.{self.name}.{tensor.name}")
 
 
-def output_std(model: ModelConfig) -> float:
+def output_std(model: ModelConfig, layers: int | None = None) -> float:
     """Std of the two linears that write to the residual stream: `std / sqrt(2 layers)` (GPT-2; Megatron)."""
-    return model.init_method_std / math.sqrt(2 * model.num_layers)
+    return model.init_method_std / math.sqrt(2 * (layers or model.num_layers))
 
 
 def norm_weight(model: ModelConfig, name: str, width: int, cut: Cut = "whole") -> Tensor:

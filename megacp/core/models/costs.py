@@ -14,6 +14,7 @@ from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
 from megacp.core.layers.table import Flops, tokens_per_rank
+from megacp.core.layers.vision import connector_tensors, tower_tensors
 
 WINDOW = 4
 """Patches of a planned pooled token: 2 x 2, as images have."""
@@ -52,11 +53,6 @@ def model_parameters(model: ModelConfig) -> int:
     return sum(tensor.size for tensor in model_tensors(model))
 
 
-def layer_flops(model: ModelConfig, tokens: int, area: int, layer: int = 0) -> Flops:
-    """One block's forward over `tokens` tokens with `area` allowed (query, key) pairs."""
-    return layers_of(model)[layer].flops(model, tokens, area)
-
-
 def head_flops(model: ModelConfig, tokens: int) -> Flops:
     """The output head's forward."""
     return Flops(2.0 * tokens * model.hidden_size * model.vocab_size, 0.0)
@@ -81,11 +77,7 @@ def _block_weights(config: RunConfig) -> int:
 
 def tower_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the vision tower on one tp rank; 0 without one."""
-    v = config.vision
-    sharded = _block_weights(config) + v.vision_ffn_hidden_size + 3 * v.vision_hidden_size
-    block = sharded // tp + 6 * v.vision_hidden_size  # two norms of two tensors, two biases after a sum
-    embedding = v.vision_hidden_size * (v.patch_dim + 1 + v.patches_per_crop)
-    return v.vision_num_layers * block + embedding if v.vision_num_layers else 0
+    return sum(tensor.local_size(tp) for tensor in tower_tensors(config))
 
 
 def _pool_weights(config: RunConfig) -> tuple[int, int]:
@@ -99,10 +91,7 @@ def _pool_weights(config: RunConfig) -> tuple[int, int]:
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the connector on one tp rank; 0 without a tower."""
-    v, merges = config.vision, config.vision.vision_family == "qwen3_5"
-    sharded = sum(_pool_weights(config)) + (WINDOW if merges else 3) * v.vision_hidden_size
-    whole = 2 * v.vision_hidden_size + config.model.hidden_size if merges else v.vision_hidden_size
-    return sharded // tp + whole if v.vision_num_layers else 0
+    return sum(tensor.local_size(tp) for tensor in connector_tensors(config))
 
 
 def run_parameters(config: RunConfig) -> int:
@@ -145,7 +134,7 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDO
 
 def block_flops(config: RunConfig, tokens: int, area: int, layer: int) -> float:
     """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained."""
-    flops = layer_flops(config.model, tokens, area, layer)
+    flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
     pairs = Flops(2.0 * tokens * pair_parameters(config.model, 1, layer), 0.0)
     return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs.training
 

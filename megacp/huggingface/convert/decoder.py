@@ -14,6 +14,7 @@ from typing import Any
 from megacp.core.config.model import ModelConfig, skip_pattern
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.layers.stack import decoder_tensors, layers_of
+from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
 from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
 
@@ -72,18 +73,16 @@ PHI3 = {
 }
 
 
-def linear(name: str, rows: int, inputs: int, bias: bool) -> dict[str, Shape]:
-    return {f"{name}.weight": (rows, inputs)} | ({f"{name}.bias": (rows,)} if bias else {})
-
-
-def decoder_shapes(values: Values) -> dict[str, Shape]:
-    """Global shapes of a text model's tensors by our names, without padding; a tied head is none of them."""
-    return {tensor.name: tensor.shape for tensor in decoder_tensors(model_of(values))}
-
-
 def model_of(values: Values) -> ModelConfig:
     """The decoder that flags say."""
     return with_values(RunConfig(), values).model
+
+
+def shapes_of(values: Values) -> dict[str, Shape]:
+    """Global shapes of a model's tensors by our names, without padding; a tied head is none of them."""
+    config = with_values(RunConfig(), values)
+    tensors = (*decoder_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
+    return {tensor.name: tensor.shape for tensor in tensors}
 
 
 def links_of(table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0) -> list[Link]:
@@ -460,7 +459,7 @@ class Family:
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """All tensors; `infos`: of the file that is read."""
-        return links_of(self.table, decoder_shapes(values), values["num_layers"])
+        return links_of(self.table, shapes_of(values), values["num_layers"])
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         """The layout that a file is in."""

@@ -23,9 +23,8 @@ from megacp.core.models.build import DTYPES
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
-from megacp.huggingface.convert.decoder import decoder_shapes
+from megacp.huggingface.convert.decoder import shapes_of
 from megacp.huggingface.convert.lora import Adapter
-from megacp.huggingface.convert.molmo2 import tower_shapes
 from megacp.huggingface.convert.source import (
     Loaded,
     copy_tokenizer,
@@ -74,7 +73,7 @@ def with_tower(
     places = {name: (text.source, name) for name in text.source.infos}
     places.setdefault(HEAD, (text.source, EMBEDDING))
     flags = flatten(whole)
-    wanted = decoder_shapes(flags) | tower_shapes(flags)
+    wanted = shapes_of(flags)
     if tower is not None:
         infos = {name: info for name, info in tower.source.infos.items() if name.startswith(("vision.", "connector."))}
         places |= {name: (tower.source, name) for name, info in infos.items() if info.shape == wanted[name]}
