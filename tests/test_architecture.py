@@ -24,13 +24,8 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
 ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/build/unit.py")
-PURE_ROOMS = (
-    "megacp/core/config/",
-    "megacp/core/layers/",
-    "megacp/core/checks.py",
-    "megacp/plan/",
-    "megacp/core/data/",
-)
+_PURE = ("core/config/", "core/layers/", "core/checks.py", "core/data/", "plan/")
+PURE_ROOMS = tuple(f"megacp/{room}" for room in _PURE)
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
 GUESTS = ("transformer_engine", "apex")
