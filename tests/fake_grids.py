@@ -20,7 +20,7 @@ RANK = re.compile(r"^rank \d+ .*: peak ([\d.]+) GiB .*; the dry run estimates ([
 
 def grids() -> Iterator[tuple[str, list[str]]]:
     """What a grid is called, and the flags of its run."""
-    from tests.examples.test_launch_files import GRIDS, PARAMETERS, SCRIPTS, dry_run_flags, estimates
+    from tests.examples.test_launch_files import RECIPES, SCRIPTS, dry_run_flags, estimates, gpus_of
 
     with tempfile.TemporaryDirectory() as folder:
         for script in SCRIPTS:
@@ -29,10 +29,9 @@ def grids() -> Iterator[tuple[str, list[str]]]:
                     flags = dry_run_flags(script, (gpus, *row[1:]), Path(folder))
                     more = ["--global-batch-size", gpus] if gpus == "1024" else []
                     yield f"{script} {gpus} GPUs {row[1].strip()}", [*flags, *more]
-    for model in PARAMETERS:
-        for grid, gpus in GRIDS.items():
-            files = [f"examples/recipes/{model}/{name}.yaml" for name in ("model", grid)]
-            yield f"{model} {grid}", ["--world-size", str(gpus), *(x for one in files for x in ("--config", one))]
+    for (model, grid), path in RECIPES.items():
+        files = ["--config", str(path.with_name("model.yaml")), "--config", str(path)]
+        yield f"{model} {grid}", ["--world-size", str(gpus_of(grid)), *files]
     command = ["bash", "examples/million_tokens.sh", "--flags"]
     yield "million_tokens.sh 8 GPUs", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
 

@@ -53,12 +53,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("& (kind[:-1] == FULL) & (start[1:]", "& (start[1:]", "a triangle joins a rectangle"),
         ("& (count[1:] == count[:-1])", "", "rows that see more join"),
         ("edge = back - (reach.window - 1)", "edge = back - reach.window", "a window is a token longer"),
-        ("k.depth + k.length + shift]", "k.depth + shift]", "queries are not cut where keys of their window end"),
+        ("[first, first + k.length]", "[first]", "queries are not cut where keys of their window end"),
         (" & (length > 1) & (high > 0)", " & (length > 1)", "a window sees a branch beside it"),
         ("first = back - q.depth[i] % reach.chunk", "first = back - reach.chunk", "chunks are windows"),
         ("(reach.chunk, 0), (", "(", "queries are not cut where a chunk ends"),
         ("(reach.chunk if part else 0, shift)", "(0, shift)", "queries are not cut where a chunk's window begins"),
-        ("square &= (edge >= first)", "square &= (edge >= 0)", "a window's triangle reaches into the chunk before"),
+        ("square &= edge >= first", "square &= edge >= 0", "a window's triangle reaches into the chunk before"),
         ("real) - real - left)", "real) - real)", "a branch is as deep as the branches before it are long"),
     ],
     ("core/ops/tile_kernels.py", "tests/ops/test_kernels.py tests/ops/test_blocks.py"): [
@@ -140,17 +140,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("dkv.index_add_", "dkv.index_copy_", "a key that several ranks need keeps one gradient"),
         ("plan.metadata.take(keys[order])", "plan.metadata.take(keys)", "arrived keys are out of order"),
     ],
-    ("core/context_parallel/states.py", STATES): [
+    ("core/context_parallel/state_plan.py", STATES): [
         ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
         ("itertools.pairwise([*starts, len(real)]", "zip(starts, [*starts[1:], len(real)], strict=True", "no document"),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
-        ("one[..., : one.shape[-2]] @ behind[self.entries[entry].other] + ", "", "states of far ranks are lost"),
+        ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
+    ],
+    ("core/context_parallel/states.py", STATES): [
+        ("one[..., : one.shape[-2]] @ behind[crossing.entries[entry].other] + ", "", "states of far ranks are lost"),
         ("joint[states.own_entries, ..., :width] = torch.eye", "joint[:0, ..., :width] = torch.eye", "maps are lost"),
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
         ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
         ("behind[exit_] += turns[", "behind[exit_] += 0 * turns[", "gradients pass one rank alone"),
         ("after @ state.transpose(-1, -2),", "0 * after @ state.transpose(-1, -2),", "A has no gradient"),
-        ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
     ],
     ("core/context_parallel/fused_states.py", "tests/context_parallel/test_fused_states.py"): [
@@ -371,10 +373,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
     ],
     ("core/optim/lr_schedule.py", "tests/optim/test_sharded.py"): [
-        ("lr * update / warmup", "lr * (update - 1) / warmup", "the first update has rate 0"),
+        ("lr * update / top", "lr * (update - 1) / top", "the first update has rate 0"),
+        ("train_iters) + 1", "train_iters)", "the last update has rate 0"),
         ("settings.lr_decay_iters or settings", "settings", "--lr-decay-iters does nothing"),
         ("0.5 * (1.0 + math.cos(math.pi * part))", "math.cos(math.pi * part / 2)", "another cosine"),
-        ("(end - length)", "warmup", "WSD falls from the start"),
+        ("(end - length)", "top", "WSD falls from the start"),
     ],
     ("core/distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
@@ -429,6 +432,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("round(training.train_epochs * packs)", "int(training.train_epochs * packs)", "epochs are cut to whole packs"),
         ("round(training.train_epochs * packs", "int(-(-training.train_epochs * packs // 1)", "1.1 x 10 packs are 12"),
         ("step + max(0, -(-(end - consumed)", "max(0, -(-end", "epochs are counted anew after a resumption"),
+        ("_FEW_UPDATES or warmup > steps / 2)", "_FEW_UPDATES)", "a run that only warms up is not told"),
+    ],
+    ("core/training/stored.py", "tests/huggingface/convert/test_start.py"): [
+        ("FINETUNING_RATE_OF_PAIRS if config.model.lora_rank else ", "", "pairs learn at the rate of whole weights"),
+        ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
     ],
     ("core/data/collate.py", "tests/data/test_collate.py"): [
         ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),
@@ -482,6 +490,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
+    ],
+    ("huggingface/generate_command.py", "tests/huggingface/convert/test_template_of_training.py"): [
+        (
+            "if kept is None and not generator.step and",
+            "if kept is None and generator.step and",
+            "a folder's template is unread",
+        ),
     ],
     ("huggingface/convert/start.py", "tests/huggingface/convert/test_start.py"): [
         (

@@ -11,12 +11,14 @@ import pytest
 from tools import rooms
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [*(ROOT / f"{x}.md" for x in ("README", "CONTRIBUTING", "AGENTS")), *sorted((ROOT / "docs").glob("*.md"))]
+TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "examples/README"))
+PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
 MOST_WORDS = 1_000
 OTHERS = {
     *("--nproc-per-node", "--nnodes", "--max-restarts", "--standalone"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf"),
     "--default-chat-template-kwargs",  # vLLM
+    "--local-dir",  # hf download
 }
 """Flags of other programs."""
 MADE = {"demo_out/model.yaml", "scripts/base_train.py", "attention/cp_attention.py"}
@@ -58,7 +60,7 @@ def test_the_readme_can_be_read_in_five_minutes() -> None:
 
 def test_the_table_of_rooms_is_as_they_are() -> None:
     """`make format` writes it."""
-    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/decisions.md").read_text(encoding="utf-8")
     assert page.partition(rooms.BEGIN)[2].partition(rooms.END)[0].strip() == rooms.table()
 
 
@@ -75,9 +77,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, or below megacp/core/ where it stands for a module."""
+    """A path begins at the root, beside the page, or below megacp/core/ where it stands for a module."""
     named = re.findall(r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8"))
-    found = {name for name in named if (ROOT / name).exists() or (ROOT / "megacp/core" / name).exists()}
+    places = ROOT, ROOT / "megacp/core", page.parent
+    found = {name for name in named if any((place / name).exists() for place in places)}
     assert sorted(set(named) - found - MADE) == []
 
 

@@ -1,4 +1,4 @@
-"""Write the table of rooms and their lines into README.md, between its marks (`make format`)."""
+"""Write the table of rooms and their lines into docs/decisions.md, between its marks (`make format`)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def table() -> str:
 
 
 def main() -> int:
-    """Replace the table of README.md."""
-    page = ROOT / "README.md"
+    """Replace the table of the page."""
+    page = ROOT / "docs/decisions.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}", encoding="utf-8")

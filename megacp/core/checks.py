@@ -132,16 +132,19 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:
     t = config.training
-    warmup, fall = t.lr_warmup_iters, t.lr_wsd_decay_iters or 0
+    warmup, fall = t.warmup_updates, t.lr_wsd_decay_iters or 0
     end, name = (t.train_iters, "--train-iters") if t.lr_decay_iters is None else (t.lr_decay_iters, "--lr-decay-iters")
     if t.min_lr > t.lr:
         yield f"--min-lr {t.min_lr:g} is above --lr {t.lr:g}"
+    if t.lr_warmup_iters > 0 and t.lr_warmup_fraction is not None:
+        both = f"--lr-warmup-iters {t.lr_warmup_iters} and --lr-warmup-fraction {t.lr_warmup_fraction:g}"
+        yield f"{both} are two warm-ups: give one of them, or --lr-warmup-fraction None beside a file that has it"
     if warmup > end:
-        yield f"--lr-warmup-iters {warmup} is above {name} {end}: the decay would end before it starts"
+        yield f"--lr-warmup-iters {warmup} is above {name} {end}: lower it, or give a share by --lr-warmup-fraction"
     if (t.lr_decay_style == "WSD") != (fall > 0):
         yield f"--lr-wsd-decay-iters {fall} with --lr-decay-style {t.lr_decay_style}: WSD needs it, and nothing else"
     elif warmup <= end < warmup + fall:
-        between = f"between --lr-warmup-iters {warmup} and {name} {end}"
+        between = f"between a warm-up of {warmup} and {name} {end}"
         yield f"--lr-wsd-decay-iters {fall} does not fit {between}: use at most {end - warmup}"
     if config.log.profile:
         try:
@@ -238,7 +241,7 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
 
 def _data(config: RunConfig, world: int) -> Iterator[str]:
     data, interval = config.data, config.training.eval_interval
-    if config.training.train_epochs is not None and data.data_path is None:
+    if config.training.train_epochs is not None and data.data_path is None and not config.dry_run:
         yield f"--train-epochs {config.training.train_epochs:g} needs --data-path"
     if interval > 0 and data.valid_data_path is None:
         yield f"--eval-interval {interval} needs --valid-data-path"
@@ -260,6 +263,8 @@ def _checkpoints(config: RunConfig, world: int) -> Iterator[str]:
         yield "--finetune needs --load, the checkpoint whose weights it starts from"
     if c.load is not None and c.load_hf is not None:
         yield f"--load {c.load} and --load-hf {c.load_hf} are two starts: give one of them"
+    if c.load is not None and not is_url(c.load) and (Path(c.load) / "config.json").is_file():
+        yield f"--load {c.load} goes on from a checkpoint, this is a Hugging Face folder: start from it by --load-hf"
     for name in ("vision_from_hf", "load_adapter"):
         if values[name] is not None and c.load_hf is None:
             yield f"{flag(name)} {values[name]} acts only with --load-hf"

@@ -34,7 +34,7 @@ from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM
-from megacp.prepare.records.chat_template import THINKS, template_of
+from megacp.prepare.records.chat_template import THINKS, template_of, templates_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import Media, RecordError, Refusal
@@ -164,6 +164,9 @@ class Session:
         tokenizer.begins_with = first_token(progress, tokenizer.begins_with)
         tokenizer.eos_id = last_token(progress, tokenizer.eos_id)
         kept, ends = progress.chat_template, tuple[int, ...]()
+        if kept is None and not generator.step and tokenizer.kind == "huggingface":  # converted: it knows its folder's
+            own = templates_of(tokenizer.files[0].parent)
+            kept = own if "default" in own else None
         if kept is not None and not (ends := answer_ends(kept["default"], tokenizer)):
             note = "the chat template of training is not known to end answers with a special token; they may go on to"
             print(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}", file=sys.stderr)

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_iter
 from megacp.core.backends.select import backend_problems
 from megacp.core.checks import require
 from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig
+from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rank", type=int, default=0, help="rank whose step is run, and those beside it (default 0)")
     parser.add_argument("--mask", choices=MASKS, default="mixed", help="of the random packs (default mixed)")
     own, rest = parser.parse_known_args(argv)
-    config = parse(rest, parser.prog)
+    config = with_values(parse(rest, parser.prog), {"train_epochs": None})  # of random packs there are no epochs
     world_size = config.world_size or config.model_ranks
     require(config, world_size, backend_problems(config, None))
     config, _ = open_sources(config)

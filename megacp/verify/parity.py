@@ -54,11 +54,12 @@ _PRECISION: dict[str, Value] = {
     "min_lr": 0.0,
     "lr_decay_style": "constant",
     "lr_warmup_iters": 0,  # a run's first updates may be smaller than rounding
+    "lr_warmup_fraction": None,
     "lr_decay_iters": None,
     "lr_wsd_decay_iters": None,
 }
 """Replaced also where they stand as flags: updates are to be far above the rounding of float64."""
-_SET_ASIDE = ("valid_data_path", "eval_interval", "exit_duration", "dry_run", "world_size")
+_SET_ASIDE = ("train_epochs", "valid_data_path", "eval_interval", "exit_duration", "dry_run", "world_size")
 """Flags that are no part of a step, besides those of `checkpoint` and `log`."""
 _SIZES: dict[str, int] = {
     "num_layers": 4,

@@ -154,7 +154,7 @@ def test_each_stored_picture_is_drawn_here_and_shown_in_a_text() -> None:
     stored = {path.name for path in PLACE.iterdir()}
     texts = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     linked = {name for text in texts for name in re.findall(r"pictures/([\w.]+)", text.read_text(encoding="utf-8"))}
-    assert stored <= {f"{name}.png" for name in (*PICTURES, "demo")} and linked == stored
+    assert stored <= {f"{name}.png" for name in (*PICTURES, "demo", "demo_chat")} and linked == stored
 
 
 def finished_demo(folder: Path) -> Path:

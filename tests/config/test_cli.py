@@ -21,7 +21,7 @@ from megacp.core.checks import check, require
 from megacp.core.config.blend import WeightedFolder, path_problems, weighted_folders
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
-from megacp.core.config.yaml_file import from_yaml, to_yaml, values_of_file
+from megacp.core.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values_of_file
 from megacp.huggingface import convert_command
 from megacp.prepare import command as prepare_command
 from megacp.train import flags_of
@@ -67,6 +67,10 @@ def test_every_field_can_be_given_as_a_flag() -> None:
         (["--lr", "1", "--tensor-model-parallel", "2"], "did you mean --tensor-model-parallel-size?"),
         (["--no-lr", "--xyzzy"], "unknown flag --xyzzy"),
         (["--learning-rate=1e-5", "--output_dir", "a"], "--lr?\nunknown flag --output_dir, did you mean --save?"),
+        (
+            ["--bf16", "--fsdp"],
+            "--dtype bfloat16?\nunknown flag --fsdp, did you mean --data-parallel-sharding-strategy?",
+        ),
         (["--config"], "--config needs the path"),
         (["--seed", "1", "--config", "--lr", "2"], "--config needs the path"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
@@ -82,7 +86,7 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
     others = (
         "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
     )
-    undeclared = "config help-all fake image video vision"  # by no literal; the last is a word before several
+    undeclared = "config help-all fake image video no-thinking vision"  # by no literal; the last is before several
     actions = [a for made in (prepare_command, convert_command) for a in made.arguments_parser()._actions]
     for action in actions:  # which grows by those of the commands below a command
         if isinstance(action, argparse._SubParsersAction):
@@ -93,6 +97,7 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
     text = "".join(path.read_text() for room in ("megacp", "tools", "bench") for path in (root / room).rglob("*.py"))
     real |= {*re.findall(r'\badd(?:_argument)?\(\s*"--([a-z-]+)"', text)}
     assert {*re.findall(r"(?<![\w-])--([a-z][\w-]*\w)", text)} - real == set()
+    assert {said.split()[0] for said in ELSEWHERE.values()} <= {*fields()} and not {*ELSEWHERE} & {*fields()}
     having = [action for action in actions if action.default not in (None, False, (), argparse.SUPPRESS)]
     assert [action for action in having if not re.search(r"default|\(", str(action.help))] == []
 
@@ -314,6 +319,8 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"lr_warmup_iters": 101}, 1, "--train-iters 100"),
     ({"lr_warmup_iters": 51, "lr_decay_iters": 50}, 1, "--lr-decay-iters 50"),
     ({"lr_wsd_decay_iters": 5}, 1, "--lr-wsd-decay-iters 5"),
+    ({"lr_warmup_iters": 101}, 1, "--lr-warmup-iters 101 is above --train-iters 100"),
+    ({"lr_warmup_iters": 2, "lr_warmup_fraction": 0.5}, 1, "--lr-warmup-iters 2 and --lr-warmup-fraction 0.5"),
     ({"lr_decay_style": "WSD"}, 1, "--lr-wsd-decay-iters"),
     ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95, "lr_warmup_iters": 10}, 1, "--lr-wsd-decay-iters 95"),
     ({"profile": "12:10"}, 1, "--profile 12:10"),

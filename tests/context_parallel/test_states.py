@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.core.context_parallel import states
+from megacp.core.context_parallel import state_plan, states
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
@@ -61,7 +61,7 @@ def results(functions: tuple[Any, Any], tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), convolved.detach(), *torch.autograd.grad((out, convolved), leaves, (dout, dx))]
 
 
-@mock.patch.object(states, "CHUNK", SHORT_CHUNK)
+@mock.patch.object(state_plan, "CHUNK", SHORT_CHUNK)
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     axis, found = grid(cp=world_size).cp if world_size > 1 else single_axis("cp"), []
     for case in cases:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig, flatten
+from megacp.core.config.run import flatten
 from megacp.core.config.yaml_file import values_of_file
 from megacp.core.data.reader import PackedDataset
 from megacp.core.models.build import stage_layers
@@ -231,37 +231,70 @@ PARAMETERS = {
     "molmo2_4b": 4_851_000_000,
     "molmo2_8b": 8_660_000_000,
     "qwen3_5_9b": 9_410_000_000,
+    "gemma3_1b": 999_885_952,
+    "qwen2_5_7b": 7_615_616_512,
 }
 """Published, or within 1 % of the sum of the published parts."""
-GRIDS = {"1gpu": 1, "8gpus": 8, "64gpus": 64}
+RECIPES = {(path.parent.name, path.stem): path for path in sorted(EXAMPLES.glob("recipes/*/*gpu*.yaml"))}
 
 
-def recipe(model: str, grid: str) -> RunConfig:
-    files = [EXAMPLES / "recipes" / model / f"{name}.yaml" for name in ("model", grid)]
-    flags = [text for file in files for text in ("--config", str(file))]
-    return parse([*flags, "--dry-run", "--world-size", str(GRIDS[grid])])
+def gpus_of(grid: str) -> int:
+    """The GPUs in the name of a recipe."""
+    return int(re.findall(r"(\d+)gpu", grid)[0])
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("model", PARAMETERS)
+@pytest.mark.parametrize(("model", "grid"), RECIPES)
 def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None:
-    config = recipe(model, grid)
-    assert f"Dry run: {GRIDS[grid]} ranks" in dry_run(config)
-    head = (EXAMPLES / "recipes" / model / f"{grid}.yaml").read_text().splitlines()[0]
+    path, gpus = RECIPES[model, grid], gpus_of(grid)
+    files = ["--config", str(path.with_name("model.yaml")), "--config", str(path)]
+    config = parse([*files, "--dry-run", "--world-size", str(gpus)])
+    assert f"Dry run: {gpus} ranks" in dry_run(config)
+    head, *commands = path.read_text().splitlines()[:3]
     (gib,) = re.findall(r"(\d+) GiB", head)
     needed = max(
-        stage_memory(config, stage, chunks, GRIDS[grid]).total
-        for stage, chunks in enumerate(stage_layers(config, GRIDS[grid]))
+        stage_memory(config, stage, chunks, gpus).total for stage, chunks in enumerate(stage_layers(config, gpus))
     )
     assert needed <= 0.9 * float(gib) * 2**30, head
+    build, start = (shlex.split(line.removeprefix("#")) for line in commands)
+    made = preprocess.arguments_parser().parse_args(build[2:])
+    own = parse(start[start.index("--config") :])
+    assert start[start.index("--config") + 1] == f"examples/recipes/{model}/{grid}.yaml"
+    assert (made.tokenizer, made.output) == (own.checkpoint.load_hf, own.data.data_path)
+    assert made.seq_length == config.data.seq_length
+    told = {"NODES=8": 64, "--nproc": 8}
+    assert build[1] == "tools/preprocess_data.py" and max(told.get(word, 1) for word in start) == gpus
+    assert own.checkpoint.save and own.training.train_epochs and 0 < (own.training.lr_warmup_fraction or 0) <= 0.1
 
 
 @pytest.mark.parametrize("model", PARAMETERS)
 def test_a_recipe_has_the_size_of_its_model_and_its_export_has_its_name(model: str) -> None:
-    config = recipe(model, "8gpus")
+    config = parse(["--config", str(EXAMPLES / "recipes" / model / "model.yaml")])
     assert run_parameters(config) == pytest.approx(PARAMETERS[model], rel=0.01)
     architecture = of_values(flatten(config))
-    assert model.startswith(architecture.name.rstrip("2")) and architecture.config(flatten(config))
+    assert model.startswith(architecture.name.removesuffix("_text").rstrip("2"))
+    assert architecture.config(flatten(config))
+
+
+def test_a_finetuning_under_slurm_is_checked_before_it_asks_for_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    script, folder = "examples/slurm/finetune.sbatch", tmp_path / "bin"
+    flags = ["--config", "examples/small.yaml", "--data-path", dataset(tmp_path / "d"), "--save", str(tmp_path / "out")]
+    launched(["true"], {}, folder, "python")
+    told = launched(["bash", script, *flags], {}, folder, "sbatch")
+    checked, asked = told[: told.index("--nodes")], told[told.index("--nodes") :]
+    assert asked == ["--nodes", "1", "--gpus-per-node", "8", script, *flags]
+    assert checked[:2] == ["-m", "megacp.train"] and main(checked[2:]) == 0
+    launched(["true"], {}, folder, "python", "exit 2")
+    with pytest.raises(AssertionError):  # nothing is asked for
+        launched(["bash", script, *flags], {}, folder, "sbatch")
+    job = {"SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": ".", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
+    launched(["true"], {}, folder, "scontrol", "echo n1")
+    program, *started = launched(["bash", script, *flags], job, folder, "srun")
+    assert program == "torchrun"
+    require_run(started, 1, "n1", 8)
 
 
 def test_the_tiny_config_takes_its_steps(capsys: pytest.CaptureFixture[str]) -> None:

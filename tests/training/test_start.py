@@ -380,10 +380,13 @@ def test_epochs_are_steps_of_the_packs_there_are(tmp_path: Path, capsys: pytest.
     assert main([*resumed, "--train-epochs", "1.5"]) == 0
     said = capsys.readouterr().out
     assert "--train-iters 4, as --data-path was packed" in said and "step 4/4  epoch 1.50" in said
+    assert said.count("4 updates of 4 packs, 2 of them") == 1
     assert main([*resumed, "--train-epochs", "3", "--global-batch-size", "8"]) == 0
-    assert "step 6/6  epoch 3.00" in capsys.readouterr().out, "15 packs more"
-    assert main([*flags, "--train-epochs", "0.4"]) == 2  # a step whose learning rate is 0
-    assert "--train-epochs 0.4 is 1 step of --global-batch-size 4, as" in capsys.readouterr().err
+    assert "step 6/6  epoch 3.00" in (said := capsys.readouterr().out) and "updates of 8 packs" not in said, "15 more"
+    assert main([*flags, "--train-epochs", "0.4", "--lr-warmup-iters", "0"]) == 0
+    assert "step 1/1  epoch 0.40" in (said := capsys.readouterr().out) and "lr 1.00e-02" in said, "the whole rate"
+    assert main([*flags, "--train-epochs", "0.04"]) == 2
+    assert "--train-epochs 0.04 of the 10 packs" in capsys.readouterr().err
     assert main([*LONG, "--train-epochs", "2"]) == 2 and "--train-epochs 2 needs --data-path" in capsys.readouterr().err
     assert main([*flags, "--train-epochs", "2", "--train-iters", "4"]) == 2
     assert "--train-epochs 2 and --train-iters 4 are two lengths" in capsys.readouterr().err
@@ -399,5 +402,8 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(tmp_path: P
     """1.1 x 10 is 11.000000000000002 in floating point."""
     flags = ["--train-epochs", epochs, "--global-batch-size", "1"]
     flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
-    config, _ = with_stored_length(parse(flags), given_names(flags), given_names(flags))
-    assert config.training.train_iters == steps
+    config, note = with_stored_length(parse(flags), given_names(flags), given_names(flags))
+    assert config.training.train_iters == steps and (f"{steps} updates of 1 packs, 0 of" in note) == (steps < 20)
+    longer = with_values(config, {"train_epochs": None, "train_iters": 40})
+    notes = [with_stored_length(with_values(longer, {"lr_warmup_iters": n}), (), ())[1] for n in (20, 21)]
+    assert "to warm up" not in notes[0] and "40 updates of 1 packs, 21 of them to warm up" in notes[1]

@@ -5,6 +5,7 @@ The number of microbatches is no field: it follows from the batch sizes and the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -29,10 +30,11 @@ class TrainingConfig:
     """Passes over --data-path, in place of --train-iters; the last step takes the packs that are left."""
 
     lr: NotNegative[float] = 1e-3
-    """Highest learning rate."""
+    """Highest learning rate. Where no flag says it: 1e-5 from weights alone (--load-hf, --finetune), 1e-4 with low-rank
+    pairs, and as before where a run goes on."""
 
     min_lr: NotNegative[float] = 0.0
-    """Learning rate at the end of the decay."""
+    """Learning rate behind the last update of the decay."""
 
     lr_decay_style: Literal["cosine", "linear", "WSD", "constant"] = "cosine"
     """Shape of the decay after warmup; WSD stays at the top and falls over the last --lr-wsd-decay-iters."""
@@ -40,8 +42,11 @@ class TrainingConfig:
     lr_warmup_iters: NotNegative[int] = 0
     """Steps over which the learning rate rises linearly from 0."""
 
+    lr_warmup_fraction: Fraction[float | None] = None
+    """The warm-up as a share of the steps of the decay, rounded up, in place of --lr-warmup-iters."""
+
     lr_decay_iters: Positive[int | None] = None
-    """Step at which the decay ends (default: --train-iters)."""
+    """Last step of the decay (default: --train-iters); later ones have --min-lr."""
 
     lr_wsd_decay_iters: Positive[int | None] = None
     """Steps of the final fall of the WSD schedule."""
@@ -106,6 +111,12 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool = False
     """Native linears add their weight gradient to the gradient bucket themselves (by apex's kernel where installed):
     one pass less over each. Transformer Engine's do where gradients are not sharded."""
+
+    @property
+    def warmup_updates(self) -> int:
+        """Updates of the warm-up; a share is rounded up, as by transformers."""
+        share = self.lr_warmup_fraction
+        return self.lr_warmup_iters if share is None else math.ceil(share * (self.lr_decay_iters or self.train_iters))
 
     @property
     def element_bytes(self) -> int:

@@ -110,22 +110,27 @@ def _values(content: Any, source: str) -> dict[str, Value]:
     return values
 
 
-_ELSEWHERE = {
+ELSEWHERE = {
     "learning_rate": "lr",
-    "output_dir": "save",
+    "lr_scheduler_type": "lr_decay_style",
+    "max_grad_norm": "clip_grad",
     "max_steps": "train_iters",
     "gradient_accumulation_steps": "global_batch_size",
-    "bf16": "dtype",
-    "model_name_or_path": "load_hf",
-    "gradient_checkpointing": "recompute_granularity",
     "cutoff_len": "seq_length",
+    **dict.fromkeys(("bf16", "fp16"), "dtype bfloat16"),
+    "gradient_checkpointing": "recompute_granularity",
+    **dict.fromkeys(("deepspeed", "fsdp"), "data_parallel_sharding_strategy"),
+    "model_name_or_path": "load_hf",
+    "adapter_name_or_path": "load_adapter",
+    "resume_from_checkpoint": "load",
+    "output_dir": "save",
 }
-"""Flags of TRL, transformers and LLaMA-Factory that are spelled quite otherwise here."""
+"""Flags of TRL, transformers and LLaMA-Factory that are spelled quite otherwise here, and what they are."""
 
 
 def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
     """`, did you mean ...?` for the closest of `names`, or nothing when none is close."""
-    close = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, list(names), 1, 0.5)
+    close = [ELSEWHERE[name]] if name in ELSEWHERE else difflib.get_close_matches(name, list(names), 1, 0.5)
     return f", did you mean {flag(close[0]) if as_flag else close[0]}?" if close else ""
 
 

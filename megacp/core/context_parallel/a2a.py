@@ -4,6 +4,11 @@ Any attention on few heads of many tokens can be inside: the whole row on one ra
 axis of a hierarchy (`a2a+p2p`). q, k and v travel in one message, the output in a second; backward is the same two
 messages the other way, by autograd. Heads must divide by the ranks. K/V heads need not: those of a group are copied
 until they do, and their gradients summed on the rank that owns the token.
+
+Eight heads of two groups over four ranks: two copies of each group make four K/V heads. A rank gets two heads of q, and
+the copy of their group; heads of ranks 0 and 1 are of group 0.
+
+Letters: `n` ranks, `t` tokens of each, `d` the width of a head, `c` what a rank gets: heads of q, k and v side by side.
 """
 
 from __future__ import annotations
@@ -41,7 +46,9 @@ class HeadsForSequence:
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        n, (t, heads, d), groups = self.axis.size, q.shape, k.shape[1]
+        n = self.axis.size
+        t, heads, d = q.shape
+        groups = k.shape[1]
         copies = key_copies(heads, groups, n)
         # copy i of group g serves the i-th part of the group's queries; backward sums copies as sum() does, in fp32
         k, v = (x.unsqueeze(2).expand(t, groups, copies, d).flatten(1, 2) for x in (k, v))

@@ -26,6 +26,7 @@ def _a2a_p2p(axis: Axis, kernel: Kernel, hierarchy: tuple[int, ...]) -> Transpor
             f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B with A x B = "
             f"--context-parallel-size {axis.size}, got {' '.join(map(str, hierarchy)) or 'none'}"
         )
+    # neighbours, often on one machine, change heads; ranks a whole inner group apart form the ring
     inner, outer = split_axis(axis, hierarchy[0])
     ring = RingAttention(outer, kernel) if outer.size > 1 else LocalAttention(kernel)
     return HeadsForSequence("a2a+p2p", inner, ring)

@@ -4,6 +4,14 @@ Documents are sorted by mean cost per token (allowed keys per query). Rank r tak
 from the heavy end: T / cp tokens together, with 1 / (cp - r) of the remaining area. Prefix sums give the area of every
 possible cut. One causal document comes out as zigzag, one bidirectional document as contiguous. A cut near the best one
 is taken where it costs clearly fewer exchanged keys and little balance.
+
+Eight causal tokens over two ranks see 1 to 8 keys, 36 together. Rank 0 is to have four of them with an area of 18:
+
+    light from the low end    4            3            2            1            0
+    tokens of rank 0          0 1 2 3      0 1 2 7      0 1 6 7      0 5 6 7      4 5 6 7
+    area                      10           14           18           22           26
+
+Letters: `T` tokens of the row; a cut at place p stands in front of the token there.
 """
 
 from __future__ import annotations
@@ -44,13 +52,16 @@ def deal_balanced(metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:
     order = density_order(metadata, cost)
     keys_cut = keys_crossing(metadata.take(order))  # [T + 1]
     area = np.concatenate([[0], np.cumsum(cost[order])])  # [T + 1], of the first 0, 1, ..., T tokens
-    low, high, share = 0, len(order), len(order) // cp
+    low = 0  # what is left is order[low:high]
+    high = len(order)
+    share = len(order) // cp  # tokens of a rank
     ranks = []
     for left in range(cp, 0, -1):  # each aims at its part of what is left, so errors do not pile up on the last rank
         light = _light_tokens(area, keys_cut, (low, high), share, (area[high] - area[low]) / left)
         heavy = high - (share - light)
         ranks.append(np.sort(np.concatenate([order[low : low + light], order[heavy:high]])))
-        low, high = low + light, heavy
+        low += light
+        high = heavy
     return np.stack(ranks)
 
 
@@ -85,11 +96,14 @@ def _light_tokens(area: np.ndarray, keys_cut: np.ndarray, ends: tuple[int, int],
     """How many of a rank's `share` tokens come from the light end of the stretch `ends` for an area of `target`."""
     low, high = ends
     light = np.arange(share + 1)  # every choice; arrays below are [share + 1]
-    cut_low, cut_high = low + light, high - (share - light)  # it takes order[low:cut_low] and order[cut_high:high]
+    cut_low = low + light  # it takes order[low:cut_low] and order[cut_high:high]
+    cut_high = high - (share - light)
     error = np.abs(area[cut_low] - area[low] + area[high] - area[cut_high] - target)
     best = share if error[share] <= error.min() else int(np.argmin(error))  # a tie takes one stretch, not two
     keys = keys_cut[cut_low] + keys_cut[cut_high]
-    keys[0], keys[share] = keys_cut[high - share], keys_cut[low + share]  # the other end stays where it was cut before
+    # one stretch: the other end stays where it was cut before
+    keys[0] = keys_cut[high - share]
+    keys[share] = keys_cut[low + share]
     near = np.flatnonzero(error <= max(AREA_SLACK * target, error.min()))
     cheap = int(near[np.argmin(keys[near])])
     return cheap if keys[cheap] <= WORTHWHILE * keys[best] else best

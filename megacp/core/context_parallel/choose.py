@@ -42,14 +42,19 @@ def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatc
     p = config.parallel
     if "auto" not in (p.cp_comm_type, p.cp_layout):
         return config, None
-    comm, layout, line = str(p.cp_comm_type), str(p.cp_layout), None
+    comm = str(p.cp_comm_type)
+    layout = str(p.cp_layout)
+    line = None
     if p.context_parallel_size == 1:
-        comm, layout = (default if value == "auto" else value for value, default in ((comm, "p2p"), (layout, "zigzag")))
+        # one rank ignores both: the defaults of the flags stand for auto, and no row is read
+        comm = "p2p" if comm == "auto" else comm
+        layout = "zigzag" if layout == "auto" else layout
     else:
         rows = first_rows()
         needed = float(np.mean([needed_share(_dealt(config, row, "balanced")) for row in rows]))
         comm = transport_for(config, needed) if comm == "auto" else comm
         if layout == "auto":
+            # a2a makes the row whole again; kv_exchange was chosen for what ranks need under balanced
             layout = {"a2a": "contiguous", "kv_exchange": "balanced"}.get(comm) or _even_layout(config, rows)
         line = f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' keys"
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
@@ -57,8 +62,10 @@ def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatc
 
 def transport_for(config: RunConfig, needed: float) -> str:
     """The transport for rows in which a rank needs the share `needed` of the other ranks' K/V rows."""
-    cp, tp = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
-    heads, groups = config.model.num_attention_heads // tp, config.model.query_groups // tp
+    cp = config.parallel.context_parallel_size
+    tp = config.parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads // tp  # of a tensor rank, as all that cp sees
+    groups = config.model.query_groups // tp
     if needed <= FEW_ROWS:
         return "kv_exchange"
     return "a2a" if heads % cp == 0 and (cp - 1) * needed > 2 / 3 * (1 + heads / groups) else "p2p"
@@ -73,7 +80,8 @@ def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
 
 def _dealt(config: RunConfig, row: PackedBatch, name: str) -> tuple[Metadata, np.ndarray]:
     """A row padded for a layout, and its tokens `[cp, t]` dealt by it."""
-    p, layout = config.parallel, LAYOUTS[name]
+    p = config.parallel
+    layout = LAYOUTS[name]
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
     return metadata, layout.deal(metadata, p.context_parallel_size, mix_of(config.model))
@@ -83,6 +91,7 @@ def needed_share(dealt: tuple[Metadata, np.ndarray]) -> float:
     """K/V rows that ranks need of each other over those that others hold: 0 to 1, summed over ranks."""
     metadata, indices = dealt
     cp, tokens = indices.shape
+    # a rank's own rows are seen too, but do not travel
     foreign = sum(
         int(seen.sum() - seen[mine].sum())
         for seen, mine in zip(needed_rows(AttentionPlan(indices, metadata, 0)), indices, strict=True)

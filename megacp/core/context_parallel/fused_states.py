@@ -3,6 +3,10 @@
 Its sequences are this rank's segments. Those that branch from others of the rank follow them, level by level. The map
 to an exit is the final state of K more columns: of no values, from the identity where states come from afar. So
 autograd goes back through kernel, message and maps.
+
+In the example of `state_plan.py`, rank 1 runs segment 1 from the state of its entry, and then segment 2 from the end of
+segment 1: two levels of a sequence each. Its states stand at places 0 (zeros), 1 (the entry), 2 and 3 (the two ends).
+Rank 0 runs segments 0 and 3 in one call, from places 0 and 1.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.states import crossing_plan
+from megacp.core.context_parallel.state_plan import crossing_plan
+from megacp.core.context_parallel.states import arrived_states
 from megacp.core.distributed.differentiable import gather_from
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
@@ -56,18 +61,25 @@ class SegmentLevels:
     """
 
     def __init__(self, plan: AttentionPlan, device: torch.device, to_exits: bool) -> None:
-        self.to_exits, crossing, row = to_exits, crossing_plan(plan), np.zeros(len(plan.metadata), np.int64)
+        self.to_exits = to_exits
+        self.levels = list[SegmentLevel]()
+        crossing = crossing_plan(plan)
+        segments = crossing.segments
+        row = np.zeros(len(plan.metadata), np.int64)  # [T]: which row here a token is
         row[plan.local] = np.arange(len(plan.local))
-        segments, first = crossing.segments, {n: place for place, n in enumerate(crossing.own_entries, 1)}
+        first = {n: place for place, n in enumerate(crossing.own_entries, 1)}  # by segment, the place of its entry
         chosen = set(crossing.own_exits) if to_exits else {n for n, s in enumerate(segments) if s.rank == plan.cp_rank}
         for n in range(len(segments))[::-1]:  # what is gone on from is earlier
             if n in chosen and n not in first and segments[n].before >= 0:
                 chosen.add(segments[n].before)
-        depth, last, self.levels = dict[int, int](), dict[int, int](), list[SegmentLevel]()
+
+        depth = dict[int, int]()  # by segment, how many here must be run before it
         for n in sorted(chosen):
             depth[n] = 1 + depth.get(segments[n].before, -1)
+        last = dict[int, int]()  # by segment, the place of the state at its end
         for level in range(1 + max(depth.values(), default=-1)):
             now = [n for n in depth if depth[n] == level]
+            # the state of its entry, of the end of the segment before it, or zeros
             before = np.array([first.get(n) or last.get(segments[n].before, 0) for n in now])
             last |= {n: place for place, n in enumerate(now, 1 + len(first) + len(last))}
             bounds = torch.tensor([0, *(len(segments[n].tokens) for n in now)]).cumsum(0)
@@ -80,7 +92,7 @@ class SegmentLevels:
 
     def run(self, kernel: Kernel, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens of `rows` read, and the states of all places that a later level or an exit goes on from."""
-        parts = [inputs[2][:0]]
+        parts = [inputs[2][:0]]  # of v: what a rank without segments reads
         for number, (rows, bounds, on_host, before) in enumerate(self.levels, 1):
             out, final = kernel(
                 *(x.index_select(0, rows).unsqueeze(0) for x in inputs),
@@ -91,6 +103,7 @@ class SegmentLevels:
                 cu_seqlens_cpu=on_host,
             )
             parts.append(out.squeeze(0))
+            # the ends of a level stand behind those of the levels before, as `last` counts them
             states = states if final is None else torch.cat([states, final])
         return torch.cat(parts), states
 
@@ -100,26 +113,31 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
 
     In backward the gradients of all maps are summed over ranks, a message of the size of the forward's.
     """
-    crossing, device = crossing_plan(plan), inputs[0].device
+    crossing = crossing_plan(plan)
+    device = inputs[0].device
     every, to_exits = (
         plan.part(f"sequences on {device}, {part}", functools.partial(SegmentLevels, plan, device, part))
         for part in (False, True)
     )
     q, k, v, *rates = inputs
-    heads, keys, values = v.shape[1], k.shape[2], v.shape[2]
+    keys = k.shape[2]
+    heads, values = v.shape[1:]
     # of no elements: by it every rank has part in the backward of its inputs and of the message, needed or not
     tie = torch.cat([x[:0].reshape(0, heads, values).to(v.dtype) for x in inputs])
-    first = v.new_zeros(1, heads, keys, values, dtype=accumulation_dtype(v.dtype))
+    first = v.new_zeros(1, heads, keys, values, dtype=accumulation_dtype(v.dtype))  # place 0
     if crossing.most_exits:
+        # the first K columns carry A, from the identity at an entry; the rest B, from zeros as if nothing had come
         joint = first.new_zeros(1 + len(crossing.own_entries), heads, keys, keys + values)
         joint[1:, ..., :keys] = torch.eye(keys, dtype=joint.dtype, device=device)
-        _, states = to_exits.run(kernel, joint, q, k, F.pad(v, (keys, 0)), *rates)
+        _, states = to_exits.run(kernel, joint, q, k, F.pad(v, (keys, 0)), *rates)  # values of 0 add nothing to A
         own = states.index_select(0, to_exits.exits)
+        # ranks with fewer exits than the most send zeros: a gather is of equal parts
         more = joint.new_zeros(crossing.most_exits - len(own), *own.shape[1:])
         maps = gather_from(torch.cat([own, tie.reshape(0, *own.shape[1:]).to(own.dtype), more]), axis)
-        first = torch.cat([first, *(state.unsqueeze(0) for state in crossing.came(maps.unbind()))])
+        first = torch.cat([first, *(state.unsqueeze(0) for state in arrived_states(crossing, maps.unbind()))])
         tie = maps[:0].reshape(tie.shape).to(tie.dtype)
     read, _ = every.run(kernel, first, q, k, v, *rates)
+    # padding, which is in no segment, stays 0
     return torch.zeros_like(v).index_copy(0, every.rows, torch.cat([read, tie]))
 
 

@@ -49,7 +49,9 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
 
 def exchange_of(plan: AttentionPlan) -> Exchange | None:
     """The exchange of this rank; None where no rank needs anything of another, on all ranks alike."""
-    needed, ranks, mine = needed_rows(plan), range(plan.cp), plan.cp_rank
+    needed = needed_rows(plan)
+    ranks = range(plan.cp)
+    mine = plan.cp_rank
     if not any(needed[r][plan.indices[source]].any() for r in ranks for source in ranks if source != r):
         return None
     position = np.argsort(plan.order)  # [T]: where each token stands in that order, its inverse
@@ -78,7 +80,8 @@ class KVExchange(KeysToQueries):
         send = plan.on_device("sent", k.device, lambda: exchange.send)
         order = plan.on_device("order of arrival", k.device, lambda: exchange.order)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
-        out_splits, in_splits = exchange.out_splits, exchange.in_splits
+        out_splits = exchange.out_splits
+        in_splits = exchange.in_splits
         coming = start_all_to_all(kv.index_select(0, send), self.axis, out_splits, in_splits)
         dkv = yield k, v, plan.table(plan.cp_rank)  # of own keys, while the others are under way
         theirs = yield *(x.index_select(0, order) for x in coming.take().unbind(1)), exchange.table
@@ -86,6 +89,7 @@ class KVExchange(KeysToQueries):
             return None
         leaving = empty(theirs.shape, theirs)
         leaving[order] = theirs  # back to the order of arrival
+        # the same message the other way: what came goes, what went comes
         arrived = start_all_to_all(leaving, self.axis, in_splits, out_splits).take()
         for rows, values in zip(send.split(out_splits), arrived.split(out_splits), strict=True):
             dkv.index_add_(0, rows, values)  # rank by rank: a row goes to a rank at most once, and to several

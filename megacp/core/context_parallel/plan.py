@@ -1,7 +1,20 @@
 """The plan of one microbatch: the layout's indices and the tile tables, computed once and used by every layer.
 
 A plan is a function of metadata that every rank of the group holds: integers on the host, equal on all
-ranks without a message.
+ranks without a message. Its permutations index a row of `T` tokens, of which a rank holds `t`:
+
+    name          shape     what x[name] is, of a row x                    used by
+    indices       [cp, t]   what each rank holds                           kv_exchange, states, vision: who has what
+    local         [t]       what this rank holds, `indices[cp_rank]`       shard: tokens, labels, positions
+    order         [T]       the row as its keys stand side by side         one rank, all_gather, kv_exchange
+    _position     [T]       (the inverse of `order`: a token's place)      here, to stand a rank's tokens in `order`
+                            what x[name] is, of x gathered over n ranks
+    arrival(n)    [n * t]   as `grouped(n).local`                          a2a, states by heads: after the first message
+    departure(n)  [n * t]   (its inverse: rank by rank again)              and before the second
+
+Text at 0, 2, 4, 6 and a video at 1, 3, 5, 7, zigzag on two ranks: `order` is 0 2 4 6 1 3 5 7 and `_position`
+0 4 1 5 2 6 3 7. Rank 0 holds 0 6 1 7, rank 1 holds 2 4 3 5. With n = 2 these eight come as 0 6 1 7 2 4 3 5; `arrival`
+0 4 5 1 2 6 7 3 makes `order` of them again, and `departure` 0 3 4 7 1 2 5 6 undoes it.
 """
 
 from __future__ import annotations
@@ -30,6 +43,7 @@ def key_order(metadata: Metadata) -> np.ndarray:
         return natural
     order = text_before_images(metadata)
     tiles = metadata.by_type.own_table.num_tiles
+    # the bound costs a few counts, the table of the natural order many tiles where it is the worse
     fewer = tiles < _least_tiles(metadata) or tiles < metadata.own_table.num_tiles
     return order if fewer else natural
 
@@ -37,6 +51,7 @@ def key_order(metadata: Metadata) -> np.ndarray:
 def _least_tiles(metadata: Metadata) -> int:
     """Tiles that the natural order has at the least: the stretches of a span see each other pair by pair."""
     span = metadata.span
+    # a stretch sees each later one of its span by a tile; earlier ones may join with the text between them
     opens = (span != 0) & (np.diff(span, prepend=0) != 0)
     stretches = np.bincount(np.unique(span[opens], return_inverse=True)[1]) if opens.any() else np.zeros(1, np.int64)
     return int((stretches * (stretches - 1) // 2).sum())
@@ -54,13 +69,15 @@ class AttentionPlan:
         self.cp_rank = cp_rank
         self.order = key_order(metadata) if order is None else order
         self._by_type = bool((np.diff(self.order) < 0).any())
-        self._position = np.argsort(self.order)  # [T], of each token of the row in `order`
+        self._position = np.argsort(self.order)
+        # a rank's own keys are to be few stretches too; a natural `order` leaves a layout's own, such as zigzag's
         self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
         self._tables: dict[int, TileTable] = {}
         self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._parts: dict[str, object] = {}
 
     def _arranged(self, tokens: np.ndarray) -> np.ndarray:
+        """The same tokens as they stand in `order`."""
         return tokens[np.argsort(self._position[tokens])]
 
     @property
@@ -116,7 +133,8 @@ class AttentionPlan:
         return self.on_device(f"departure of {size}", device, lambda: np.argsort(self._arrival(size)))
 
     def _arrival(self, size: int) -> np.ndarray:
-        first = self.cp_rank // size * size
+        first = self.cp_rank // size * size  # rank of the group
+        # as `_arranged` sorts tokens, but the places that they have in the message
         return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
 
     def part(self, name: str, build: Callable[[], Part]) -> Part:

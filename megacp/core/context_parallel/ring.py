@@ -19,7 +19,9 @@ from megacp.core.ops.mask import TileTable
 
 def _steps(plan: AttentionPlan) -> int:
     """Blocks of keys that a rank is shown, its own the first, until no rank sees anything of the rest."""
-    needed, ranks = needed_rows(plan), range(plan.cp)
+    needed = needed_rows(plan)
+    ranks = range(plan.cp)
+    # in step s rank r is shown the keys of rank r - s; indices below 0 count from the last rank
     seen = [step for step in ranks if any(needed[r][plan.indices[r - step]].any() for r in ranks)]
     return 1 + max(seen, default=0)
 
@@ -42,6 +44,7 @@ class RingAttention(KeysToQueries):
         for step in range(last + 1):
             shift = start_shift(kv, self.axis) if step < last else None
             dkv = yield kv[:, 0], kv[:, 1], tables[step]
+            # gradients of own keys stay here; those of another rank's move on with what this rank adds
             if step == 0:
                 home = dkv
             elif dkv is not None:

@@ -102,6 +102,7 @@ def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mi
         layout = LAYOUTS["contiguous"]  # there is nothing to deal
     padded, metadata = padded_row(batch, layout, cp.size, tp)
     plan = AttentionPlan(layout.deal(metadata, cp.size, mix), metadata, cp.rank)
+    # [T], or [T, 3] where time, row and column of image tokens differ
     positions = padded.position_ids if padded.position_axes is None else padded.position_axes
     fields = (padded.tokens, padded.labels, padded.loss_weights, positions, padded.token_names)
     local: dict[str, Any] = {

@@ -113,6 +113,7 @@ class _AttendBlocks(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
+        # a transport starts its next message before it yields: keys travel while these are attended to
         for keys, values, table in transport.kv_blocks(k, v, plan):
             transport.kernel.attend(partial, (q, keys, values), table, scale)
         if sinks is not None:
@@ -128,8 +129,10 @@ class _AttendBlocks(torch.autograd.Function):
             raise ValueError("backward with create_graph=True: attention over ranks cannot be differentiated twice")
         q, k, v, out, lse, sinks = ctx.saved_tensors
         # a kernel called for one source of keys starts from the merged (out, lse), so the sum over sources is exact
-        saved, wide = Saved(q, out, lse, douts[0].contiguous()), accumulation_dtype(q.dtype)
-        dq, dkv = zeros(q.shape, q, wide), None
+        saved = Saved(q, out, lse, douts[0].contiguous())
+        wide = accumulation_dtype(q.dtype)
+        dq = zeros(q.shape, q, wide)
+        dkv = None  # of no block yet: a generator is started by sending None
         blocks = ctx.transport.kv_blocks(k, v, ctx.plan)
         with torch.autocast(q.device.type, enabled=False):  # also where somebody calls backward under it
             while True:
@@ -139,6 +142,7 @@ class _AttendBlocks(torch.autograd.Function):
                     dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
                     dsinks = None if sinks is None else sinks_gradient(saved, sinks)
                     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+                # halves of one tensor: a transport sends the gradients of keys and values as one message
                 dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
                 dk, dv = dkv.unbind(1)
                 ctx.transport.kernel.attend_backward(saved, (keys, values), table, ctx.scale, (dq, dk, dv))

@@ -74,11 +74,14 @@ def _holders(indices: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.nd
 def feature_routes(indices: np.ndarray, places: np.ndarray, boundaries: np.ndarray, cp_rank: int) -> FeatureRoutes:
     """Routes of features at `places [n]` of a row, dealt as `indices [cp, t]` and encoded as `boundaries [cp]`."""
     cp = len(indices)
-    starts, stops = boundaries["start_pool_idx"].astype(np.int64), boundaries["end_pool_idx"].astype(np.int64)
+    # [cp]: rank r encodes the features [starts[r], stops[r]), the stretches in the order of the ranks
+    starts = boundaries["start_pool_idx"].astype(np.int64)
+    stops = boundaries["end_pool_idx"].astype(np.int64)
     assert (stops - starts).sum() == len(places), "the table counts other features than the row has places"
     target, row = _holders(indices, places)
     source = np.repeat(np.arange(cp), stops - starts)
     position = np.arange(len(places)) - np.repeat(starts, stops - starts)
+    # pairs (source, target) counted as one number
     counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
     return FeatureRoutes(cp_rank, source, position, target, row, counts)
 
@@ -89,7 +92,8 @@ def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.T
     `[m, h]` encoded here -> `[k, h]` needed here, in feature order; the gradient goes back the same way.
     """
     sent = features.index_select(0, to_device(routes.leaving, features.device))
-    out, into = routes.counts[routes.cp_rank].tolist(), routes.counts[:, routes.cp_rank].tolist()
+    out = routes.counts[routes.cp_rank].tolist()
+    into = routes.counts[:, routes.cp_rank].tolist()
     return exchange(sent, axis, out, into).index_select(0, to_device(routes.arrival, features.device))
 
 
@@ -148,9 +152,10 @@ def add_features(
     """
     if sliced:
         features = copy_to(features, tp)
-        first = tp.rank * len(x)
+        first = tp.rank * len(x)  # this rank's tokens are [first, first + len(x))
         here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
-        features, rows = features.index_select(0, to_device(here, x.device)), rows[here] - first
+        features = features.index_select(0, to_device(here, x.device))
+        rows = rows[here] - first
     places = to_device(rows, x.device)
     return (x.index_fill(0, places, 0) if replaces else x).index_add(0, places, features.to(x.dtype))
 
@@ -160,7 +165,8 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
 
     Without a boundary table for just these ranks it is computed from the bounds, as the loader would have.
     """
-    patches, pooling = torch.from_numpy(vision.patches), torch.from_numpy(vision.pooling)
+    patches = torch.from_numpy(vision.patches)
+    pooling = torch.from_numpy(vision.pooling)
     if vision.strategy == REPLICATE:
         routes = own_routes(indices, vision.feature_rows, axis.rank)
         return LocalVision(patches, pooling, routes, axis, True, vision.grids)

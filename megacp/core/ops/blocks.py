@@ -74,7 +74,10 @@ class _Stretches:
         return _Stretches(self.line[index], self.start[index], self.stop[index], self.weight[index])
 
     def summed(self, width: int) -> _Stretches:
-        """The same sums by disjoint stretches of positive weight, sorted; places lie in `[0, width)`, weights >= 0."""
+        """The same sums by disjoint stretches of positive weight, sorted; places lie in `[0, width)`, weights >= 0.
+
+        On one line 2 on `[0, 3)` and 1 on `[2, 5)` become 2 on `[0, 2)`, 3 on `[2, 3)` and 1 on `[3, 5)`.
+        """
         # [2 n]: where a weight begins and ends, as one number for (line, place); a line has width + 1 places for ends
         at = np.concatenate([self.line, self.line]) * (width + 1) + np.concatenate([self.start, self.stop])
         at, event = np.unique(at, return_inverse=True)
@@ -93,8 +96,12 @@ def _concatenated(parts: list[_Stretches]) -> _Stretches:
 
 
 def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int) -> _Stretches:
-    """Tokens `[start, stop)` of each line counted per block: the block cut at the front, whole ones, the cut last."""
-    low, high = -(-start // size), stop // size  # the whole blocks
+    """Tokens `[start, stop)` of each line counted per block: the block cut at the front, whole ones, the cut last.
+
+    Tokens `[3, 14)` in blocks of 4 are 1 of block 0, 4 of each of blocks 1 and 2, and 2 of block 3.
+    """
+    low = -(-start // size)  # the whole blocks are [low, high)
+    high = stop // size
     inside = low > high  # begins and ends inside one block
     whole = _Stretches(line, low, high, np.full(len(line), size))
     front = _Stretches(line, low - 1, low, np.where(inside, stop, low * size) - start)
@@ -121,7 +128,8 @@ def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
     first = np.searchsorted(keys.line, np.arange(rows + 1))  # [rows + 1]: where the stretches of a row begin
     stretch, part = expand(first[queries.line], first[queries.line + 1])  # pairs of stretches of one row
     block, pair = expand(queries.start[part], queries.stop[part])  # and once for each query block
-    height, seen = queries.weight[part[pair]], keys.take(stretch[pair])
+    height = queries.weight[part[pair]]  # queries of the row in the block, each of which sees all of the row's keys
+    seen = keys.take(stretch[pair])
     return _Stretches(block, seen.start, seen.stop, height * seen.weight)
 
 
@@ -130,8 +138,10 @@ def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
     diagonal or right of a window's.
     """
     tile = np.flatnonzero(table.kind == kind)
-    row, k_start = table.row_of_tile[tile], table.k_start[tile]
-    q_start, q_stop = table.row_start[row], table.row_stop[row]
+    row = table.row_of_tile[tile]
+    k_start = table.k_start[tile]
+    q_start = table.row_start[row]
+    q_stop = table.row_stop[row]
     block, owner = expand(q_start // size, -(-q_stop // size))
     # [tiles x their query blocks]: the part of a triangle in one query block, `height` queries from `top` on
     top = np.maximum(block * size, q_start[owner])

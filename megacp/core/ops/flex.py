@@ -129,7 +129,8 @@ def host_mask(table: TileTable, size: int) -> HostMask:
 
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
     """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
-    content, starts = to_device(host.content, device), _starts(host.lengths)
+    content = to_device(host.content, device)  # one copy to the device for all arrays
+    starts = _starts(host.lengths)
     slices = (content[start : start + length] for start, length in zip(starts, host.lengths, strict=False))
     arrays = [x.clone() for x in slices]  # tensors of their own, as kernels compiled for them expect
     rule = _rule(host.reach, *arrays[:-8])
@@ -185,12 +186,15 @@ def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
     `[rows, columns]` of the other side's blocks in rising order, filled up with 0, as narrow as the longest row is.
     """
     chosen = np.flatnonzero(cover.full == full)
-    row, column, rows, columns = cover.q_block[chosen], cover.k_block[chosen], cover.q_blocks, cover.k_blocks
+    row = cover.q_block[chosen]
+    column = cover.k_block[chosen]
+    rows, columns = cover.q_blocks, cover.k_blocks
     if by_keys:
         order = np.argsort(column, kind="stable")
         row, column, rows, columns = column[order], row[order], columns, rows
     count = np.bincount(row, minlength=rows)
     blocks = np.zeros((rows, min(columns, max(2, count.max()))), np.int32)  # one column would be a compiled form more
+    # `row` ascends: a block's number in its row is its own less that of the row's first
     blocks[row, np.arange(len(row)) - (np.cumsum(count) - count)[row]] = column
     return [count, blocks.ravel()]
 
@@ -207,12 +211,14 @@ def _rule(
     """The rule of ops/mask.py for one pair of indices, over int32 tensors on the device."""
 
     def rule(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        # no test for padding or for text: `_columns` gave them values that equal none of the other side
         on_path = (k_order[j] <= q_order[i]) & (q_order[i] < k_leave[j])
         return on_path | (k_span[j] == q_span[i])
 
     if not depths:
         return rule
-    (q_depth, k_depth), (window, chunk) = depths, reach
+    q_depth, k_depth = depths
+    window, chunk = reach
 
     def in_window(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         return q_depth[i] - k_depth[j] < window
@@ -225,7 +231,8 @@ def _rule(
 
 def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
     """`[n, heads, d]` -> `[1, heads, whole blocks, at least 16]`, filled up with zeros."""
-    tokens, width = padded(len(x), size) - len(x), max(0, NARROWEST - x.shape[-1])
+    tokens = padded(len(x), size) - len(x)
+    width = max(0, NARROWEST - x.shape[-1])
     if tokens or width:
         x = pad(x, (0, width, 0, 0, 0, tokens))
     return x.transpose(0, 1).unsqueeze(0)
@@ -301,9 +308,10 @@ class FlexKernel:
         if table.num_tiles == 0:
             return
         # TRITON: the same kernel for any number of queries; the default takes a decoding kernel below 128 of them
-        heads_first, asked = self._heads_first(*(x.detach() for x in qkv)), AuxRequest(lse=True)
-        out, aux = self._call(heads_first, table, scale, "TRITON", asked)
-        out, lse = _tokens_first(out, qkv[0]), _tokens_first(aux.lse, qkv[0][..., 0])
+        heads_first = self._heads_first(*(x.detach() for x in qkv))
+        out, aux = self._call(heads_first, table, scale, "TRITON", AuxRequest(lse=True))
+        out = _tokens_first(out, qkv[0])
+        lse = _tokens_first(aux.lse, qkv[0][..., 0])  # [1, heads, n] -> [n, heads]
         if partial.untouched:
             partial.out.copy_(out)
             partial.lse.copy_(lse)
@@ -319,6 +327,7 @@ class FlexKernel:
             return self._capped.attend_backward(saved, kv, table, scale, grads)
         *qkv, out, dout = self._heads_first(*(x.detach() for x in (saved.q, *kv, saved.out, saved.dout)))
         lse = pad(saved.lse, (0, 0, 0, out.shape[2] - len(saved.lse)), value=-torch.inf)  # what fills up sees nothing
+        # [n, heads] -> [1, heads, n]: the kernel works with powers of 2
         results = out, (lse / math.log(2)).t().contiguous()[None]
         options = self._options(out, "TRITON")
         of_part = self._backward(qkv, results, dout, self.mask(table, out.device), scale, options)

@@ -101,6 +101,7 @@ def merge_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> No
 
     A head then need not attend to any token (Xiao et al., 2023; learned as in gpt-oss).
     """
+    # only the denominator grows: out = sum of e^s v over sum of e^s becomes the same over that sum and e^sink
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     out.mul_(torch.exp(lse - total).unsqueeze(-1))
     lse.copy_(total)

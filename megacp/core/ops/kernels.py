@@ -60,6 +60,7 @@ def kernel_name(name: str, device_type: str, dtype: str = "float32") -> str:
     """
     if name == "auto":
         fastest = FASTEST.get(device_type, "math")
+        # a name asked for is an error where it cannot run; auto never is
         return "math" if kernel_problem(fastest, device_type, dtype) else fastest
     problem = kernel_problem(name, device_type, dtype)
     if problem:

@@ -12,6 +12,8 @@ Nothing of size S x S is ever made. Both sides are cut into runs of equal metada
 each other's ends, and where a window begins. Two runs then cover the same tokens or are disjoint, as are a run and
 another moved on by the window. So every pair of runs is empty, full, or one triangle: no tile is ever partly masked.
 All of it is arithmetic on arrays, without a loop over documents or tiles.
+
+Letters: `T` tokens of a row, `n` of one side of a table, `m` chosen ones; `i` and `j` number runs of queries and keys.
 """
 
 from __future__ import annotations
@@ -26,8 +28,12 @@ import numpy as np
 
 Part = TypeVar("Part")
 
-FULL, CAUSAL, WINDOW = 1, 2, 3
-"""Kinds of tiles: every pair allowed; a triangle of a square, `k_index - k_start <= q_index - q_start`; or `>=`."""
+FULL = 1
+"""A tile of which every pair is allowed."""
+CAUSAL = 2
+"""A square tile of which a triangle is allowed: `k_index - k_start <= q_index - q_start`."""
+WINDOW = 3
+"""Likewise the other triangle: `k_index - k_start >= q_index - q_start`."""
 
 _PART = 64
 """Queries of a window's rows are cut to a multiple of it, which kernels like."""
@@ -57,8 +63,10 @@ class Metadata:
     @staticmethod
     def of_row(leave: np.ndarray, span: np.ndarray) -> Metadata:
         """The metadata of a whole row in its own order, from `leave[T]` and `span[T]`."""
-        real, order = leave > 0, np.arange(len(leave))
-        left = np.cumsum(np.bincount(leave[real], minlength=len(leave) + 1))[: len(leave)]  # tokens whose node is left
+        real = leave > 0
+        order = np.arange(len(leave))
+        # the depth of a token: the real tokens before it, less those of nodes whose subtree has ended by then
+        left = np.cumsum(np.bincount(leave[real], minlength=len(leave) + 1))[: len(leave)]
         return Metadata(leave, span, order, np.cumsum(real) - real - left)
 
     @staticmethod
@@ -69,6 +77,7 @@ class Metadata:
         several places of the row; padding may lie in it.
         """
         columns = [np.broadcast_to(x, document.shape) for x in (document, branch, span)]
+        # a span is one inside a branch; a node ends with its last token, a prefix with its document's
         number = np.unique(np.stack(columns), axis=1, return_inverse=True)[1].reshape(-1) + 1
         node = np.where(columns[1] == 0, _last(document), _last(_last(document) * len(document) + columns[1]))
         row = Metadata.of_row(np.where(document >= 0, node + 1, 0), np.where(columns[2] != 0, number, 0))
@@ -91,9 +100,11 @@ class Metadata:
     @functools.cached_property
     def document(self) -> np.ndarray:
         """int64 `[n]`: number of each token's tree in this row; -1 for padding."""
-        by_order, end = np.argsort(self.order, kind="stable"), np.empty(len(self), np.int64)
+        by_order = np.argsort(self.order, kind="stable")
+        end = np.empty(len(self), np.int64)
         end[by_order] = np.maximum.accumulate(self.leave[by_order])  # no node of a tree ends later than its root
-        real, number = self.leave > 0, np.full(len(self), -1)
+        real = self.leave > 0
+        number = np.full(len(self), -1)
         number[real] = np.unique(end[real], return_inverse=True)[1]
         return number
 
@@ -206,9 +217,11 @@ class TileTable:
         bounds = np.concatenate([[0], np.cumsum(full)])
         width = bounds[self.first[1:]] - bounds[self.first[:-1]]  # [rows]: keys of a row's full tiles
         causal, window = np.zeros((2, len(self.row_start)), bool)  # [rows]: those with such a tile
-        causal[self.row_of_tile[self.kind == CAUSAL]] = window[self.row_of_tile[self.kind == WINDOW]] = True
+        causal[self.row_of_tile[self.kind == CAUSAL]] = True
+        window[self.row_of_tile[self.kind == WINDOW]] = True
         seen = np.zeros(self.queries, np.int64)
         index, row = expand(self.row_start, self.row_stop)
+        # of a causal triangle the first query sees one key and the last all, of a window's the other way round
         seen[index] = width[row] + np.where(causal[row], index - self.row_start[row] + 1, 0)
         seen[index] += np.where(window[row], self.row_stop[row] - index, 0)
         return seen
@@ -216,6 +229,7 @@ class TileTable:
     @functools.cached_property
     def needed_keys(self) -> np.ndarray:
         """bool `[keys]`: which keys some query sees."""
+        # +1 where a tile begins, -1 behind it: the running sum counts the tiles over each key
         steps = np.zeros(self.keys + 1, np.int64)
         np.add.at(steps, self.k_start, 1)
         np.add.at(steps, self.k_stop, -1)
@@ -233,7 +247,8 @@ class TileTable:
 
 def allowed(q: Metadata, k: Metadata) -> np.ndarray:
     """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and single small tiles."""
-    order, back = q.order[:, None], q.depth[:, None] - k.depth[None]
+    order = q.order[:, None]
+    back = q.depth[:, None] - k.depth[None]  # tokens on the path from the key to the query
     on_path = (k.order[None] <= order) & (order < k.leave[None]) & (q.leave[:, None] > 0)
     seen = on_path | ((q.span[:, None] != 0) & (q.span[:, None] == k.span[None]))
     if q.reach.window:
@@ -273,7 +288,7 @@ class _Runs:
 
 def _runs(meta: Metadata) -> _Runs:
     n = len(meta)
-    change = np.ones(n, dtype=bool)
+    change = np.ones(n, dtype=bool)  # where a run begins
     change[1:] = meta.order[1:] != meta.order[:-1] + 1
     for values in (meta.leave, meta.span):
         change[1:] |= values[1:] != values[:-1]
@@ -287,39 +302,62 @@ def _cut(runs: _Runs, ends: np.ndarray) -> _Runs:
     """Cut runs at every one of the sorted `ends` that falls strictly inside them."""
     first = np.searchsorted(ends, runs.order, side="right")  # of each run, the cuts ends[first:last] are inside
     last = np.searchsorted(ends, runs.order + runs.length, side="left")
-    parts = last - first + 1
+    parts = last - first + 1  # [runs]
     if (parts == 1).all():
         return runs
-    owner = np.repeat(np.arange(len(parts)), parts)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)  # number of a part in its run
-    cut = runs.take(owner)
+    within, owner = expand(np.zeros_like(parts), parts)  # number of a part in its run, and the run
+    cut = runs.take(owner)  # [parts], as are all arrays below
     begin = cut.order.copy()  # a part begins where its run does or at a cut, and ends where the next one begins
     inner = within > 0
     begin[inner] = ends[first[owner[inner]] + within[inner] - 1]
     end = (runs.order + runs.length)[owner]
     end[:-1][inner[1:]] = begin[1:][inner[1:]]
-    start, moved = cut.start + begin - cut.order, begin - cut.order
+    moved = begin - cut.order  # from the first token of its run to that of the part
+    start = cut.start + moved
     return _Runs(start, start + end - begin, begin, cut.leave, cut.span, cut.depth + moved)
 
 
-def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
-    """Orders at which runs of queries are cut, so that a run of keys is one of three things to each part: seen by all
-    of its queries or by none, or, clipped, a square of it is their own tokens, or those a window before them.
+def _window_cuts(q: _Runs, k: _Runs, window: int) -> np.ndarray:
+    """Orders of queries that stand `window - 1` behind the beginning or the end of a run of keys on their path.
+
+    Depths of all trees lie on one line: each tree has more than `wide` numbers, and no depth or edge has as many. So
+    one search finds the edges in each run of queries, those of its own tree.
     """
+    orders = np.concatenate([q.order, k.order])
+    leaves = np.concatenate([q.leave, k.leave])
+    by_order = np.argsort(orders, kind="stable")
+    end = np.maximum.accumulate(leaves[by_order])  # of the tree, which it names
+    wide = int(max(q.depth.max(initial=0), k.depth.max(initial=0))) + int(k.length.max(initial=0)) + window
+    trees = [end[np.searchsorted(orders[by_order], x.order, side="right") - 1] * (wide + 1) for x in (q, k)]
+    first = trees[1] + k.depth + window - 1  # [runs of k], on the line
+    edges = np.unique(np.concatenate([first, first + k.length]))
+    begin = trees[0] + q.depth  # [runs of q]
+    edge, run = expand(np.searchsorted(edges, begin), np.searchsorted(edges, begin + q.length))
+    return q.order[run] + edges[edge] - begin[run]
+
+
+def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
+    """Orders at which runs of queries are cut, so that a part sees of a run of keys at most a triangle of the tokens a
+    window before it (W), keys that all of it sees (F), and a triangle of its own tokens (C).
+
+    A window of 4 over one document cuts the queries every 3, as the W of a longer part would reach its C:
+
+        key        0 1 2 3 4 5
+        query 3    W W W C . .     part [3, 6)
+        query 4    . W W C C .
+        query 5    . . W C C C
+
+    Where another rank holds keys [0, 5), queries [5, 12) are cut at 6 and 9 for that, and at 8, the first that is too
+    far behind key 4. Part [6, 8) sees a W of keys 3 and 4: query 6 both, query 7 the second.
+    """
+    # no run of keys begins or ends within a part: it holds the own tokens of all its queries, or of none
     ends = [k.order, k.order + k.length]
     shift = reach.window - 1
     if reach.window:
-        orders, leaves = np.concatenate([q.order, k.order]), np.concatenate([q.leave, k.leave])
-        by_order = np.argsort(orders, kind="stable")
-        end = np.maximum.accumulate(leaves[by_order])  # of the tree, which it names
-        wide = int(max(q.depth.max(initial=0), k.depth.max(initial=0))) + int(k.length.max(initial=0)) + reach.window
-        trees = [end[np.searchsorted(orders[by_order], x.order, side="right") - 1] * (wide + 1) for x in (q, k)]
-        edges = np.unique(np.concatenate([trees[1] + k.depth + shift, trees[1] + k.depth + k.length + shift]))
-        begin = trees[0] + q.depth
-        j, i = expand(np.searchsorted(edges, begin), np.searchsorted(edges, begin + q.length))
-        ends.append(q.order[i] + edges[j] - begin[i])
+        ends.append(_window_cuts(q, k, reach.window))
     # a kernel computes the squares of triangles: parts of an eighth of a window waste an eighth
     part = min(shift, -(-shift // (8 * _PART)) * _PART) if shift > 0 else reach.window
+    # the third: from `shift` behind the beginning of a chunk on, a window lies in the chunk
     for period, place in ((part, 0), (reach.chunk, 0), (reach.chunk if part else 0, shift)):
         if period:
             ahead = (place - q.depth) % period  # from the beginning of each run to such a depth
@@ -329,30 +367,41 @@ def _row_cuts(q: _Runs, k: _Runs, reach: Reach) -> np.ndarray:
 
 
 def _tiles_of_pairs(q: _Runs, k: _Runs, i: np.ndarray, j: np.ndarray, reach: Reach) -> tuple[np.ndarray, ...]:
-    """(run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k)."""
-    length, keys = q.length[i], k.length[j]
+    """(run of q, k_start, k_stop, kind) of the tiles of the pairs (run i of q, run j of k): at most three of a pair.
+
+    Places are counted from the first key of run j. Queries [6, 8) see of keys [0, 8) under a window of 6:
+
+        0          edge = 1      low = 3       own = high = 6     8
+        | unseen   | WINDOW      | FULL        | CAUSAL           |
+                   |-- length ---|             |---- length ------|
+    """
+    length = q.length[i]  # [pairs], as all arrays here; a single query has no triangles, all it sees is FULL
+    keys = k.length[j]
     same_span = (q.span[i] != 0) & (q.span[i] == k.span[j])
     on_path = (k.order[j] <= q.order[i]) & (q.order[i] < k.leave[j])
     own = q.order[i] - k.order[j]  # where the queries' own tokens begin in the run of keys, if they are there
     holds = on_path & (own < keys) & ~same_span & (length > 1)  # else one query sees itself as it sees others
-    low, high = 0 * own, np.where(same_span, keys, np.where(on_path, np.minimum(keys, own + (length == 1)), 0))
+    # all queries see [low, high): a run of their span whole, a run of their path up to their own tokens, others not
+    low = 0 * own
+    high = np.where(same_span, keys, np.where(on_path, np.minimum(keys, own + (length == 1)), 0))
     high = np.where(holds, own, high)
-    back = q.depth[i] - k.depth[j]
+    back = q.depth[i] - k.depth[j]  # the key as deep as the first query
+    edge = back - (reach.window - 1)  # the first key that the first query sees, where there is a window
     square = np.zeros(len(i), bool)
     if reach.window:
-        edge = back - (reach.window - 1)  # the first key that the first query sees
         square = (edge >= 0) & (edge < keys) & (length > 1) & (high > 0)
         low = np.maximum(low, edge + np.where(length > 1, length, 0))
     if reach.chunk:
         first = back - q.depth[i] % reach.chunk  # of the queries' chunk
-        low, high = np.maximum(low, first), np.minimum(high, first + reach.chunk)
-        square &= (edge >= first) if reach.window else False
+        low = np.maximum(low, first)
+        high = np.minimum(high, first + reach.chunk)
+        square &= edge >= first
     found = [
         (i[kept], k.start[j[kept]] + begin[kept], k.start[j[kept]] + end[kept], np.full(len(kept), kind))
         for kept, begin, end, kind in (
             (np.flatnonzero(high > low), low, high, FULL),
             (np.flatnonzero(holds), own, own + length, CAUSAL),
-            (np.flatnonzero(square), back - (reach.window - 1), back - (reach.window - 1) + length, WINDOW),
+            (np.flatnonzero(square), edge, edge + length, WINDOW),
         )
     ]
     return tuple(np.concatenate(arrays) for arrays in zip(*found, strict=True))
@@ -371,23 +420,27 @@ def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
     `q` is sorted by start, `k` by order.
     """
     found = []
+    # a run of queries sees keys [first, last) by the path: they begin no later, and some of their trees are not left
     last = np.searchsorted(k.order, q.order, side="right")
     first = np.minimum(last, np.searchsorted(np.maximum.accumulate(k.leave), q.order, side="right"))
-    for part in _chunks(last - first):  # runs that begin no later, and whose trees are not left
+    for part in _chunks(last - first):
         j, i = expand(first[part], last[part])
-        i += part.start
+        i += part.start  # runs are numbered within the part
         apart = np.flatnonzero((q.span[i] == 0) | (q.span[i] != k.span[j]))
         found.append(_tiles_of_pairs(q, k, i[apart], j[apart], reach))
-    images, by_span = np.flatnonzero(q.span), np.argsort(k.span, kind="stable")
+    # and the runs of its own span, wherever they stand
+    images = np.flatnonzero(q.span)
+    by_span = np.argsort(k.span, kind="stable")
     first, last = (np.searchsorted(k.span[by_span], q.span[images], side=side) for side in ("left", "right"))
-    for part in _chunks(last - first):  # runs of the same span, wherever they stand
+    for part in _chunks(last - first):
         j, i = expand(first[part], last[part])
         found.append(_tiles_of_pairs(q, k, images[i + part.start], by_span[j], reach))
     if not found:
         return tuple(np.zeros(0, np.int64) for _ in range(4))
     row, start, stop, kind = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
     in_key_order = np.lexsort((start, row))
-    row, start, stop, kind = row[in_key_order], start[in_key_order], stop[in_key_order], kind[in_key_order]
+    row, start, stop, kind = (array[in_key_order] for array in (row, start, stop, kind))
+    # [tiles - 1]: a full tile goes on where the one before it ended
     joins = (row[1:] == row[:-1]) & (kind[1:] == FULL) & (kind[:-1] == FULL) & (start[1:] == stop[:-1])
     heads = np.flatnonzero(np.append(True, ~joins)[: len(row)])  # the first of those that are one tile
     tails = np.append(heads[1:], len(row))[: len(heads)] - 1
@@ -396,8 +449,8 @@ def _tiles(q: _Runs, k: _Runs, reach: Reach) -> tuple[np.ndarray, ...]:
 
 def _equal_to_previous(table: TileTable) -> np.ndarray:
     """bool `[rows]`: the row touches the one before and sees exactly the same tiles, all full."""
-    rows, count = len(table.row_start), np.diff(table.first)
-    equal = np.zeros(rows, bool)
+    count = np.diff(table.first)  # [rows]: tiles of each
+    equal = np.zeros(len(count), bool)
     equal[1:] = (table.row_start[1:] == table.row_stop[:-1]) & (count[1:] == count[:-1])
     tile = np.flatnonzero(equal[table.row_of_tile])  # the tiles of rows that may be equal
     before = tile - count[table.row_of_tile[tile]]  # the tile of the same number in the row before
@@ -412,7 +465,7 @@ def _join_rows(table: TileTable) -> TileTable:
     equal = _equal_to_previous(table)
     if not equal.any():
         return table
-    kept = np.flatnonzero(~equal)
+    kept = np.flatnonzero(~equal)  # the first row of each that becomes one, whose tiles are those of all
     last = np.append(kept[1:], len(equal)) - 1
     tiles = np.flatnonzero(~equal[table.row_of_tile])
     first = np.concatenate([[0], np.cumsum(np.diff(table.first)[kept])])
@@ -433,11 +486,13 @@ def tile_table(q: Metadata, k: Metadata) -> TileTable:
 
     Places must be unique on each side and hold equal metadata on both sides, as in any permutation of one row.
     """
-    q_runs, k_runs = _runs(q), _runs(k)
+    q_runs = _runs(q)
+    k_runs = _runs(k)
+    # keys are not cut: a tile may take a part of a run of theirs
     q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, q.reach))
     q_runs = q_runs.take(np.argsort(q_runs.start, kind="stable"))
     k_runs = k_runs.take(np.argsort(k_runs.order, kind="stable"))
     run, k_start, k_stop, kind = _tiles(q_runs, k_runs, q.reach)
-    seen, first = np.unique(run, return_index=True)
+    seen, first = np.unique(run, return_index=True)  # runs of queries with a tile become the rows
     bounds = np.append(first, len(run)).astype(np.int64)
     return _join_rows(TileTable(q, k, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))

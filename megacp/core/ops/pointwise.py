@@ -29,8 +29,9 @@ def _norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the scale of each row `[..., 1]`."""
     wide = x.to(accumulation_dtype(x.dtype))
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)  # a reduction: the squares are never stored
     scale = torch.rsqrt(length.square() / x.shape[-1] + epsilon)
+    # each as its library rounds: around 0 once at the end, otherwise before the weight too
     if zero_centered:
         return (wide * scale).mul_(weight.to(wide.dtype) + 1).to(x.dtype), scale
     return (wide * scale).to(x.dtype).mul_(weight), scale
@@ -88,7 +89,8 @@ def _gate_backward(
     grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the normed x and of the gate."""
-    wide, wide_gate = grad.to(scale.dtype), gate.to(scale.dtype)
+    wide = grad.to(scale.dtype)
+    wide_gate = gate.to(scale.dtype)
     normed = x.to(scale.dtype) * scale * weight
     d_gate = torch.ops.aten.silu_backward(wide * normed, wide_gate)
     return wide * F.silu(wide_gate), d_gate.to(gate.dtype)
@@ -98,7 +100,7 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         out, scale = _norm(x, weight, epsilon, False)
-        ctx.save_for_backward(x, gate, weight, scale)
+        ctx.save_for_backward(x, gate, weight, scale)  # the normed x is made again in backward
         return out.mul_(F.silu(gate))
 
     @staticmethod
@@ -152,7 +154,7 @@ def _swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.T
     gate, up = gate_up.chunk(2, -1)
     result = empty(gate_up.shape, gate_up)
     for_gate, for_up = result.chunk(2, -1)
-    torch.mul(grad, up, out=for_gate)
+    torch.mul(grad, up, out=for_gate)  # of silu(gate), from which the next line makes that of gate in place
     torch.ops.aten.silu_backward.grad_input(for_gate, gate, grad_input=for_gate)
     torch.ops.aten.silu.out(gate, out=for_up).mul_(grad)
     return (result,)
@@ -213,6 +215,7 @@ def keep_mask(key: int, token_names: torch.Tensor, columns: int, probability: fl
     """
     low, high = (token_names.new_full((), half) for half in (key & _MASK32, key >> 32 & _MASK32))
     column = torch.arange(first, first + columns, device=token_names.device)
+    # hashes are even over [0, 2^32): so large a share of them is below
     return _kept(token_names, low, high, column, int(probability * 2**32))
 
 

@@ -6,6 +6,9 @@ A rule says what a chunk does to the state `S[K, V]` of a head, and what it read
 
 so anything that is affine in its state is a rule. Maps compose, (A2, B2) o (A1, B1) = (A2 A1, A2 B1 + B2), which is how
 states cross from rank to rank; backward is the same scan from the other end, with A transposed.
+
+Letters: `n` chunks of `C` tokens, `groups` of key heads, `heads` of values; a state has `K` keys and `V` values a head;
+`W` columns are scanned together; the convolution has `t` tokens and `c` channels.
 """
 
 from __future__ import annotations
@@ -48,19 +51,27 @@ def gated_delta_rule(
     share = v.shape[2] // k.shape[2]
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     q, k = (x.transpose(1, 2).repeat_interleave(share, 1) for x in (q * q.shape[-1] ** -0.5, k))
-    v, decay, beta = v.transpose(1, 2), log_decay.transpose(1, 2).cumsum(-1), beta.transpose(1, 2).unsqueeze(-1)
+    # [n, C, heads, ...] -> [n, heads, C, ...], as q and k are by now
+    v = v.transpose(1, 2)
+    beta = beta.transpose(1, 2).unsqueeze(-1)
+    decay = log_decay.transpose(1, 2).cumsum(-1)  # from the beginning of the chunk through token i
     past = torch.ones(v.shape[2], v.shape[2], dtype=torch.bool, device=v.device).tril()
     # [n, heads, C, C]: the decay from token j to a later token i; masked before exp, which would overflow above
     between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~past, -torch.inf).exp()
-    since, until = decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    since = decay.exp().unsqueeze(-1)  # [n, heads, C, 1]: what is left at token i of the state before the chunk
+    until = (decay[..., -1:] - decay).exp().unsqueeze(-1)  # and behind the chunk of what token i wrote
+    # token i adds k_i u_i^T with u_i = beta_i (v_i - since_i S^T k_i - sum over j < i of between_ij (k_i k_j) u_j)
+    # u is linear in S: u = values - keys S, both solved at once; the diagonal is taken as 1 and not read
     system = k * beta @ k.transpose(-1, -2) * between
-    right = torch.cat([v * beta, k * beta * since], -1)  # of the values, and of the state's own part
+    right = torch.cat([v * beta, k * beta * since], -1)
     values, keys = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], -1
     )
     late = (k * until).transpose(-1, -2)  # [n, heads, K, C]
+    # S' = since_C S + late u
     whole = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device) * since[:, :, -1:]
     yield whole - late @ keys, late @ values
+    # out_i = since_i S^T q_i + sum over j <= i of between_ij (q_i k_j) u_j
     seen = q @ k.transpose(-1, -2) * between
     yield q * since - seen @ keys, seen @ values
 
@@ -90,6 +101,7 @@ def scan_back(turn: torch.Tensor, reads: torch.Tensor, levels: Sequence[Level], 
     """
     for rows, before in reversed(levels):
         found = torch.matmul(turn[rows].transpose(-1, -2), after[rows]).add_(reads[rows])
+        # several chunks go on from one where the path branches, but a slice has no chunk twice
         if isinstance(before, slice):
             after[before] += found
         else:
@@ -109,7 +121,8 @@ def _taps(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @fused
 def _taps_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     wide, wide_x = (t.to(accumulation_dtype(x.dtype)) for t in (grad, x))
-    dx, d_weight = wide * weight[:, -1], [(wide * wide_x).sum(0)]
+    dx = wide * weight[:, -1]
+    d_weight = [(wide * wide_x).sum(0)]  # of the last tap; those of rows further back come before it
     for back in range(1, weight.shape[1]):
         dx[:-back].addcmul_(wide[back:], weight[:, -1 - back])
         d_weight.insert(0, (wide[back:] * wide_x[:-back]).sum(0))

@@ -41,7 +41,9 @@ def _yarn(frequency: torch.Tensor, head_dim: int, base: float, scaling: RotarySc
     def index(turns: float) -> float:  # of the frequency that turns so often over the original positions
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = max(math.floor(index(_YARN[0])), 0), min(math.ceil(index(_YARN[1])), head_dim - 1)
+    low = max(math.floor(index(_YARN[0])), 0)
+    high = min(math.ceil(index(_YARN[1])), head_dim - 1)
+    # [head_dim / 2]: 0 up to low, 1 from high on; 0.001 where both are one index, as in YaRN's own code
     slowed = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     return frequency / scaling.factor * slowed + frequency * (1 - slowed)
 
@@ -54,7 +56,10 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
     if scaling.kind == "linear":
         return frequency / scaling.factor
     if scaling.kind == "llama3":
-        wavelength, positions, (low, high) = 2 * math.pi / frequency, scaling.original_max_positions, _LLAMA3
+        wavelength = 2 * math.pi / frequency  # in tokens
+        positions = scaling.original_max_positions
+        low, high = _LLAMA3
+        # between the bounds: 0 where the wave is longest, fully stretched, 1 where it is shortest
         smooth = (positions / wavelength - low) / (high - low)
         blended = (1 - smooth) * frequency / scaling.factor + smooth * frequency
         scaled = torch.where(wavelength > positions / low, frequency / scaling.factor, blended)
@@ -88,6 +93,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) ->
     """Rotate by the angles, or back by them when `sign` is -1: over whole heads, as angles are a head's share of x."""
     turned, rest = x.tensor_split([2 * cos.shape[-1]], -1)
     first, second = turned.chunk(2, -1)
+    # (first, second) -> (first cos - second sin, second cos + first sin)
     whole_cos = torch.cat([cos, cos], -1)  # [n, 1, r/2] -> [n, 1, r]
     whole_sin = torch.cat([sin * -sign, sin * sign], -1)
     turned = torch.cat([second, first], -1).mul_(whole_sin).addcmul_(turned, whole_cos)

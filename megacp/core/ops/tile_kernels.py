@@ -93,10 +93,12 @@ def _groups(rows: Iterable[TileRow], heads: Heads) -> Iterator[_RowGroup]:
     group: _RowGroup | None = None
     for row in rows:
         keys = tuple(slice(tile.k_start, tile.k_stop) for tile in row.tiles)
+        # by itself a row is computed as the cheaper of one masked call and several without a mask
         block = _block((row,), _union(keys), heads)
         alone = block if block.cost < (apart := _apart(row, heads)) else _RowGroup((row,), block.keys, apart)
         if group is not None and group.queries.stop == row.q_start:
             joined = _block((*group.rows, row), _union((*group.keys, *keys)), heads)
+            # joined rows save calls and add pairs: keys of one that another does not see
             if joined.cost < group.cost + alone.cost:
                 group = joined
                 continue
@@ -210,7 +212,8 @@ class TileKernel(ABC):
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:
         q, k, v = qkv
         for call in table_calls(table, Heads(q.shape[1], *k.shape[1:])):
-            rows, part = call.rows, (q[call.rows], _gather(k, call.keys), _gather(v, call.keys))
+            rows = call.rows
+            part = (q[rows], _gather(k, call.keys), _gather(v, call.keys))
             out, lse = call.turned(*self.forward(call.turned(*part), call.allowed(q.device), scale))
             if partial.untouched and call.first:
                 partial.out[rows], partial.lse[rows] = out, lse
@@ -219,9 +222,11 @@ class TileKernel(ABC):
         partial.untouched &= table.num_tiles == 0
 
     def attend_backward(self, saved: Saved, kv: KV, table: TileTable, scale: float, grads: QKV) -> None:
-        (k, v), (dq, dk, dv) = kv, grads
+        k, v = kv
+        dq, dk, dv = grads
         for call in table_calls(table, Heads(saved.q.shape[1], *k.shape[1:])):
-            rows, keys = call.rows, (_gather(k, call.keys), _gather(v, call.keys))
+            rows = call.rows
+            keys = (_gather(k, call.keys), _gather(v, call.keys))
             part = Saved(*call.turned(saved.q[rows], saved.out[rows], saved.lse[rows], saved.dout[rows]))
             found = call.turned(*self.backward(part, call.turned(*keys), call.allowed(k.device), scale))
             dq[rows] += found[0]
@@ -279,12 +284,14 @@ class MathKernel(TileKernel):
 
     def backward(self, saved: Saved, kv: KV, allowed: Allowed, scale: float) -> QKV:
         k, v = kv
-        groups, wide = k.shape[1], accumulation_dtype(saved.q.dtype)
+        groups = k.shape[1]
+        wide = accumulation_dtype(saved.q.dtype)
         dq = torch.empty_like(saved.q, dtype=wide)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
         for start in range(0, len(saved.q), self.block):
             rows = slice(start, min(start + self.block, len(saved.q)))
             scores, slope = self._scores(saved.q, k, start, allowed, scale)
+            # the merged lse: weights are of the softmax over all keys of a query, of which these are a part
             lse = saved.lse[rows].t().unflatten(0, (groups, -1)).to(wide)  # [b, heads] -> [groups, r, b]
             weights = torch.exp(scores - lse.unsqueeze(-1))
             q, out, dout = (
@@ -306,10 +313,12 @@ class MathKernel(TileKernel):
         """
         wide = accumulation_dtype(q.dtype)
         rows = q[start : start + self.block].unflatten(1, (k.shape[1], -1)).to(wide)  # [b, heads, d] -> [b, g, r, d]
-        scores, slope = torch.einsum("ngrd,mgd->grnm", rows, k.to(wide)) * scale, None
+        scores = torch.einsum("ngrd,mgd->grnm", rows, k.to(wide)) * scale
+        slope = None
         if self.cap:
             bent = torch.tanh(scores / self.cap)
-            scores, slope = bent * self.cap, 1 - bent.square()
+            scores = bent * self.cap
+            slope = 1 - bent.square()  # of cap * tanh(score / cap)
         if allowed.causal:
             place = torch.arange(start, start + rows.shape[0], device=q.device)
             scores.masked_fill_(torch.arange(len(k), device=q.device)[None] > place[:, None], -torch.inf)
@@ -332,7 +341,8 @@ def dense_attention(
     Rows that see nothing give zero output and zero gradient. Returns `out[n, heads, d]`.
     """
     repeat = q.shape[1] // k.shape[1]
-    keys, values = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)  # [m, groups, d] -> [m, heads, d]
+    keys = k.repeat_interleave(repeat, 1)  # [m, groups, d] -> [m, heads, d]
+    values = v.repeat_interleave(repeat, 1)
     scores = torch.einsum("nhd,mhd->hnm", q, keys).to(accumulation_dtype(q.dtype)) * scale
     scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -340,7 +350,7 @@ def dense_attention(
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, len(q), 1)], -1)
         values = torch.cat([values, torch.zeros_like(values[:1])])
         visible = torch.cat([visible, torch.ones_like(visible[:, :1])], -1)
-    nothing = ~visible.any(-1)  # [n]
+    nothing = ~visible.any(-1)  # [n]; a softmax of -inf alone is NaN, also in its gradient, so it gets zeros
     weights = torch.softmax(scores.masked_fill(nothing[None, :, None], 0.0), -1)
     weights = weights.masked_fill(nothing[None, :, None], 0.0)
     return torch.einsum("hnm,mhd->nhd", weights.to(q.dtype), values)

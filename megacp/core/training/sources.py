@@ -117,10 +117,15 @@ def whole_run(training: TrainingConfig, packs: int, step: int, consumed: int) ->
     return step + max(0, -(-(end - consumed) // training.global_batch_size)), end
 
 
+_FEW_UPDATES = 20
+"""Fewer change a model little, whatever its data."""
+
+
 def with_stored_length(config: RunConfig, given: Collection[str], flags: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
-    a note; both as they were where there is no such dataset, which is told later. ValueError for a step or less, and
-    for a length that `flags` of the command line, or else files, say twice.
+    a note, also of a new run that is short or warms up for most of its steps; both as they were where there is no such
+    dataset, which is told later. ValueError for no step, and for a length that `flags` of the command line, or else
+    files, say twice.
     """
     try:
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
@@ -137,13 +142,19 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
         if "train_iters" in flags:  # in place of a file's epochs
             epochs, config = None, with_values(config, {"train_epochs": None})
     if manifests and epochs is not None:
-        packs, batch = sum(one.num_packs for one in manifests), training.global_batch_size
+        packs = sum(one.num_packs for one in manifests)
         found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]
-        if steps <= 1:  # the last step has --min-lr, which may be 0
-            told = f"--train-epochs {epochs:g} is {steps} step of --global-batch-size {batch}"
-            raise ValueError(f"{told}, as --data-path has {packs} packs: lower --global-batch-size")
-    note = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-    return with_values(config, found), f"{note}, as --data-path was packed" if note else ""
+        if steps == 0:
+            raise ValueError(f"--train-epochs {epochs:g} of the {packs} packs of --data-path is none: raise it")
+    flags_found = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
+    notes = [f"{flags_found}, as --data-path was packed"] if found else []
+    config = with_values(config, found)
+    steps, warmup = config.training.train_iters, config.training.warmup_updates
+    if manifests and (steps < _FEW_UPDATES or warmup > steps / 2) and progress(config) == (0, 0):
+        few = f"{steps} updates of {training.global_batch_size} packs, {warmup} of them to warm up"
+        what = "lower --global-batch-size or the warm-up, or raise --train-epochs or --train-iters"
+        notes.append(f"this run makes {few}, which teaches a model little: {what}")
+    return config, "\n".join(notes)
 
 
 def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:

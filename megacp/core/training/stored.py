@@ -23,6 +23,8 @@ FREEZING = {"freeze"}
 """What may change besides when only the weights are taken."""
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
 """What a run adds to weights without low-rank pairs when only the weights are taken."""
+FINETUNING_RATE, FINETUNING_RATE_OF_PAIRS = 1e-5, 1e-4
+"""Of a run that starts from weights alone and is not told its rate: that of a training from nothing undoes them."""
 
 
 def stored_config(loaded: LoadedCheckpoint) -> RunConfig:
@@ -62,7 +64,7 @@ def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunCon
     """The config with the model of the checkpoint it loads, as far as no flag in `given` says what it is; a note.
 
     Without a checkpoint to load it stays as it is, and the note is empty. A run that starts from weights alone keeps
-    its own dropout, learning rates and frozen parts. Raises ValueError that names each flag which contradicts.
+    its own dropout, learning rates of parts and frozen parts. Raises ValueError that names each flag which contradicts.
     """
     checkpoint, goes_on = config.checkpoint, resumes(config)
     place = checkpoint.save if goes_on else checkpoint.load
@@ -77,7 +79,8 @@ def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunCon
 def with_model_of(
     config: RunConfig, stored: RunConfig, folder: Place, given: Collection[str], weights_only: bool
 ) -> tuple[RunConfig, str]:
-    """The config with the model of `stored`, read from `folder`, as far as no flag in `given` says what it is; a note.
+    """The config with the model of `stored`, read from `folder`, and its rate or a finetuning's, as far as no flag in
+    `given` says what they are; a note.
 
     Raises ValueError that names each flag which contradicts.
     """
@@ -91,7 +94,14 @@ def with_model_of(
     if wrong := other_function(stored, config, weights_only):
         raise ValueError("\n".join(misfit(folder, name, before[name], now[name]) for name in wrong))
     words = ", ".join(f"{flag(name)} {words_of(value)}" for name, value in taken.items())
-    return config, f"the model is that of {folder}: {words}" if taken else ""
+    notes = [f"the model is that of {folder}: {words}"] if taken else []
+    rate, why = stored.training.lr, f"that of {folder}"
+    if weights_only:
+        rate, why = (FINETUNING_RATE_OF_PAIRS if config.model.lora_rank else FINETUNING_RATE), "for finetuning"
+    if "lr" not in given and rate != config.training.lr:
+        config = with_values(config, {"lr": rate})
+        notes.append(f"--lr {rate:g}, {why}, as no flag says it")
+    return config, "\n".join(notes)
 
 
 def misfit(folder: Place, name: str, before: object, now: object) -> str:

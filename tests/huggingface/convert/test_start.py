@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.optimization import get_scheduler
 
 from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.names import TensorBox
+from megacp.core.config.training import TrainingConfig
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import GridShape, build_grid
 from megacp.core.distributed.launch import run_store
+from megacp.core.optim.lr_schedule import learning_rate
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
 from megacp.huggingface.convert.start import FolderStart
 from megacp.huggingface.convert.tensors import whole
@@ -140,6 +143,7 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     assert "has --qk-layernorm head, this run off" in told
     assert "are two starts: give one of them" in refused([*start, "--load", str(data)], capsys)
     assert f"--load-hf {data}: " in refused(["--load-hf", str(data)], capsys)
+    assert "a Hugging Face folder: start from it by --load-hf" in refused(["--load", str(folder)], capsys)
     assert "was packed for rows of 128 tokens" in refused([*start, "--seq-length", "64"], capsys)
 
 
@@ -151,6 +155,35 @@ def test_a_dataset_of_another_tokenizer_is_refused(
     told = refused(["--load-hf", str(folder), "--data-path", str(other)], capsys)
     assert f"--data-path {other} was built with the tokenizer" in told
     assert "build it again with the --tokenizer" in told
+
+
+def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_checkpoint(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start, run, adapter = ["--load-hf", str(folder)], str(tmp_path / "run"), tmp_path / "adapter"
+    q_adapter(folder, adapter)
+    assert main([*start, "--seq-length", "32", *STEPS, "--save", run]) == 0
+    assert "--lr" not in capsys.readouterr().out
+    whole = [(start, 1e-5), (["--load", run, "--finetune"], 1e-5)]
+    pairs = [([*start, "--lora-rank", "2"], 1e-4), ([*start, "--load-adapter", str(adapter)], 1e-4)]
+    goes_on = [(["--load", run], 0.01), ([*start, "--auto-resume", "--save", run], 0.01)]
+    for flags, rate in [*whole, *pairs, *goes_on]:
+        plan = plan_of([*flags, "--log-file", "/dev/null"], launch.World())
+        assert plan is not None and plan.config.training.lr == rate
+        assert f"--lr {rate:g}, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 1), (0, 2), (0, 7), (3, 10)])
+def test_the_decay_is_that_of_the_library_and_no_update_has_rate_0(name: str, warmup: int, updates: int) -> None:
+    """The library warms up by one update more, whose rate is 0."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.25)
+    (theirs,) = get_scheduler(name, optimizer, warmup, updates).lr_lambdas
+    style: Any = name
+    settings = TrainingConfig(lr=0.25, lr_decay_style=style, train_iters=updates, lr_warmup_iters=warmup + 1)
+    ours = [learning_rate(update, settings) for update in range(1, updates + 1)]
+    assert ours[warmup:] == pytest.approx([0.25 * theirs(step) for step in range(warmup, updates)], rel=1e-12)
+    assert min(ours) > 0
 
 
 def _refusal(rank: int, world_size: int, flags: list[list[str]]) -> str:

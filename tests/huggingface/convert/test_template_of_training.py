@@ -13,6 +13,7 @@ from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
+from tests.huggingface.convert.models import llama
 from tests.prepare.build.builds import documents
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 from tests.prepare.templates.test_public import ASK, TELL, TOOLS
@@ -78,6 +79,21 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     assert generate.main([*chat, "--prompt", ASK["content"], "--raw", "--no-thinking"]) == 2
     assert generate.main([*chat, "--prompt", ASK["content"], "--raw"]) == 0
     assert asked[-1] == theirs.encode(ASK["content"], add_special_tokens=False)
+
+
+def test_a_converted_folder_is_asked_by_its_own_template(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    write_tokenizer(tmp_path / "hf", chat_template=TEMPLATES["qwen_25"])
+    llama(vocab_size=1000).save_pretrained(tmp_path / "hf")
+    into = ["--from", "hf", "--to", "megacp", "--input", str(tmp_path / "hf"), "--output", str(tmp_path / "start")]
+    assert convert.main(into) == 0
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": [ASK, TELL]}))
+    asked = ["--checkpoint", str(tmp_path / "start"), "--max-new-tokens", "1"]
+    asked += ["--input", str(tmp_path / "asked.jsonl"), "--output", str(tmp_path / "answers.jsonl")]
+    assert generate.main(asked) == 0
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    prompt = theirs.apply_chat_template([ASK], add_generation_prompt=True, tokenize=False)
+    assert json.loads((tmp_path / "answers.jsonl").read_text())["prompt"] == prompt
 
 
 def test_validation_data_by_another_template_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
