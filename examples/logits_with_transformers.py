@@ -22,7 +22,6 @@ import torch
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import build_grid
-from megacp.core.models.build import grid_shape
 from megacp.core.training.state import RunState, load_weights
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.start import open_start
@@ -62,7 +61,7 @@ def of_rank(
     """The loss of the row on a grid, and by how much this rank's part of the logits differs from the library's."""
     flags = {**axes, "load_hf": str(folder), "seq_length": len(row), "global_batch_size": 1, "dtype": "float32"}
     config, weights, _ = open_start(with_values(RunConfig(), flags), flags)
-    model = ParallelModel(config, build_grid(grid_shape(config, world_size), rank))
+    model = ParallelModel(config, build_grid(config.grid_shape(world_size), rank))
     load_weights(model, weights, RunState())
     planned, expected, worst = model.plan(row), np.load(place, mmap_mode="r"), [0.0]
 
