@@ -32,8 +32,8 @@ from typing import Any, NoReturn
 from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.outcome import reason_of
 from megacp.core.checkpoint.weights import Weights
+from megacp.core.checks import require
 from megacp.core.config.blend import shown_path
-from megacp.core.config.checks import require
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, with_values

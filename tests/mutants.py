@@ -164,6 +164,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
+    ("core/layers/table.py", "tests/layers"): [
+        ('Cut = "rows" if self.cut == "rows" else "whole"', 'Cut = "rows"', "a bias behind columns is cut"),
+        ('"columns" if by_columns else "whole"', '"whole" if by_columns else "columns"', "the other side of A is cut"),
+    ],
+    ("core/layers/stack.py", f"{MODEL} tests/layers"): [
+        ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),
+        ("0 if open_to_all[i % len(open_to_all)] else model", "model", "all layers have the window"),
+    ],
     ("core/models/delta_net.py", MODEL): [
         ("F.softplus(a.to(wide) + self", "F.softplus(a.to(wide)) + 0 * (self", "the bias of the decay is lost"),
         ("save(self._gated, out, z)", "save(self._gated, out, torch.ones_like(z))", "the output has no gate"),

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from megacp.core.config.run import RunConfig
 from megacp.core.config.training import STATE_KINDS, STEPPED_BY
+from megacp.core.layers.table import Share, tokens_per_rank
 from megacp.core.models.costs import (
     connector_parameters,
     layer_parameters,
@@ -22,7 +23,6 @@ from megacp.core.models.costs import (
     loss_chunk_tokens,
     offloaded_blocks,
     pair_parameters,
-    tokens_per_rank,
     tower_parameters,
     vocabulary_rows,
 )
@@ -34,7 +34,6 @@ from megacp.plan.activations import (
     in_flight_rows,
     layer_activations,
     layer_deferred,
-    residual_elements,
     vision_activations,
 )
 
@@ -273,7 +272,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     held = in_flight(config, stage, world_size)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
-    received = residual_elements(config) * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
+    received = Share(config).residual * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
     at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
     activations += _deferred(config, stage, max(map(len, chunks)), (at_once - 1) * layer, world_size)
@@ -290,7 +289,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     return RankMemory(
         **vars(stage_state(config, chunks, world_size, layer, whole)),
         activations=activations,
-        messages=messages * residual_elements(config) * size,
+        messages=messages * Share(config).residual * size,
         block=max(block_work(config, block) for block in blocks) + (head_gradient(config) if shared else 0),
         vision=vision,
         head=head_work(config) + head_gradient(config) if last else 0,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megacp.core.config.parallel import AXES
 from megacp.core.config.run import RunConfig
+from megacp.core.layers.table import ATTENTION_BACKWARD, Flops, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
@@ -130,7 +131,7 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
 
 
-def _bubble(config: RunConfig, world_size: int, flops: costs.Flops) -> float:
+def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
     """Idle time over work of equal stages, under the schedule that a run executes; `flops` are any part's forward."""
     p = config.parallel
     stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
@@ -138,7 +139,7 @@ def _bubble(config: RunConfig, world_size: int, flops: costs.Flops) -> float:
     orders = [computes(stage, stages, microbatches, chunks) for stage in range(stages)]
     times = {
         Kind.FORWARD: flops.forward,
-        Kind.BACKWARD: flops.matmul + costs.ATTENTION_BACKWARD * flops.attention,
+        Kind.BACKWARD: flops.matmul + ATTENTION_BACKWARD * flops.attention,
         Kind.WEIGHTS: flops.matmul,
     }
     return bubble(timeline(orders, chunks, times))
@@ -152,12 +153,12 @@ def _step(config: RunConfig, world_size: int) -> str:
     work_of_text = costs.text_flops(config, tokens, area)
     seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
     flops = costs.model_flops(config.model, tokens, area)
-    share = flops.attention * (1 + costs.ATTENTION_BACKWARD) / work_of_text
+    share = flops.attention * (1 + ATTENTION_BACKWARD) / work_of_text
     plural = "s" if t.micro_batch_size > 1 else ""
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
-        ["tokens on a rank", f"{costs.tokens_per_rank(config):,} a microbatch"],
+        ["tokens on a rank", f"{tokens_per_rank(config):,} a microbatch"],
         ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from megacp.core.backends.select import backend_problems
-from megacp.core.config.checks import require
+from megacp.core.checks import require
 from megacp.core.config.cli import parse
 from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.config.run import RunConfig, with_values

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megacp.core.checks import require
 from megacp.core.config.blend import named_folders, shown_path
-from megacp.core.config.checks import require
 from megacp.core.config.parallel import ParallelConfig
 from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
 from megacp.core.data.batch import PackedBatch

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megacp.core.checks import check, require
 from megacp.core.config.blend import WeightedFolder, path_problems, weighted_folders
-from megacp.core.config.checks import check, require
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values_of_file
@@ -457,6 +457,6 @@ def test_paths_are_looked_at_except_in_a_dry_run(tmp_path: Path, monkeypatch: py
         f"--data-path no_{name}" for name in "ac"
     ]
     assert any(reason.startswith("--valid-data-path 1 v x w: it takes one folder") for reason in reasons)
-    monkeypatch.setattr("megacp.core.config.checks.os.access", lambda path, mode: False)
+    monkeypatch.setattr("megacp.core.checks.os.access", lambda path, mode: False)
     (reason,) = check(with_values(GOOD, {"save": str(tmp_path / "a" / "b")}), 1)
     assert reason.startswith("--save ")

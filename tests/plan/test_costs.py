@@ -13,6 +13,7 @@ import torch
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import DataConfig
+from megacp.core.layers.stack import layers_of
 from megacp.core.models import costs
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import stage_layers
@@ -61,7 +62,7 @@ def test_flops_of_a_tiny_layer_equal_the_count_by_hand() -> None:
         num_layers=1, hidden_size=8, ffn_hidden_size=16, num_attention_heads=4, num_query_groups=2, vocab_size=10
     )
     assert [costs.causal_area(5, window) for window in (0, 1, 2, 5, 9)] == [15, 5, 9, 15, 15]
-    layer = costs.layer_flops(model, 3, costs.causal_area(3))
+    layer = layers_of(model)[0].flops(model, 3, costs.causal_area(3))
     products = [(8, 8), (8, 4), (8, 4), (8, 8), (8, 16), (8, 16), (16, 8)]
     assert layer.matmul == sum(2 * 3 * a * b for a, b in products)
     assert layer.attention == 6 * 4 * (2 + 2) * 2  # pairs x heads x two products of width 2

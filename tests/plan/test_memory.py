@@ -14,6 +14,9 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import build_grid
+from megacp.core.layers.attention import ATTENTION
+from megacp.core.layers.dense import tile_work
+from megacp.core.layers.table import Share
 from megacp.core.models import costs, recompute
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.costs import loss_chunk_tokens
@@ -167,13 +170,13 @@ KEYS, QUERIES = 128 * 2 * 32, 128 * 256
 def test_a_transport_costs_its_buffers(values: dict, kept: int, work: int) -> None:
     base = {CP: 8, "attention_kernel": "flash", "num_query_groups": 2}
     ring, config = config_of(**base, cp_comm_type="p2p"), config_of(**base, **values)
-    assert activations.attention_work(config) == work
+    assert ATTENTION.work(Share(config)) == work
     assert activations.layer_activations(config, "none") - activations.layer_activations(ring, "none") == kept
 
 
 def test_auto_costs_the_kernel_that_a_gpu_takes_and_math_a_block_of_scores() -> None:
     def work(kernel: str, **values) -> int:
-        return activations.attention_work(config_of(attention_kernel=kernel, **values))
+        return ATTENTION.work(Share(config_of(attention_kernel=kernel, **values)))
 
     for dtype, kernel in (("bfloat16", "flex"), ("float32", "flex"), ("float64", "math")):
         assert work("auto", dtype=dtype) == work(kernel, dtype=dtype)
@@ -203,7 +206,7 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
 
 
 def test_a_tile_of_the_mlp_costs_as_many_tokens_on_any_tp() -> None:
-    one, tp4 = (activations.tile_work(config_of(**{TP: tp, "mlp_chunk_tokens": 64})) for tp in (1, 4))
+    one, tp4 = (tile_work(config_of(**{TP: tp, "mlp_chunk_tokens": 64})) for tp in (1, 4))
     assert one == (64 * 256 + 3 * 64 * config_of().model.ffn_hidden_size) * 4 + 64 * 4 == 4 * tp4
     plain, tiled = (stage(config_of(mlp_chunk_tokens=tile), 1) for tile in (0, 64))
     assert tiled.activations < plain.activations / 1.5

@@ -61,7 +61,7 @@ ENGINE = {
 def main(names: list[str]) -> None:
     """Take the step of rank 0 of each case, and those beside it."""
     fake_cuda.load()
-    from megacp.core.config.checks import require
+    from megacp.core.checks import require
     from megacp.core.config.cli import parse
     from megacp.core.distributed.fake_world import differences
     from megacp.core.models.costs import stage_layers

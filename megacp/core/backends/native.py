@@ -24,6 +24,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.states import prepare_states, recur, recur_by_heads, short_convolution
 from megacp.core.distributed.grid import ProcessGrid, single_axis
+from megacp.core.layers.stack import layers_of
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
@@ -129,7 +130,7 @@ class NativeBackend:
         self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
         self.local_transport = select_transport("p2p", kernel, single_axis("one"), grid.device)
         """Of tokens that a rank has to itself: patches."""
-        states = any(model.has_state(layer) for layer in range(model.num_layers))
+        states = any(layer.has_state for layer in layers_of(model))
         self.taps = model.linear_conv_kernel_dim if states else 0
         keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
         self.by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0

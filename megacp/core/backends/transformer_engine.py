@@ -33,6 +33,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, ProcessGrid, connect
 from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
+from megacp.core.layers.stack import layers_of
 from megacp.core.ops.kernel import Heads
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
@@ -277,7 +278,7 @@ class TransformerEngineBackend(NativeBackend):
             packed = packed_attention(config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device)
             pack = config.data.seq_length
             tokens = pack * training.micro_batch_size
-            windows = {config.model.reach(layer)[0] for layer in range(config.model.num_layers)}
+            windows = {layer.window for layer in layers_of(config.model)}
             asked = (packed, self._heads, self.dtype, tokens, pack)
             refusals = {selector_problem(*asked, window) for window in windows if not window or packed.windows}
             reasons = "; ".join(filter(None, refusals))

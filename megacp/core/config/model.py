@@ -169,19 +169,6 @@ class ModelConfig:
         asked = (self.lora_targets or "q,v").replace(",", " ").split() if self.lora_rank > 0 else ()
         return tuple(name for name in LINEARS if name in asked or asked == ["all"])
 
-    def linear_sizes(self, layer: int) -> dict[str, tuple[int, int]]:
-        """(inputs, outputs) of each linear of a layer by the end of its name, those of `LINEARS` first."""
-        hidden, ffn = self.hidden_size, self.ffn_hidden_size
-        heads, groups = self.num_attention_heads * self.head_dim, self.query_groups * self.head_dim
-        rows, more = {"q": heads * (1 + self.attention_output_gate), "k": groups, "v": groups}, {}
-        if self.has_state(layer):
-            keys, heads = self.linear_num_key_heads * self.linear_key_head_dim, self.linear_heads_width
-            rows, more = {"q": keys, "k": keys, "v": heads}, {"z": heads}
-            more |= dict.fromkeys("ba", self.linear_num_value_heads)
-        found = {name: (hidden, width) for name, width in rows.items()} | {"output": (heads, hidden)}
-        found |= {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
-        return found | {name: (hidden, width) for name, width in more.items()}
-
     @property
     def lora_scale(self) -> float:
         """Weight of the pairs: alpha / rank."""
@@ -207,30 +194,10 @@ class ModelConfig:
         """Number of key/value heads: `num_query_groups`, or the number of heads."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
 
-    def reach(self, layer: int) -> tuple[int, int]:
-        """Window of a layer, and chunk (of models of others); 0: no limit. ValueError for a pattern of neither form."""
-        pattern = skip_pattern("--window-attn-skip-freq", self.window_attn_skip_freq, skips="0")
-        return 0 if self.window_size is None or pattern[layer % len(pattern)] else self.window_size, 0
-
-    @property
-    def linear_heads_width(self) -> int:
-        """Width of all value heads of a gated delta rule."""
-        return self.linear_num_value_heads * self.linear_value_head_dim
-
     @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that are turned, an even number."""
         return int(self.head_dim * self.rotary_percent) // 2 * 2
-
-    def has_state(self, layer: int) -> bool:
-        """Whether a layer has a gated delta rule instead of attention. ValueError for a pattern of neither form."""
-        pattern = skip_pattern("--linear-attention-freq", self.linear_attention_freq, skips="0")
-        return self.linear_attention_freq is not None and not pattern[layer % len(pattern)]
-
-    def rotates(self, layer: int) -> bool:
-        """Whether a layer has the rotary embedding. ValueError for a `no_rope_freq` that is neither form."""
-        pattern = skip_pattern("--no-rope-freq", self.no_rope_freq)
-        return not pattern[layer % len(pattern)]
 
 
 def skip_pattern(flag: str, text: str | None, skips: str = "1") -> tuple[bool, ...]:

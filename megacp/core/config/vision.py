@@ -18,14 +18,15 @@ WINDOW = 4
 
 @dataclass(frozen=True)
 class ConnectorSizes:
-    """Parameters of a connector, and elements that it keeps of a pooled token: cut over tp, where not replicated."""
+    """Weights of a connector by how often they are met, and elements that it keeps of a pooled token.
+
+    Cut over tp, where not replicated; all of its tensors are in `core/layers/vision.py`.
+    """
 
     once: int
     """Weights that meet a pooled token once."""
     each: int
     """Weights that meet each patch of its window, which attention pools; 0 without attention."""
-    biases: int
-    replicated: int
     kept: int
     kept_replicated: int
 
@@ -36,14 +37,14 @@ def _pools(width: int, ffn: int, hidden: int) -> ConnectorSizes:
     once = 3 * width * width + ffn * (2 * width + hidden)
     each = 4 * width * width
     kept = (2 + 2 * WINDOW) * width + 3 * ffn
-    return ConnectorSizes(once, each, 3 * width, width, kept, (2 * WINDOW + 3) * width)
+    return ConnectorSizes(once, each, kept, (2 * WINDOW + 3) * width)
 
 
 def _merges(width: int, ffn: int, hidden: int) -> ConnectorSizes:
     """A norm of each patch, then an MLP of those of a window side by side."""
     wide = WINDOW * width
     # kept: the features, those normed and joined, and the two of the MLP
-    return ConnectorSizes(wide * (wide + hidden), 0, wide, 2 * width + hidden, 2 * wide, 2 * wide)
+    return ConnectorSizes(wide * (wide + hidden), 0, 2 * wide, 2 * wide)
 
 
 @dataclass(frozen=True)

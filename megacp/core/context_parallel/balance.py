@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from megacp.core.config.model import ModelConfig
+from megacp.core.layers.stack import layers_of
 from megacp.core.ops.mask import Metadata, Reach
 
 AREA_SLACK = 0.01
@@ -37,7 +38,7 @@ ALIKE: Mix = {Reach(): 1}
 
 def mix_of(model: ModelConfig) -> Mix:
     """How many layers of a model look how far; those with a state do not look."""
-    return Counter(Reach(*model.reach(layer)) for layer in range(model.num_layers) if not model.has_state(layer))
+    return Counter(Reach(layer.window) for layer in layers_of(model) if not layer.has_state)
 
 
 def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:

@@ -31,8 +31,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.layers.gated_delta import CHUNK
 from megacp.core.ops.mask import Metadata
-from megacp.core.ops.recurrence import CHUNK
 
 
 def predecessors(row: Metadata) -> np.ndarray:

@@ -13,7 +13,8 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.models.init import output_std
+from megacp.core.layers.attention import ATTENTION, PROJECTED
+from megacp.core.layers.stack import layers_of
 from megacp.core.ops.mask import Reach
 from megacp.core.ops.pointwise import sigmoid_gate
 from megacp.core.ops.rotary import rotate
@@ -32,28 +33,25 @@ class SelfAttention(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        prefix = f"layers.{layer}.attention"
-        self.backend, self.rotates = backend, config.rotates(layer)
-        self.head_dim = config.head_dim
-        self.scale, self.reach = config.attention_scale, Reach(*config.reach(layer))
-        heads, groups = config.num_attention_heads * self.head_dim, config.query_groups * self.head_dim
-        hidden, epsilon = config.hidden_size, config.norm_epsilon
-        self.gated = config.attention_output_gate
-        tensors = (("q", heads * (1 + self.gated)), ("k", groups), ("v", groups))
+        prefix = f"layers.{layer}.{ATTENTION.name}"
+        described, linears = layers_of(config)[layer], ATTENTION.linears(config)
+        self.backend, self.rotates = backend, described.rotates
+        self.head_dim, self.gated = config.head_dim, config.attention_output_gate
+        self.scale, self.reach = config.attention_scale, Reach(described.window)
+        epsilon = config.norm_epsilon
         self.qkv = backend.norm_column_linear(
-            NormSpec(f"{prefix}_norm", hidden, epsilon) if config.norm_position != "after" else None,
-            LinearSpec(prefix, tensors, hidden, config.add_qkv_bias, config.init_method_std),
+            NormSpec(f"{prefix}_norm", config.hidden_size, epsilon) if config.norm_position != "after" else None,
+            LinearSpec.of(prefix, linears, *PROJECTED),
         )
-        self.widths = [rows // backend.tp.size for _, rows in tensors]
-        self.output = backend.row_linear(
-            LinearSpec(prefix, (("output", hidden),), heads, config.add_attention_output_bias, output_std(config))
-        )
+        self.widths = [linears[name].outputs // backend.tp.size for name in PROJECTED]
+        self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
         self.norms, self.column_norms = nn.ModuleList(), nn.ModuleList()
-        for name, columns in (("q_norm", heads), ("k_norm", groups)) if config.qk_layernorm != "off" else ():
-            if config.qk_layernorm == "head":
-                self.norms.append(backend.norm(NormSpec(f"{prefix}.{name}", self.head_dim, epsilon), over_heads=True))
+        for tensor in ATTENTION.others(config):
+            norm = NormSpec(f"{prefix}.{tensor.name.removesuffix('.weight')}", tensor.shape[0], epsilon)
+            if tensor.cut == "whole":  # one weight for every head
+                self.norms.append(backend.norm(norm, over_heads=True))
             else:
-                self.column_norms.append(backend.column_norm(NormSpec(f"{prefix}.{name}", columns, epsilon)))
+                self.column_norms.append(backend.column_norm(norm))
 
     def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
         """Attend under the plan."""

@@ -17,14 +17,19 @@ from megacp.core.backends.mlp import Save, keep
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.layers.attention import ATTENTION
+from megacp.core.layers.gated_delta import GATED_DELTA
+from megacp.core.layers.stack import layers_of
+from megacp.core.layers.table import LayerKind
 from megacp.core.models.attention import Angles, SelfAttention
 from megacp.core.models.delta_net import GatedDeltaNet
-from megacp.core.models.init import output_std
 from megacp.core.models.offload import BlockOffload, HostMemory
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
+
+MIXERS: dict[LayerKind, type[nn.Module]] = {ATTENTION: SelfAttention, GATED_DELTA: GatedDeltaNet}
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,11 @@ class Block(nn.Module):
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
         prefix = f"layers.{layer}"
-        self.layer, self.has_window = layer, config.reach(layer)[0] > 0
+        described = layers_of(config)[layer]
+        self.layer, self.has_window = layer, described.window > 0
         self.dropout = config.hidden_dropout
-        self.attention = (GatedDeltaNet if config.has_state(layer) else SelfAttention)(layer, config, backend)
-        hidden, ffn, bias = config.hidden_size, config.ffn_hidden_size, config.add_mlp_bias
+        self.attention = MIXERS[described.mixer](layer, config, backend)
+        hidden, linears = config.hidden_size, described.mlp.linears(config)
         position, epsilon = config.norm_position, config.norm_epsilon
         after = [f"{prefix}.{n}{'_output' * (position == 'both')}_norm" for n in ("attention", "mlp")]
         self.attention_norm, self.mlp_norm = (
@@ -59,8 +65,7 @@ class Block(nn.Module):
         """Of the outputs, where norms stand after attention and MLP."""
         self.mlp = backend.norm_mlp(
             None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
-            LinearSpec(f"{prefix}.mlp", (("gate", ffn), ("up", ffn)), hidden, bias, config.init_method_std),
-            LinearSpec(f"{prefix}.mlp", (("down", hidden),), ffn, bias, output_std(config)),
+            *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
         )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.recompute = recompute

@@ -8,51 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from megacp.core.config.checks import packs_in_a_row
+from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import WINDOW, ConnectorSizes
+from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
+from megacp.core.layers.table import Flops, tokens_per_rank
+from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.core.pipeline_parallel.partition import partition
 
-MATMUL_BACKWARD = 2.0
-"""Backward of a linear over its forward: the gradients of input and weight."""
-ATTENTION_BACKWARD = 2.5
-"""Backward of core attention over its forward: five products against two (FlashAttention-2, Dao 2023)."""
-STATE_CHUNK = 64
-"""Tokens of a chunk of a gated delta rule (`ops.recurrence.CHUNK`)."""
 LOSS_WORK = 2**29
 """Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
-
-
-@dataclass(frozen=True)
-class Flops:
-    """FLOPs of a forward pass: linear layers and core attention, kept apart because their backward costs differ."""
-
-    matmul: float
-    attention: float
-
-    @property
-    def forward(self) -> float:
-        return self.matmul + self.attention
-
-    @property
-    def training(self) -> float:
-        """Forward and backward, nothing computed twice."""
-        return (1 + MATMUL_BACKWARD) * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
-
-    @property
-    def passing(self) -> float:
-        """Forward and the gradient of the input alone: frozen weights with trained ones before them."""
-        return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
-
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.matmul + other.matmul, self.attention + other.attention)
-
-    def times(self, factor: float) -> Flops:
-        """The FLOPs of `factor` such passes."""
-        return Flops(self.matmul * factor, self.attention * factor)
 
 
 def causal_area(tokens: int, window: int = 0) -> int:
@@ -63,52 +30,17 @@ def causal_area(tokens: int, window: int = 0) -> int:
 
 def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
     """`causal_area` of each layer; 0 where a state takes the place of attention."""
-    layers = range(model.num_layers)
-    return [0 if model.has_state(layer) else causal_area(tokens, model.reach(layer)[0]) for layer in layers]
-
-
-def layer_weights(model: ModelConfig, layer: int = 0) -> int:
-    """Weights of the linears of a layer."""
-    return sum(inputs * outputs for inputs, outputs in model.linear_sizes(layer).values())
-
-
-def state_flops(model: ModelConfig, tokens: int) -> float:
-    """Forward of a gated delta rule in chunks of C tokens: products inside a chunk, its map, and the scan."""
-    keys, values, chunk = model.linear_key_head_dim, model.linear_value_head_dim, STATE_CHUNK
-    inside = chunk * (2 * keys + (keys + values) / 2 + keys + values)  # of a token: scores, solved, seen
-    across = keys * keys + 2 * keys * values + keys * keys * values / chunk
-    return 2.0 * tokens * model.linear_num_value_heads * (inside + across)
+    return [0 if layer.has_state else causal_area(tokens, layer.window) for layer in layers_of(model)]
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:
-    """Parameters of one decoder block on one tp rank: sharded linears, replicated norms and row biases."""
-    sharded = layer_weights(model, layer) + model.add_mlp_bias * 2 * model.ffn_hidden_size
-    norms = 4 if model.norm_position == "both" else 2
-    replicated = model.hidden_size * (norms + model.add_mlp_bias)
-    if model.has_state(layer):
-        channels = sum(model.linear_sizes(layer)[name][1] for name in "qkv")
-        sharded += channels * model.linear_conv_kernel_dim + 2 * model.linear_num_value_heads
-        return sharded // tp + replicated + model.linear_value_head_dim
-    replicated += model.hidden_size * model.add_attention_output_bias
-    sharded += model.add_qkv_bias * sum(model.linear_sizes(layer)[name][1] for name in "qkv")
-    if model.qk_layernorm == "all_heads":
-        sharded += model.head_dim * (model.num_attention_heads + model.query_groups)
-    elif model.qk_layernorm == "head":
-        replicated += 2 * model.head_dim
-    return sharded // tp + replicated
+    """Parameters of one decoder block on one tp rank, without low-rank pairs."""
+    return sum(tensor.local_size(tp) for tensor in layers_of(model)[layer].tensors(model))
 
 
 def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:
-    """Parameters of the low-rank pairs of one decoder block on one tp rank; 0 without them.
-
-    Of a linear that is cut by rows, A is whole on each rank; of one that is cut by columns, B.
-    """
-    total = 0
-    for name in model.lora_linears:
-        inputs, outputs = model.linear_sizes(layer)[name]
-        cut = inputs if name in ("output", "down") else outputs
-        total += model.lora_rank * (inputs + outputs - cut + cut // tp)
-    return total
+    """Parameters of the low-rank pairs of one decoder block on one tp rank; 0 without them."""
+    return sum(tensor.local_size(tp) for tensor in layers_of(model)[layer].pairs(model))
 
 
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
@@ -118,18 +50,7 @@ def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
 
 def model_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
-    rows = model.embedding_rows + model.untie_embeddings_and_output_weights * model.vocab_size
-    layers = range(model.num_layers)
-    blocks = sum(layer_parameters(model, 1, layer) + pair_parameters(model, 1, layer) for layer in layers)
-    return blocks + (1 + rows) * model.hidden_size
-
-
-def layer_flops(model: ModelConfig, tokens: int, area: int, layer: int = 0) -> Flops:
-    """One block's forward over `tokens` tokens with `area` allowed (query, key) pairs."""
-    linear = 2.0 * tokens * layer_weights(model, layer)
-    if model.has_state(layer):
-        return Flops(linear + state_flops(model, tokens), 0.0)
-    return Flops(linear, 4.0 * area * model.num_attention_heads * model.head_dim)
+    return sum(tensor.size for tensor in model_tensors(model))
 
 
 def head_flops(model: ModelConfig, tokens: int) -> Flops:
@@ -141,8 +62,7 @@ def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
     """The whole model's forward over `tokens` tokens, without pairs; `area`, of a layer with attention, is summed over
     their documents.
     """
-    layers = (layer_flops(model, tokens, area, layer) for layer in range(model.num_layers))
-    return sum(layers, head_flops(model, tokens))
+    return sum((layer.flops(model, tokens, area) for layer in layers_of(model)), head_flops(model, tokens))
 
 
 def _block_weights(config: RunConfig) -> int:
@@ -152,11 +72,7 @@ def _block_weights(config: RunConfig) -> int:
 
 def tower_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the vision tower on one tp rank; 0 without one."""
-    v = config.vision
-    sharded = _block_weights(config) + v.vision_ffn_hidden_size + 3 * v.vision_hidden_size
-    block = sharded // tp + 6 * v.vision_hidden_size  # two norms of two tensors, two biases after a sum
-    embedding = v.vision_hidden_size * (v.patch_dim + 1 + v.patches_per_crop)
-    return v.vision_num_layers * block + embedding if v.vision_num_layers else 0
+    return sum(tensor.local_size(tp) for tensor in tower_tensors(config))
 
 
 def connector_sizes(config: RunConfig) -> ConnectorSizes:
@@ -168,9 +84,7 @@ def connector_sizes(config: RunConfig) -> ConnectorSizes:
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the connector on one tp rank; 0 without a tower."""
-    sizes = connector_sizes(config)
-    sharded = sizes.once + sizes.each + sizes.biases
-    return sharded // tp + sizes.replicated if config.vision.vision_num_layers else 0
+    return sum(tensor.local_size(tp) for tensor in connector_tensors(config))
 
 
 def run_parameters(config: RunConfig) -> int:
@@ -181,8 +95,8 @@ def run_parameters(config: RunConfig) -> int:
 def trained_parameters(config: RunConfig) -> int:
     """Those of them that are not frozen."""
     model, frozen = config.model, config.frozen_parts
-    pairs = sum(pair_parameters(model, 1, layer) for layer in range(model.num_layers))
-    text, vision = model_parameters(config.model) - pairs, tower_parameters(config)
+    pairs = sum(pair.size for pair in pair_tensors(model))
+    text, vision = model_parameters(model) - pairs, tower_parameters(config)
     parts = {"text": text, "vision": vision, "connector": connector_parameters(config)}
     return pairs + sum(count for name, count in parts.items() if name not in frozen)
 
@@ -213,7 +127,7 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDO
 
 def block_flops(config: RunConfig, tokens: int, area: int, layer: int) -> float:
     """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained."""
-    flops = layer_flops(config.model, tokens, area, layer)
+    flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
     pairs = Flops(2.0 * tokens * pair_parameters(config.model, 1, layer), 0.0)
     return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs.training
 
@@ -250,11 +164,11 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
     last = head.passing if "text" in config.frozen_parts else head.training
-    layers = [block_flops(config, tokens, area, layer) for layer, area in enumerate(layer_areas(model, tokens))]
+    blocks = [block_flops(config, tokens, area, layer) for layer, area in enumerate(layer_areas(model, tokens))]
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
-    return layers, first, last
+    return blocks, first, last
 
 
 def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
@@ -266,12 +180,6 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
     num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
     ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
     return [ranges[stage::num_stages] for stage in range(num_stages)]
-
-
-def tokens_per_rank(config: RunConfig) -> int:
-    """Tokens of a microbatch's row on one cp rank."""
-    row = config.training.micro_batch_size * config.data.seq_length
-    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
 
 
 def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:

@@ -15,11 +15,10 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
+from megacp.core.layers.gated_delta import GATED_DELTA, PROJECTED
 from megacp.core.models.attention import Angles
-from megacp.core.models.init import output_std
 from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.tensor_parallel.linear import LinearSpec
+from megacp.core.tensor_parallel.linear import LinearSpec, row_parameter
 
 
 class GatedDeltaNet(nn.Module):
@@ -27,33 +26,22 @@ class GatedDeltaNet(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        prefix, tp = f"layers.{layer}.linear_attention", backend.tp
+        prefix = f"layers.{layer}.{GATED_DELTA.name}"
         self.backend, self.key_dim, self.value_dim = backend, config.linear_key_head_dim, config.linear_value_head_dim
-        hidden, heads, taps = config.hidden_size, config.linear_num_value_heads, config.linear_conv_kernel_dim
-        sizes = config.linear_sizes(layer)
-        tensors = tuple((name, sizes[name][1]) for name in ("q", "k", "v", "z", "b", "a"))
-        norm = NormSpec(f"layers.{layer}.attention_norm", hidden, config.norm_epsilon)
+        linears = GATED_DELTA.linears(config)
+        norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
             norm if config.norm_position != "after" else None,
-            LinearSpec(prefix, tensors, hidden, False, config.init_method_std),
+            LinearSpec.of(prefix, linears, *PROJECTED),
         )
-        self.widths = [rows // tp.size for _, rows in tensors]
-        pieces, start = list[TensorSlice](), 0
-        for (name, rows), local in zip(tensors[:3], self.widths, strict=False):
-            place, whole = (tp.rank * local, 0, 0), (rows, 1, taps)  # as torch's Conv1d has it
-            pieces.append(TensorSlice(f"{prefix}.convolution_{name}.weight", whole, place, (local, 1, taps), start))
-            start += local
-        convolution = ParameterSpec(tuple(pieces), "uniform", (3 * taps) ** -0.5, treated="vector")
-        self.convolution = backend.options.parameter(convolution)
-        here = (tp.rank * self.widths[-1],), (self.widths[-1],)
-        bias, rate = (TensorSlice(f"{prefix}.{name}", (heads,), *here) for name in ("dt_bias", "A_log"))
-        self.dt_bias = backend.options.parameter(ParameterSpec((bias,), "ones", treated="vector", weight_decay=False))
-        decay = ParameterSpec((rate,), "log_rate", 1.0, treated="vector", weight_decay=False)
-        self.log_rate = backend.options.parameter(decay)
+        self.widths = [linears[name].outputs // backend.tp.size for name in PROJECTED]
+        *convolutions, bias, rate, _ = GATED_DELTA.others(config)
+        self.convolution = row_parameter(prefix, convolutions, backend.options)
+        self.dt_bias = row_parameter(prefix, [bias], backend.options)
+        self.log_rate = row_parameter(prefix, [rate], backend.options)
         norm = NormSpec(f"{prefix}.norm", self.value_dim, config.norm_epsilon, gated=True)
         self.norm = backend.norm(norm, over_heads=True)
-        width = config.linear_heads_width
-        self.output = backend.row_linear(LinearSpec(prefix, (("output", hidden),), width, False, output_std(config)))
+        self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
 
     def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
         """Move states along the paths of the plan; positions have no part in it."""

@@ -13,16 +13,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from megacp.core.config.model import ModelConfig
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, spec_of
 
 SLAB = 64
 """Rows drawn from one seed."""
-
-
-def output_std(config: ModelConfig) -> float:
-    """Std of the two linears that write to the residual stream: `std / sqrt(2 layers)` (GPT-2; Megatron)."""
-    return config.init_method_std / math.sqrt(2 * config.num_layers)
 
 
 Draw = Callable[..., torch.Tensor]

@@ -23,9 +23,6 @@ from megacp.core.ops.device import fused
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import FromInputs
 
-CHUNK = 64
-"""Tokens of a chunk."""
-
 Pair = tuple[torch.Tensor, torch.Tensor]
 Rule = Callable[..., Iterator[Pair]]
 """Of inputs `[n, C, ...]` of n chunks, in the accumulation dtype: yields A, B, and then R, O, all `[n, heads, ...]`.

@@ -11,6 +11,7 @@ fusion.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.large_blocks import product as large_product
+from megacp.core.layers.table import Linear, Tensor
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
 
@@ -42,6 +44,13 @@ class LinearSpec:
     bias: bool
     std: float
     """Standard deviation of the initial weights; biases begin at 0."""
+
+    @classmethod
+    def of(cls, prefix: str, linears: Mapping[str, Linear], *names: str) -> LinearSpec:
+        """The product of those of a layer's linears that are named, which have the same inputs."""
+        first = linears[names[0]]
+        outputs = tuple((name, linears[name].outputs) for name in names)
+        return cls(prefix, outputs, first.inputs, first.bias, first.std)
 
     @property
     def out_features(self) -> int:
@@ -164,6 +173,19 @@ def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec
     piece = TensorSlice(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
     weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.weight_gradients is not None)
     return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
+
+
+def row_parameter(prefix: str, tensors: Sequence[Tensor], options: LinearOptions) -> nn.Parameter:
+    """A parameter of tensors that are drawn alike, each cut by rows over tp."""
+    pieces, start = [], 0
+    for tensor in tensors:
+        rows, rest = tensor.shape[0] // options.tp.size, tensor.shape[1:]
+        offsets = (options.tp.rank * rows, *[0] * len(rest))
+        pieces.append(TensorSlice(f"{prefix}.{tensor.name}", tensor.shape, offsets, (rows, *rest), start))
+        start += rows
+    first = tensors[0]
+    spec = ParameterSpec(tuple(pieces), first.init, first.std, treated="vector", weight_decay=first.decays)
+    return options.parameter(spec)
 
 
 class ParallelLinear(nn.Module):

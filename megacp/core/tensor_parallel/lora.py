@@ -21,11 +21,9 @@ from torch import nn
 
 from megacp.core.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
+from megacp.core.layers.table import A, B
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
-
-A, B = "lora_A.weight", "lora_B.weight"
-"""Ends of the names of the two matrices, as peft has them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from megacp.core.checkpoint.weights import Weights
-from megacp.core.config.checks import profiled_steps
+from megacp.core.checks import profiled_steps
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch

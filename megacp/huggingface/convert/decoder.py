@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megacp.core.config.model import skip_pattern
-from megacp.core.config.run import flag
+from megacp.core.config.model import ModelConfig, skip_pattern
+from megacp.core.config.run import RunConfig, flag, with_values
+from megacp.core.layers.stack import decoder_tensors, layers_of
+from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
 from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
 
@@ -71,67 +73,16 @@ PHI3 = {
 }
 
 
-def head_width(values: Values) -> int:
-    return values["kv_channels"] or values["hidden_size"] // values["num_attention_heads"]
+def model_of(values: Values) -> ModelConfig:
+    """The decoder that flags say."""
+    return with_values(RunConfig(), values).model
 
 
-def query_groups(values: Values) -> int:
-    return values["num_query_groups"] or values["num_attention_heads"]
-
-
-def linear(name: str, rows: int, inputs: int, bias: bool) -> dict[str, Shape]:
-    return {f"{name}.weight": (rows, inputs)} | ({f"{name}.bias": (rows,)} if bias else {})
-
-
-def decoder_shapes(values: Values) -> dict[str, Shape]:
-    """Global shapes of a text model's tensors by our names, without padding; a tied head is none of them."""
-    hidden, ffn, width = values["hidden_size"], values["ffn_hidden_size"], head_width(values)
-    heads, groups = values["num_attention_heads"] * width, query_groups(values) * width
-    qkv, mlp = values["add_qkv_bias"], values["add_mlp_bias"]
-    found: dict[str, Shape] = {
-        "embedding.weight": (values["vocab_size"] + values["additional_vocab_size"], hidden),
-        "final_norm.weight": (hidden,),
-    }
-    if values["untie_embeddings_and_output_weights"]:
-        found["head.weight"] = (values["vocab_size"], hidden)
-    state = state_layers(values)
-    for i in range(values["num_layers"]):
-        layer = f"layers.{i}"
-        places = ("", "_output") if values["norm_position"] == "both" else ("",)
-        found |= {f"{layer}.{n}{place}_norm.weight": (hidden,) for n in ("attention", "mlp") for place in places}
-        found |= linear(f"{layer}.mlp.gate", ffn, hidden, mlp) | linear(f"{layer}.mlp.up", ffn, hidden, mlp)
-        found |= linear(f"{layer}.mlp.down", hidden, ffn, mlp)
-        if state[i]:
-            found |= _delta_shapes(f"{layer}.linear_attention", values)
-            continue
-        found |= linear(f"{layer}.attention.q", heads * (1 + values.get("attention_output_gate", False)), hidden, qkv)
-        found |= linear(f"{layer}.attention.k", groups, hidden, qkv)
-        found |= linear(f"{layer}.attention.v", groups, hidden, qkv)
-        found |= linear(f"{layer}.attention.output", hidden, heads, values["add_attention_output_bias"])
-        if values["qk_layernorm"] != "off":
-            together = values["qk_layernorm"] == "all_heads"
-            found[f"{layer}.attention.q_norm.weight"] = (heads if together else width,)
-            found[f"{layer}.attention.k_norm.weight"] = (groups if together else width,)
-    return found
-
-
-def state_layers(values: Values) -> list[bool]:
-    """Which layers have a gated delta rule instead of attention."""
-    freq = values.get("linear_attention_freq")
-    pattern = skip_pattern("--linear-attention-freq", freq, skips="0")
-    return [freq is not None and not pattern[i % len(pattern)] for i in range(values["num_layers"])]
-
-
-def _delta_shapes(name: str, values: Values) -> dict[str, Shape]:
-    """Of a gated delta rule."""
-    hidden, heads = values["hidden_size"], values["linear_num_value_heads"]
-    keys = values["linear_num_key_heads"] * values["linear_key_head_dim"]
-    width, taps = heads * values["linear_value_head_dim"], values["linear_conv_kernel_dim"]
-    rows = {"q": keys, "k": keys, "v": width, "z": width, "b": heads, "a": heads}
-    found: dict[str, Shape] = {f"{name}.{x}.weight": (count, hidden) for x, count in rows.items()}
-    found |= {f"{name}.convolution_{x}.weight": (rows[x], 1, taps) for x in "qkv"}
-    found |= {f"{name}.dt_bias": (heads,), f"{name}.A_log": (heads,), f"{name}.output.weight": (hidden, width)}
-    return found | {f"{name}.norm.weight": (values["linear_value_head_dim"],)}
+def shapes_of(values: Values) -> dict[str, Shape]:
+    """Global shapes of a model's tensors by our names, without padding; a tied head is none of them."""
+    config = with_values(RunConfig(), values)
+    tensors = (*decoder_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
+    return {tensor.name: tensor.shape for tensor in tensors}
 
 
 def links_of(table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0) -> list[Link]:
@@ -207,8 +158,8 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
         "hidden_size": v["hidden_size"],
         "intermediate_size": v["ffn_hidden_size"],
         "num_attention_heads": v["num_attention_heads"],
-        "num_key_value_heads": query_groups(v),
-        "head_dim": head_width(v),
+        "num_key_value_heads": model_of(v).query_groups,
+        "head_dim": model_of(v).head_dim,
         "vocab_size": v["vocab_size"],
         "max_position_embeddings": v["max_position_embeddings"] or v["seq_length"],
         "rms_norm_eps": v["norm_epsilon"],
@@ -217,7 +168,7 @@ def sizes_to_hf(v: Values, has_head_dim: bool = True) -> Values:
         "attention_dropout": 0.0,
         **rope_fields(v),
     }
-    if not has_head_dim and head_width(v) == v["hidden_size"] // v["num_attention_heads"]:
+    if not has_head_dim and content["head_dim"] == v["hidden_size"] // v["num_attention_heads"]:
         del content["head_dim"]
     return content
 
@@ -288,9 +239,7 @@ class Words:
         if self.window:
             content["sliding_window"] = v["window_size"]
         if self.window in (_OFF, "layer_types"):
-            pattern = skip_pattern("--window-attn-skip-freq", v["window_attn_skip_freq"], skips="0")
-            sliding = [v["window_size"] and not pattern[i % len(pattern)] for i in range(v["num_layers"])]
-            content["layer_types"] = [_SLIDING if one else _FULL for one in sliding]
+            content["layer_types"] = [_SLIDING if layer.window else _FULL for layer in layers_of(model_of(v))]
         if self.window == _OFF:
             content["use_sliding_window"] = v["window_size"] is not None
         if self.window == _OFF and _SLIDING in content["layer_types"]:
@@ -357,7 +306,7 @@ class Qwen35Words(Words):
         return {}
 
     def to_hf(self, v: Values) -> Values:
-        kinds = [_STATE if one else _FULL for one in state_layers(v)]
+        kinds = [_STATE if layer.has_state else _FULL for layer in layers_of(model_of(v))]
         return super().to_hf(v) | {"layer_types": kinds} | {name: v[name] for name in _DELTA_SIZES}
 
 
@@ -423,8 +372,7 @@ class SmolLM3Words(Words):
         return v
 
     def to_hf(self, v: Values) -> Values:
-        pattern = skip_pattern("--no-rope-freq", v["no_rope_freq"])
-        without = [pattern[layer % len(pattern)] for layer in range(v["num_layers"])]
+        without = [not layer.rotates for layer in layers_of(model_of(v))]
         every = layer_pattern(without)
         content = super().to_hf(v) | {"no_rope_layers": [int(not one) for one in without]}
         return content | ({"no_rope_layer_interval": int(every)} if every is not None and every.isdigit() else {})
@@ -434,8 +382,9 @@ def resolved(values: Values) -> Values:
     """Flags with None as what it stands for, and counted layers counted from the front."""
     found = dict(values)
     if "num_query_groups" in values:
-        found |= {"num_query_groups": query_groups(values), "kv_channels": head_width(values)}
-        found["softmax_scale"] = values.get("softmax_scale") or head_width(values) ** -0.5
+        model = model_of(values)
+        found |= {"num_query_groups": model.query_groups, "kv_channels": model.head_dim}
+        found["softmax_scale"] = model.attention_scale
     if not values.get("max_position_embeddings"):
         found["max_position_embeddings"] = values.get("seq_length")
     patterns = (("no_rope_freq", "10"), ("window_attn_skip_freq", "01"), ("linear_attention_freq", "01"))
@@ -512,7 +461,7 @@ class Family:
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """All tensors; `infos`: of the file that is read."""
-        return links_of(self.table, decoder_shapes(values), values["num_layers"])
+        return links_of(self.table, shapes_of(values), values["num_layers"])
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         """The layout that a file is in."""

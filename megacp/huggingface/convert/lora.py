@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch
 
 from megacp.core.config.model import LINEARS, ModelConfig
 from megacp.core.config.run import RunConfig, Value, with_values
+from megacp.core.layers.table import A, B
 from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.tensor_parallel.lora import A, B, is_of_a_pair
+from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.tensors import Info, Link, Named, Source, whole
 from megacp.prepare.tokenize.beside import read_object
@@ -165,13 +166,6 @@ class Adapter:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a tensor."""
         return self._tensors[name][start:stop]
-
-
-def pair_names(links: list[Link], linears: Collection[str]) -> list[str]:
-    """Names of the pairs that a model with pairs on `linears` has."""
-    stems = [named.name.removesuffix("weight") for link in links for named in link.ours]
-    blocks = [stem for stem in stems if stem.startswith("layers.") and stem.split(".")[3] in linears]
-    return [f"{stem}{end}" for stem in blocks for end in (A, B)]
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:

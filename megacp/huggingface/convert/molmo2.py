@@ -17,14 +17,13 @@ from megacp.huggingface.convert.decoder import (
     RELEASED,
     SIZES,
     Family,
-    decoder_shapes,
-    linear,
     links_of,
-    query_groups,
+    model_of,
+    shapes_of,
     sizes_from_hf,
     sizes_to_hf,
 )
-from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
+from megacp.huggingface.convert.tensors import Info, Link, Named
 
 _TOKEN_FIELDS = {
     "image_start_token_id": "image_start",
@@ -89,28 +88,6 @@ RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
     "model.vision_backbone.image_projector.w3.weight": "connector.mlp.up.weight",
     "model.vision_backbone.image_projector.w2.weight": "connector.mlp.down.weight",
 }
-
-
-def _attention(name: str, hidden: int, inputs: int) -> dict[str, Shape]:
-    found = linear(f"{name}.q", hidden, inputs, True) | linear(f"{name}.k", hidden, inputs, True)
-    return found | linear(f"{name}.v", hidden, inputs, True) | linear(f"{name}.output", hidden, hidden, True)
-
-
-def tower_shapes(values: Values) -> dict[str, Shape]:
-    """Global shapes of tower and connector by our names."""
-    hidden, ffn, patch = values["vision_hidden_size"], values["vision_ffn_hidden_size"], values["vision_patch_size"]
-    found: dict[str, Shape] = {
-        "vision.position_embedding.weight": ((values["vision_image_size"] // patch) ** 2, hidden)
-    }
-    found |= linear("vision.patch_embedding", hidden, 3 * patch**2, True)
-    for block in (f"vision.blocks.{i}" for i in range(values["vision_num_layers"])):
-        norms = (f"{block}.{norm}.{kind}" for norm in ("attention_norm", "mlp_norm") for kind in ("weight", "bias"))
-        found |= dict.fromkeys(norms, (hidden,)) | _attention(f"{block}.attention", hidden, hidden)
-        found |= linear(f"{block}.mlp.up", ffn, hidden, True) | linear(f"{block}.mlp.down", hidden, ffn, True)
-    found |= _attention("connector.attention", hidden, 2 * hidden)
-    width = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
-    found |= linear("connector.mlp.gate", width, hidden, False) | linear("connector.mlp.up", width, hidden, False)
-    return found | linear("connector.mlp.down", values["hidden_size"], width, False)
 
 
 _TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
@@ -184,7 +161,7 @@ def to_hf(v: Values) -> Values:
     sizes = {path: v["ffn_hidden_size"] if v[ours] is None else v[ours] for path, (ours, _) in _TOWER.items()}
     sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
-    content["text_config"] |= {"attention_bias": v["add_qkv_bias"], "num_key_value_heads": query_groups(v)}
+    content["text_config"] |= {"attention_bias": v["add_qkv_bias"], "num_key_value_heads": model_of(v).query_groups}
     content["text_config"] |= {"qk_norm_type": "qwen3", "norm_after": False, "tie_word_embeddings": False}
     content["text_config"] |= {"additional_vocab_size": v["additional_vocab_size"]}
     content["text_config"] |= {"rope_scaling_layers": list(range(v["num_layers"]))}
@@ -250,7 +227,7 @@ class Molmo2(Family):
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """A released embedding is split in two, where the file that is read has it, else behind the vocabulary."""
-        shapes = decoder_shapes(values) | tower_shapes(values)
+        shapes = shapes_of(values)
         layers = values["num_layers"], values["vision_num_layers"]
         if layout == NATIVE:
             return links_of(NATIVE_TABLE, shapes, *layers)

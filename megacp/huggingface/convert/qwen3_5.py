@@ -15,11 +15,10 @@ from megacp.huggingface.convert.decoder import (
     QWEN3_5_WORDS,
     Family,
     Table,
-    decoder_shapes,
-    linear,
     links_of,
+    shapes_of,
 )
-from megacp.huggingface.convert.tensors import Info, Link, Shape
+from megacp.huggingface.convert.tensors import Info, Link
 
 _MODULES = {
     "patch_embed.proj": "vision.patch_embedding",
@@ -56,25 +55,6 @@ _TOKEN_FIELDS = {
     "vision_start_token_id": "vision_start",
     "vision_end_token_id": "vision_end",
 }
-
-
-def tower_shapes(values: Values) -> dict[str, Shape]:
-    """Global shapes of tower and connector by our names."""
-    hidden, ffn, patch = values["vision_hidden_size"], values["vision_ffn_hidden_size"], values["vision_patch_size"]
-    found: dict[str, Shape] = {
-        "vision.patch_embedding.weight": (hidden, 3, 2, patch, patch),
-        "vision.patch_embedding.bias": (hidden,),
-        "vision.position_embedding.weight": ((values["vision_image_size"] // patch) ** 2, hidden),
-    }
-    for block in (f"vision.blocks.{i}" for i in range(values["vision_num_layers"])):
-        norms = (f"{block}.{norm}.{kind}" for norm in ("attention_norm", "mlp_norm") for kind in _KINDS)
-        found |= dict.fromkeys(norms, (hidden,))
-        for name in ("q", "k", "v", "output"):
-            found |= linear(f"{block}.attention.{name}", hidden, hidden, True)
-        found |= linear(f"{block}.mlp.up", ffn, hidden, True) | linear(f"{block}.mlp.down", hidden, ffn, True)
-    found |= dict.fromkeys((f"connector.norm.{kind}" for kind in _KINDS), (hidden,))
-    found |= linear("connector.mlp.up", 4 * hidden, 4 * hidden, True)
-    return found | linear("connector.mlp.down", values["hidden_size"], 4 * hidden, True)
 
 
 def from_hf(c: ConfigJson) -> Values:
@@ -126,7 +106,7 @@ class Qwen35(Family):
         return {"text_config": nested, "vision_config": content["vision_config"], "tie_word_embeddings": tied}
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
-        shapes = decoder_shapes(values) | tower_shapes(values)
+        shapes = shapes_of(values)
         return links_of(TABLE, shapes, values["num_layers"], values["vision_num_layers"])
 
 

@@ -15,7 +15,7 @@ import torch
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
-from megacp.core.config.checks import check
+from megacp.core.checks import check
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.vision.decoding import RULES, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules

@@ -20,12 +20,13 @@ from megacp.core.backends.native import DTYPES
 from megacp.core.checkpoint.weights import TensorRows
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.vision import VISION_FAMILIES
+from megacp.core.layers.stack import pair_tensors
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
-from megacp.huggingface.convert.decoder import decoder_shapes
-from megacp.huggingface.convert.lora import Adapter, pair_names
-from megacp.huggingface.convert.molmo2 import MOLMO2, tower_shapes
+from megacp.huggingface.convert.decoder import shapes_of
+from megacp.huggingface.convert.lora import Adapter
+from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.source import (
     Loaded,
     copy_tokenizer,
@@ -75,7 +76,7 @@ def with_tower(
     places = {name: (text.source, name) for name in text.source.infos}
     places.setdefault(HEAD, (text.source, EMBEDDING))
     flags = flatten(whole)
-    wanted = decoder_shapes(flags) | tower_shapes(flags)
+    wanted = shapes_of(flags)
     if tower is not None:
         infos = {name: info for name, info in tower.source.infos.items() if name.startswith(("vision.", "connector."))}
         places |= {name: (tower.source, name) for name, info in infos.items() if info.shape == wanted[name]}
@@ -152,9 +153,9 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         files |= {f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ADAPTER_FILES}
         config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
         source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})
-    else:  # pairs begin as they are drawn
-        known |= dict.fromkeys(pair_names(links, config.model.lora_linears), 0)
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
+    if config.checkpoint.load_adapter is None:  # pairs begin as they are drawn
+        known |= dict.fromkeys((pair.name for pair in pair_tensors(config.model)), 0)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     described = [told, flatten(stored), sorted(files)]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -14,6 +14,7 @@ from pathlib import Path
 from megacp.core.config.blend import named_folders, path_problems, shown_path
 from megacp.core.config.model import LINEARS
 from megacp.core.config.run import RunConfig, fields, flag, flatten
+from megacp.core.layers.stack import layers_of
 from megacp.core.storage.place import place_of
 from megacp.core.storage.url import Url, is_url
 
@@ -128,8 +129,7 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
-        for pattern in (m.rotates, m.reach, m.has_state):
-            pattern(0)
+        layers_of(m)
     except ValueError as error:
         yield str(error)
     if m.window_attn_skip_freq is not None and m.window_size is None:
@@ -235,8 +235,8 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     asked = (m.lora_targets or "q,v").replace(",", " ").split()
     if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
         yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
-    layers = [m.linear_sizes(layer) for layer in range(m.num_layers)]
-    widths = {name: min(min(sizes[name]) for sizes in layers) for name in m.lora_linears}
+    linears = [layer.linears(m) for layer in layers_of(m)]
+    widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears) for name in m.lora_linears}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
     if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):

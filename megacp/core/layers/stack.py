@@ -1,0 +1,98 @@
+"""The layers of a model in order, and all of its tensors.
+
+Three patterns of flags say which layer is of which kind. They are parsed here, once for each model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megacp.core.config.model import ModelConfig, skip_pattern
+from megacp.core.layers.attention import ATTENTION
+from megacp.core.layers.dense import DENSE
+from megacp.core.layers.gated_delta import GATED_DELTA
+from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What stands in one block."""
+
+    name: str
+    mixer: LayerKind
+    mlp: LayerKind
+    window: int
+    """Tokens that attention sees, the query's own included; 0: no limit."""
+    rotates: bool
+    """Whether queries and keys have the rotary embedding."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a state takes the place of attention."""
+        return self.mixer is not ATTENTION
+
+    def linears(self, model: ModelConfig) -> dict[str, Linear]:
+        """Of mixer and MLP, by the last part of their names."""
+        return {**self.mixer.linears(model), **self.mlp.linears(model)}
+
+    def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
+        """All but low-rank pairs."""
+        places = ("", "_output") if model.norm_position == "both" else ("",)
+        for part, kind in (("attention", self.mixer), ("mlp", self.mlp)):
+            for place in places:
+                yield norm_weight(model, f"{self.name}.{part}{place}_norm", model.hidden_size)
+            yield from kind.tensors(model, self.name)
+
+    def flops(self, model: ModelConfig, tokens: int, area: int) -> Flops:
+        """The forward over some tokens with an area of allowed (query, key) pairs, without low-rank pairs."""
+        weights = sum(linear.inputs * linear.outputs for linear in self.linears(model).values())
+        mixing = self.mixer.mixing(model, tokens, area) + self.mlp.mixing(model, tokens, area)
+        return Flops(2.0 * tokens * weights, 0.0) + mixing
+
+    def pairs(self, model: ModelConfig) -> Iterator[Tensor]:
+        """The low-rank pairs beside its linears."""
+        for kind in (self.mixer, self.mlp):
+            for name, linear in kind.linears(model).items():
+                if name in model.lora_linears:
+                    yield from linear.pair(f"{self.name}.{kind.name}.{name}", model.lora_rank)
+
+
+@functools.cache
+def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
+    """One a block. ValueError for a pattern that is neither a number nor a list."""
+    still = skip_pattern("--no-rope-freq", model.no_rope_freq)
+    open_to_all = skip_pattern("--window-attn-skip-freq", model.window_attn_skip_freq, skips="0")
+    attend = skip_pattern("--linear-attention-freq", model.linear_attention_freq, skips="0")
+    if model.linear_attention_freq is None:
+        attend = (True,)
+    found = []
+    for i in range(model.num_layers):
+        mixer = ATTENTION if attend[i % len(attend)] else GATED_DELTA
+        window = 0 if open_to_all[i % len(open_to_all)] else model.window_size or 0
+        found.append(Layer(f"layers.{i}", mixer, DENSE, window, rotates=not still[i % len(still)]))
+    return tuple(found)
+
+
+def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
+    """All of the decoder but low-rank pairs; a tied head is the embedding."""
+    hidden, std = model.hidden_size, model.init_method_std
+    yield Tensor("embedding.weight", (model.embedding_rows, hidden), "rows", std=std)
+    for layer in layers_of(model):
+        yield from layer.tensors(model)
+    yield norm_weight(model, "final_norm", hidden)
+    if model.untie_embeddings_and_output_weights:
+        yield Tensor("head.weight", (model.vocab_size, hidden), "rows", std=std)
+
+
+def pair_tensors(model: ModelConfig) -> Iterator[Tensor]:
+    """The low-rank pairs of all layers."""
+    for layer in layers_of(model):
+        yield from layer.pairs(model)
+
+
+def model_tensors(model: ModelConfig) -> Iterator[Tensor]:
+    """All tensors of the decoder, as checkpoints name them."""
+    yield from decoder_tensors(model)
+    yield from pair_tensors(model)

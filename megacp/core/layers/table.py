@@ -1,0 +1,182 @@
+"""The words in which a kind of layer is described: linears, other tensors, and the row that holds them.
+
+Sizes are global, before tensor parallelism. Modules, costs, converter, low-rank pairs and the dry run read the rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megacp.core.config.model import ModelConfig
+from megacp.core.config.run import RunConfig
+
+Cut = Literal["rows", "columns", "whole"]
+"""How tp ranks share a tensor: its dim 0, its dim 1, or each has all of it."""
+MATMUL_BACKWARD = 2.0
+"""Backward of a linear over its forward: the gradients of input and weight."""
+ATTENTION_BACKWARD = 2.5
+"""Backward of core attention over its forward: five products against two (FlashAttention-2, Dao 2023)."""
+A, B = "lora_A.weight", "lora_B.weight"
+"""Ends of the names of the two matrices of a low-rank pair, as peft has them."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A global tensor, without padding."""
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut = "whole"
+    init: str = "normal"
+    """How it is drawn, as `ParameterSpec.init` says."""
+    std: float = 0.0
+    decays: bool = True
+
+    @property
+    def size(self) -> int:
+        """Elements of all ranks together."""
+        return math.prod(self.shape)
+
+    def local_size(self, tp: int) -> int:
+        """Elements on one tp rank."""
+        return self.size if self.cut == "whole" else self.size // tp
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A matrix `[outputs, inputs]`, and perhaps a bias that begins at 0."""
+
+    inputs: int
+    outputs: int
+    std: float
+    bias: bool = False
+    cut: Cut = "rows"
+
+    def tensors(self, name: str) -> Iterator[Tensor]:
+        """Its weight and bias. A bias behind columns is whole, because it is added after the sum over tp."""
+        yield Tensor(f"{name}.weight", (self.outputs, self.inputs), self.cut, "normal", self.std)
+        if self.bias:
+            cut: Cut = "rows" if self.cut == "rows" else "whole"
+            yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False)
+
+    def pair(self, name: str, rank: int) -> Iterator[Tensor]:
+        """The low-rank matrices A `[rank, inputs]` and B `[outputs, rank]` beside it: the cut one has the cut side."""
+        by_columns = self.cut == "columns"
+        # what peft's Kaiming draw with a = sqrt(5) comes to
+        down_std = 1 / math.sqrt(3 * self.inputs)
+        down_cut: Cut = "columns" if by_columns else "whole"
+        up_cut: Cut = "whole" if by_columns else "rows"
+        yield Tensor(f"{name}.{A}", (rank, self.inputs), down_cut, "uniform", down_std)
+        yield Tensor(f"{name}.{B}", (self.outputs, rank), up_cut, "zeros")
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of a forward pass: linear layers and core attention, kept apart because their backward costs differ."""
+
+    matmul: float
+    attention: float
+
+    @property
+    def forward(self) -> float:
+        return self.matmul + self.attention
+
+    @property
+    def training(self) -> float:
+        """Forward and backward, nothing computed twice."""
+        return (1 + MATMUL_BACKWARD) * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
+
+    @property
+    def passing(self) -> float:
+        """Forward and the gradient of the input alone: frozen weights with trained ones before them."""
+        return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.matmul + other.matmul, self.attention + other.attention)
+
+    def times(self, factor: float) -> Flops:
+        """The FLOPs of `factor` such passes."""
+        return Flops(self.matmul * factor, self.attention * factor)
+
+
+def tokens_per_rank(config: RunConfig) -> int:
+    """Tokens of a microbatch's row on one cp rank."""
+    row = config.training.micro_batch_size * config.data.seq_length
+    return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
+
+
+class Share:
+    """What one rank computes of a microbatch, under a recompute granularity."""
+
+    def __init__(self, config: RunConfig, granularity: str = "none") -> None:
+        self.config, self.granularity, self.model = config, granularity, config.model
+        self.tp = config.parallel.tensor_model_parallel_size
+        self.tokens = tokens_per_rank(config)
+        """Of heads and the MLP's hidden layer."""
+        self.residual = self.tokens * self.model.hidden_size // (self.tp if config.parallel.sequence_parallel else 1)
+        """Elements of a block's input."""
+        self.rows = self.residual // self.model.hidden_size
+        """Tokens of a block's input."""
+        self.size, self.wide_size = config.training.element_bytes, config.training.accumulation_bytes
+        """Bytes of an element, and of a wide one."""
+        self.cheap = granularity != "selective"
+        """Whether outputs are kept that selective recomputation makes again."""
+        self.tiled = config.training.mlp_chunk_tokens > 0
+        """Whether the MLP runs over tiles of tokens."""
+
+    def product_input(self, linear: Linear) -> int:
+        """Elements that a product multiplies."""
+        return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
+
+    def reads_again(self, product: Sequence[str]) -> bool:
+        """Whether the backward of a product reads its input: a frozen one does for a low-rank pair, but for one with
+        dropout, which reads what is left of it.
+        """
+        pairs = set(self.model.lora_linears) if self.model.lora_dropout == 0 else set()
+        return "text" not in self.config.frozen_parts or not pairs.isdisjoint(product)
+
+    def unread(self, product: Sequence[str]) -> int:
+        """Elements of the input of a part's first product that its norm would keep, where nothing reads them again."""
+        kept = self.cheap or self.model.norm_position == "after"
+        return self.residual * (kept and not self.reads_again(product))
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """A kind of mixer or MLP."""
+
+    name: str
+    """Of its tensors, behind `layers.{i}.`."""
+    linears: Callable[[ModelConfig], Mapping[str, Linear]]
+    """By the last part of their names."""
+    products: tuple[tuple[str, ...], ...]
+    """The linears of each product, in the order in which it holds them."""
+    kept: Callable[[Share], tuple[int, int]]
+    """Elements of the model's dtype and wide ones that it keeps for backward, besides norm and low-rank pairs."""
+    work: Callable[[Share], int]
+    """Bytes that its backward needs at its highest, beyond what is kept."""
+    others: Callable[[ModelConfig], Iterator[Tensor]] = lambda model: iter(())
+    """Tensors beside the linears."""
+    mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
+    """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
+
+    def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
+        """All of them, of a layer with this name."""
+        for name, linear in self.linears(model).items():
+            yield from linear.tensors(f"{layer}.{self.name}.{name}")
+        for tensor in self.others(model):
+            yield dataclasses.replace(tensor, name=f"{layer}.{self.name}.{tensor.name}")
+
+
+def output_std(model: ModelConfig, layers: int | None = None) -> float:
+    """Std of the two linears that write to the residual stream: `std / sqrt(2 layers)` (GPT-2; Megatron)."""
+    return model.init_method_std / math.sqrt(2 * (layers or model.num_layers))
+
+
+def norm_weight(model: ModelConfig, name: str, width: int, cut: Cut = "whole") -> Tensor:
+    """The weight of an RMSNorm."""
+    return Tensor(f"{name}.weight", (width,), cut, "zeros" if model.apply_layernorm_1p else "ones", decays=False)
