@@ -371,7 +371,7 @@ LINES = {
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (148, 20_897)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 11_344
+WORDS_OF_DOCS = 11_400
 FLAGS = 126
 """Of a training run."""
 CIRCLES = 0
