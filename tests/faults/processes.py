@@ -6,7 +6,9 @@ share one start.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,10 +30,12 @@ class Ended:
 
 
 def free_port() -> int:
-    """A port that nobody listens at now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at now, below those that the system gives to the connections of other tests."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise AssertionError("a hundred ports are taken")
 
 
 def environment(rank: int, size: int, port: int, **changed: str | None) -> dict[str, str]:
