@@ -15,7 +15,7 @@ from megacp.core.pipeline_parallel.timeline import Span, bubble, timeline
 
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
 _TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}
-"""Of a whole stage for one microbatch."""
+"""Times of a whole stage for one microbatch."""
 _COLORS = {
     (Kind.FORWARD, 0): style.SKY,
     (Kind.FORWARD, 1): style.BLUE,

@@ -69,7 +69,7 @@ class ShardedParameters(ABC):
         self.axes = dict(reduce_axes)
         """The ranks among which parameters are sharded, by `ParameterSpec.reduced_over`."""
         self.copies = {name: single_axis("copies") for name in self.axes}
-        """Those that hold the same shard."""
+        """Axes of ranks that hold the same shard."""
         for name, axis in reduce_axes.items() if instances > 1 else ():
             self.axes[name], self.copies[name] = split_axis(axis, axis.size // instances)
         self.partial_axes = dict(partial_axes)

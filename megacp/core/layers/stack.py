@@ -34,7 +34,7 @@ class Layer:
         return self.mixer is not ATTENTION
 
     def linears(self, model: ModelConfig) -> dict[str, Linear]:
-        """Of mixer and MLP, by the last part of their names."""
+        """Linears of mixer and MLP, by the last part of their names."""
         return {**self.mixer.linears(model), **self.mlp.linears(model)}
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:

@@ -150,7 +150,7 @@ class LayerKind:
     """A kind of mixer or MLP."""
 
     name: str
-    """Of its tensors, behind `layers.{i}.`."""
+    """Name of its tensors, behind `layers.{i}.`."""
     linears: Callable[[ModelConfig], Mapping[str, Linear]]
     """By the last part of their names."""
     products: tuple[tuple[str, ...], ...]

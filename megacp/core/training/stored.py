@@ -24,7 +24,7 @@ FREEZING = {"freeze"}
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
 """What a run adds to weights without low-rank pairs when only the weights are taken."""
 FINETUNING_RATE, FINETUNING_RATE_OF_PAIRS = 1e-5, 1e-4
-"""Of a run that starts from weights alone and is not told its rate: that of a training from nothing undoes them."""
+"""Rates of a run that starts from weights alone without --lr: that of a training from nothing undoes them."""
 
 
 def stored_config(loaded: LoadedCheckpoint) -> RunConfig:

@@ -54,7 +54,7 @@ _PIXELS = {"resize_pixels": [3136, 1003520], "video_resize_pixels": [131072, 786
 
 
 def _write_windows(rules: Rules, folder: Path) -> None:
-    """Of whole images in windows of patches, as Qwen3.5 has them."""
+    """Files for whole images in windows of patches, as Qwen3.5 has them."""
     for name, more, kind, table in (
         (IMAGES, "resize_pixels", {"image_processor_type": "Qwen2VLImageProcessor"}, {}),
         (VIDEOS, "video_resize_pixels", {"video_processor_type": "Qwen3VLVideoProcessor"}, _FRAMES),
@@ -92,7 +92,7 @@ def _read_windows(image: Rules, video: Rules | None, whole: Rules) -> Rules:
 
 
 def _write_crops(rules: Rules, folder: Path) -> None:
-    """Of square crops, as Molmo2 has them."""
+    """Files for square crops, as Molmo2 has them."""
     if rules["time_mode"] != "per-frame":
         raise ValueError(f"image rules: time_mode is {rules['time_mode']!r}, the library always writes times of frames")
     size = {"height": rules["image_size"], "width": rules["image_size"]}

@@ -53,7 +53,7 @@ _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 
 
 RULES: dict[str, type[VisionRules]] = {rules.family: rules for rules in (Molmo2Rules, Qwen35Rules)}
-"""Those of each vision family, by the name that --vision-family and a manifest give it."""
+"""Rules of each vision family, by the name that --vision-family and a manifest give it."""
 
 
 def rules_from_dict(values: Mapping[str, Any]) -> VisionRules:
