@@ -359,8 +359,8 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 33_751,
-    "megacp/core": 20_001,
+    "megacp": 33_761,
+    "megacp/core": 20_011,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 5_747,
     "megacp/verify": 1_342,
@@ -369,9 +369,9 @@ LINES = {
     "tests": 34_214,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (148, 20_897)}
+REACHED = {"megacp.train": (148, 20_907)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 11_400
+WORDS_OF_DOCS = 11_650
 FLAGS = 126
 """Of a training run."""
 CIRCLES = 0

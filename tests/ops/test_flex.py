@@ -145,8 +145,8 @@ def test_the_lists_are_as_narrow_as_the_longest_of_them() -> None:
     mask = mask_of(tile_table(row, row))
     kinds = [(f"{full}{side}_num_blocks", f"{full}{side}_indices") for full in ("", "full_") for side in ("kv", "q")]
     shapes = [tuple(getattr(mask, indices).shape) for _, indices in kinds]
-    assert shapes == [(1, 1, blocks, 2)] * 2 + [(1, 1, blocks, 31)] * 2, "31 full blocks and 1 on the diagonal, at most"
-    assert sum(getattr(mask, indices).nbytes for _, indices in kinds) == 270336 < 4 * blocks**2 * 4 / 62
+    assert shapes == [(1, 1, blocks, 31)] * 4, "31 full blocks and 1 on the diagonal, at most"
+    assert sum(getattr(mask, indices).nbytes for _, indices in kinds) == 507904 < 4 * blocks**2 * 4 / 33
     one = mask_of(tile_table(row.take(np.arange(100)), row.take(np.arange(100))))
     assert {getattr(one, indices).shape[-1] for _, indices in kinds} == {1}, "no wider than there are blocks"
 
@@ -385,9 +385,14 @@ class Compilations:
 
     def __init__(self) -> None:
         self.number = 0
+        self.heads: set[Any] = set()
+        """(heads, width) of tensors `[1, heads, n, width]`: numbers where a form is for these alone."""
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
         self.number += 1
+        values = [node.meta["example_value"] for node in graph.graph.find_nodes(op="placeholder")]
+        tensors = [x for x in values if isinstance(x, torch.Tensor) and x.dim() == 4 and x.is_floating_point()]
+        self.heads |= {(type(x.shape[1]), type(x.shape[3])) for x in tensors}
         return graph.forward
 
 
@@ -403,6 +408,19 @@ def test_packs_of_any_length_share_a_few_compiled_forms() -> None:
         by_tiles(kernel, tensors, [(np.arange(tokens), tile_table(meta, meta))], 0.3)
         numbers.append((forward.number, backward.number))
     assert numbers == [(1, 1)] * 2 + [(2, 2)] * 8, "one form for the first length and one for all others"
+
+
+def test_a_tower_and_a_decoder_with_other_heads_have_forms_of_their_own() -> None:
+    """Torch lowers no backward for any number of heads, which a second model in a process made it ask for."""
+    compilers = Compilations(), Compilations()
+    kernel = flex.FlexKernel(flex.compiled(*compilers))
+    for heads, groups, width in ((4, 2, 16), (2, 1, 32)):
+        shapes = [(60, heads), (60, groups), (60, groups), (60, heads)]
+        tensors = [torch.randn(*shape, width) for shape in shapes]
+        meta = metadata(random_batch(np.random.default_rng(0), 60))
+        by_tiles(kernel, tensors, [(np.arange(60), tile_table(meta, meta))], 0.3)
+    assert [compiler.heads for compiler in compilers] == [{(int, int)}] * 2
+    assert [compiler.number for compiler in compilers] == [2, 2]
 
 
 def test_auto_means_the_fastest_kernel_that_is_exact_and_others_are_refused() -> None:

@@ -98,14 +98,15 @@ class MockRules:
         segments["first_branch"] = np.cumsum(segments["num_branches"]) - segments["num_branches"]
         segments["prefix_length"] = [tree[0][1] for tree in trees]
         num_tokens = int(true.sum())
-        steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, self.vocab_size, num_tokens))
-        tokens = np.cumsum(steps) % self.vocab_size
+        words = min(self.vocab_size, self.images.image_patch) if self.images else self.vocab_size
+        steps = np.where(rng.random(num_tokens) < 0.75, 1, rng.integers(0, words, num_tokens))
+        tokens = np.cumsum(steps) % words
         weights, images = None, None
         if self.ragged:  # three in ten are 0
             weights = (rng.uniform(0.25, 1.0, num_tokens) * (rng.random(num_tokens) < 0.7)).astype(np.float32)
         if self.images is not None and self.mask in ("image", "mixed"):
             images = _with_images(tokens, runs, np.cumsum(true) - true, self.images, self.seed, i)
-            read_only = tokens >= self.vocab_size  # tokens of images are not predicted
+            read_only = tokens >= words  # tokens of images are not predicted
             weights = np.where(read_only, 0, np.ones(num_tokens) if weights is None else weights).astype(np.float32)
         return Pack(i, tokens, weights, segments, branches if len(branches) else None, images)
 

@@ -118,8 +118,7 @@ def host_mask(table: TileTable, size: int) -> HostMask:
     """The mask of a table, padded to whole blocks."""
     cover = block_cover(table, size)
     arrays = [*_columns(table.q, table.k, size)]
-    for by_keys, full in itertools.product((False, True), (False, True)):
-        arrays += _lists(cover, full, by_keys)
+    arrays += [*_lists(cover, by_keys=False), *_lists(cover, by_keys=True)]
     starts = _starts([len(x) for x in arrays])
     content = np.zeros(starts[-1], np.int32)
     for x, start in zip(arrays, starts, strict=False):
@@ -181,22 +180,27 @@ def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
         yield np.pad(x.astype(np.int32), (0, padded(len(x), size) - len(x)), constant_values=nobody)
 
 
-def _lists(cover: BlockCover, full: bool, by_keys: bool) -> list[np.ndarray]:
-    """Of the full or the partial blocks: how many each block of queries sees, or each block of keys is seen by; then
-    `[rows, columns]` of the other side's blocks in rising order, filled up with 0, as narrow as the longest row is.
+def _lists(cover: BlockCover, by_keys: bool) -> Iterator[np.ndarray]:
+    """Of the partial and then the full blocks: how many each block of queries sees, or each block of keys is seen by;
+    then `[rows, columns]` of the other side's blocks in rising order, filled up with 0, as narrow as the longest row.
+
+    Both have the same columns: before 2.12 torch's kernels stepped through both with the partial ones' strides.
     """
-    chosen = np.flatnonzero(cover.full == full)
-    row = cover.q_block[chosen]
-    column = cover.k_block[chosen]
-    rows, columns = cover.q_blocks, cover.k_blocks
+    row, column, rows, columns = cover.q_block, cover.k_block, cover.q_blocks, cover.k_blocks
+    order = np.arange(len(row))
     if by_keys:
         order = np.argsort(column, kind="stable")
-        row, column, rows, columns = column[order], row[order], columns, rows
-    count = np.bincount(row, minlength=rows)
-    blocks = np.zeros((rows, min(columns, max(2, count.max()))), np.int32)  # one column would be a compiled form more
-    # `row` ascends: a block's number in its row is its own less that of the row's first
-    blocks[row, np.arange(len(row)) - (np.cumsum(count) - count)[row]] = column
-    return [count, blocks.ravel()]
+        row, column, rows, columns = column, row, columns, rows
+    kinds = [order[cover.full[order] == full] for full in (False, True)]
+    counts = [np.bincount(row[chosen], minlength=rows) for chosen in kinds]
+    width = min(columns, max(2, *(count.max() for count in counts)))  # one column would be a compiled form more
+    for chosen, count in zip(kinds, counts, strict=True):
+        blocks = np.zeros((rows, width), np.int32)
+        # the rows of `chosen` ascend: a block's number in its row is its own less that of the row's first
+        first = np.cumsum(count) - count
+        blocks[row[chosen], np.arange(len(chosen)) - first[row[chosen]]] = column[chosen]
+        yield count
+        yield blocks.ravel()
 
 
 def _rule(
@@ -235,7 +239,10 @@ def _heads_first(x: torch.Tensor, size: int) -> torch.Tensor:
     width = max(0, NARROWEST - x.shape[-1])
     if tokens or width:
         x = pad(x, (0, width, 0, 0, 0, tokens))
-    return x.transpose(0, 1).unsqueeze(0)
+    x = x.transpose(0, 1).unsqueeze(0)
+    # a tower and a decoder, with other heads, are other forms: torch's backward has no form for any number of heads
+    torch._dynamo.mark_static(x, [1, 3])
+    return x
 
 
 def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -328,8 +335,9 @@ class FlexKernel:
         *qkv, out, dout = self._heads_first(*(x.detach() for x in (saved.q, *kv, saved.out, saved.dout)))
         lse = pad(saved.lse, (0, 0, 0, out.shape[2] - len(saved.lse)), value=-torch.inf)  # what fills up sees nothing
         # [n, heads] -> [1, heads, n]: the kernel works with powers of 2
-        results = out, (lse / math.log(2)).t().contiguous()[None]
+        lse = (lse / math.log(2)).t().contiguous()[None]
+        torch._dynamo.mark_static(lse, 1)
         options = self._options(out, "TRITON")
-        of_part = self._backward(qkv, results, dout, self.mask(table, out.device), scale, options)
+        of_part = self._backward(qkv, (out, lse), dout, self.mask(table, out.device), scale, options)
         for total, grad in zip(grads, of_part, strict=True):
             total += _tokens_first(grad, total)

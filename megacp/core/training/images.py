@@ -26,7 +26,8 @@ def mock_images(config: RunConfig) -> MockImages | None:
     vision = config.vision
     if not vision.vision_num_layers:
         return None
-    first = config.model.vocab_size  # rows that only the embedding has
+    # two rows that only the embedding has, else the last two
+    first = min(config.model.vocab_size, config.model.embedding_rows - 2)
     return MockImages(vision.crop_patches, vision.patch_dim, first, attention=config.data.image_attention)
 
 
