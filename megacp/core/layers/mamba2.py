@@ -68,7 +68,7 @@ def _work(share: Share) -> int:
     gradients; the factors are fitted to measured peaks.
     """
     keys, values = share.model.linear_key_head_dim, share.model.linear_value_head_dim
-    each = CHUNK * (3 * CHUNK + 8 * keys + 6 * values) + 3 * keys * values
+    each = CHUNK * (3 * CHUNK + 9 * keys + 6 * values) + 3 * keys * values
     return chunk_heads(share) * each * share.wide_size
 
 

@@ -75,26 +75,28 @@ def _state_space(
     axis: Axis,
     x: torch.Tensor,
     dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor | None = None,
+    rate: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
     dt_bias: torch.Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **more: Any,
 ) -> torch.Tensor:
-    """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `A, D[heads]`, `B, C[B, s, groups, K]`."""
+    """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]`, `b, c[B, s, groups, K]`, which the
+    library calls A, B and C; its D is a share of x that is passed on.
+    """
     if more.get("initial_states") is not None or more.get("return_final_states"):
         refuse("a cache of states (use_cache) is not sharded")
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(A.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(rate.dtype)
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
         return move_states(state_space_dual, plan, axis, *rows)
 
-    read = along(of_rows, C, B, x * dt.unsqueeze(-1).to(x.dtype), A * dt)
-    return read if D is None else read + D.unsqueeze(-1) * x
+    read = along(of_rows, c, b, x * dt.unsqueeze(-1).to(x.dtype), rate * dt)
+    passed = more.get("D")
+    return read if passed is None else read + passed.unsqueeze(-1) * x
 
 
 def _not_fused(along: Along, axis: Axis, *_: Any, **__: Any) -> None:
