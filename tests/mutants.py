@@ -58,6 +58,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first = back - q.depth[i] % reach.chunk", "first = back - reach.chunk", "chunks are windows"),
         ("(reach.chunk, 0), (", "(", "queries are not cut where a chunk ends"),
         ("(reach.chunk if part else 0, shift)", "(0, shift)", "queries are not cut where a chunk's window begins"),
+        ("key = (kept, more)", "key = (kept.__name__, more)", "functions of one name share what they derive"),
         ("square &= edge >= first", "square &= edge >= 0", "a window's triangle reaches into the chunk before"),
         ("real) - real - left)", "real) - real)", "a branch is as deep as the branches before it are long"),
     ],

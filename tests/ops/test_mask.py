@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.ops.mask import CAUSAL, FULL, Metadata, Reach, allowed, tile_table
+from megacp.core.ops.mask import CAUSAL, FULL, Metadata, Reach, allowed, once, tile_table
 from tests.reference import attention as reference
 from tests.reference.packs import dense_mask, metadata, random_batch
 
@@ -170,3 +170,10 @@ def test_a_long_mixed_pack_is_planned_in_milliseconds_without_a_quadratic_mask()
     image = random_batch(np.random.default_rng(0), 100_000, documents=50, branches=True, images=True)
     whole = metadata(image)
     assert tile_table(whole, whole).area > 0  # a mask of 100,000 x 100,000 would be 10 GB
+
+
+def test_a_part_is_made_once_for_a_function_and_its_arguments() -> None:
+    table = plain(3).own_table
+    first, second = (once(lambda table, number: [number]) for _ in range(2))  # of one name
+    parts = [first(table, 1), first(table, 2), second(table, 1)]
+    assert parts == [[1], [2], [1]] and first(table, 1) is parts[0] is not second(table, 1)

@@ -17,7 +17,8 @@ import torch
 from megacp.core.context_parallel.layout import document_bounds, zigzag_chunks
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.device import to_device
+from megacp.core.ops.mask import Metadata, once
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,9 @@ def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
     return Sequences(true.astype(np.int32), np.diff(edges).astype(np.int32)), start
 
 
+@once
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
     """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all ranks of the group."""
-    return plan.part("thd sequences", lambda: _sequences(plan))
-
-
-def _sequences(plan: AttentionPlan) -> Sequences | str:
     metadata, cp = plan.metadata, plan.cp
     reason = mask_reason(metadata)
     if reason:
@@ -120,6 +118,21 @@ def _sequences(plan: AttentionPlan) -> Sequences | str:
         "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document: "
         "choose --cp-layout zigzag_document"
     )
+
+
+@once
+def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cumulative lengths, true and padded: one tensor where they are equal, by which Transformer Engine knows it."""
+    padded = to_device(sequences.cu_padded, device)
+    equal = (sequences.true == sequences.padded).all()
+    return padded if equal else to_device(sequences.cu_lengths, device), padded
+
+
+@once
+def _padding_on(plan: AttentionPlan, device: torch.device) -> torch.Tensor | None:
+    """Which of this rank's rows are padding; None where none are."""
+    rows = np.flatnonzero(plan.metadata.leave[plan.local] == 0)
+    return to_device(rows, device) if len(rows) else None
 
 
 def window_of(tokens: int) -> tuple[int, int]:
@@ -173,16 +186,11 @@ class PackedAttention:
     ) -> torch.Tensor:
         """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways.
 
-        Cumulative lengths are those of the whole row; true and padded ones are one tensor where there is no padding,
-        by which Transformer Engine knows it.
+        Cumulative lengths are those of the whole row.
         """
-        device = q.device
-        places = plan.on_device("thd cu_padded", device, lambda: sequences.cu_padded)
-        lengths, longest = places, int(sequences.padded.max())
-        if (sequences.true != sequences.padded).any():
-            lengths = plan.on_device("thd lengths", device, lambda: sequences.cu_lengths)
-        padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.leave[plan.local] == 0))
-        empty = plan.on_device("thd padding", device, lambda: padding) if len(padding) else None
+        lengths, places = _bounds_on(sequences, q.device)
+        longest = int(sequences.padded.max())
+        empty = _padding_on(plan, q.device)
         if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
         out = self.attention(

@@ -11,7 +11,6 @@ Rank 0 runs segments 0 and 3 in one call, from places 0 and 1.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from megacp.core.distributed.differentiable import gather_from
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.mask import once
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
@@ -108,6 +108,11 @@ class SegmentLevels:
         return torch.cat(parts), states
 
 
+@once
+def _levels_on(plan: AttentionPlan, device: torch.device, to_exits: bool) -> SegmentLevels:
+    return SegmentLevels(plan, device, to_exits)
+
+
 def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
     """`recur(gated_delta_rule, plan, axis, *inputs)` by a kernel.
 
@@ -115,10 +120,7 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
     """
     crossing = crossing_plan(plan)
     device = inputs[0].device
-    every, to_exits = (
-        plan.part(f"sequences on {device}, {part}", functools.partial(SegmentLevels, plan, device, part))
-        for part in (False, True)
-    )
+    every, to_exits = (_levels_on(plan, device, part) for part in (False, True))
     q, k, v, *rates = inputs
     keys = k.shape[2]
     heads, values = v.shape[1:]

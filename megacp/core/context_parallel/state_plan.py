@@ -32,7 +32,7 @@ import numpy as np
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.gated_delta import CHUNK
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.mask import Metadata, once
 
 
 def predecessors(row: Metadata) -> np.ndarray:
@@ -269,16 +269,19 @@ class TapsPlan:
         self.places = places[wanted].reshape(-1)
 
 
+@once
 def crossing_plan(plan: AttentionPlan) -> CrossingPlan:
     """Made once for all layers and devices."""
-    return plan.part("crossings", lambda: CrossingPlan(plan))
+    return CrossingPlan(plan)
 
 
+@once
 def chunks_of(plan: AttentionPlan) -> Chunks:
     """Made once for all layers and devices."""
-    return plan.part("chunks", lambda: Chunks(plan, crossing_plan(plan).segments))
+    return Chunks(plan, crossing_plan(plan).segments)
 
 
+@once
 def taps_plan(plan: AttentionPlan, taps: int) -> TapsPlan:
     """Made once for all layers and devices."""
-    return plan.part(f"{taps} taps", lambda: TapsPlan(plan, taps))
+    return TapsPlan(plan, taps)

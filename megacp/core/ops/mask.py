@@ -21,11 +21,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import numpy as np
 
+Owner = TypeVar("Owner")
+More = TypeVarTuple("More")
 Part = TypeVar("Part")
 
 FULL = 1
@@ -39,6 +41,23 @@ _PART = 64
 """Queries of a window's rows are cut to a multiple of it, which kernels like."""
 _PAIRS_AT_ONCE = 1 << 20
 """Pairs of runs looked at together: bounds the memory of planning to some tens of MiB."""
+
+
+def once(derive: Callable[[Owner, *More], Part]) -> Callable[[Owner, *More], Part]:
+    """`derive`, run once for each owner and further arguments: what it returns is kept with the owner, as its part.
+
+    A plan or a table has parts of many rooms, made for all layers together. They are named by their functions.
+    """
+
+    @functools.wraps(derive)
+    def kept(owner: Owner, *more: *More) -> Part:
+        parts: dict[object, Part] = vars(owner).setdefault("_parts", {})
+        key = (kept, more)
+        if key not in parts:
+            parts[key] = derive(owner, *more)
+        return parts[key]
+
+    return kept
 
 
 class Reach(NamedTuple):
@@ -175,13 +194,6 @@ class TileTable:
     k_start: np.ndarray
     k_stop: np.ndarray
     kind: np.ndarray
-    _parts: dict[object, object] = field(default_factory=dict, repr=False)
-
-    def part(self, key: object, build: Callable[[], Part]) -> Part:
-        """What a kernel derives from this table, built once for all layers."""
-        if key not in self._parts:
-            self._parts[key] = build()
-        return self._parts[key]  # type: ignore[return-value]  # one type for each key
 
     @property
     def queries(self) -> int:
