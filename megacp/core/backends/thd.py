@@ -18,7 +18,7 @@ from megacp.core.context_parallel.layout import document_bounds, zigzag_chunks
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.device import to_device
-from megacp.core.ops.mask import Metadata, once
+from megacp.core.ops.mask import Metadata, Reach, once
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Sequences:
         return np.where(inside < np.repeat(self.true, self.padded), token, -1)
 
 
-def mask_reason(metadata: Metadata) -> str | None:
+def mask_reason(metadata: Metadata, reach: Reach) -> str | None:
     """Why a row's mask is none of Transformer Engine's; None when documents are causal."""
     start, stop = document_bounds(metadata)
     found = []
@@ -64,7 +64,7 @@ def mask_reason(metadata: Metadata) -> str | None:
         found.append("image spans")
     if (metadata.leave[metadata.leave > 0] != np.repeat(stop, stop - start)).any():
         found.append("branches")
-    if metadata.reach.chunk:
+    if reach.chunk:
         found.append("chunks")
     return f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's" if found else None
 
@@ -99,7 +99,7 @@ def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
     """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all ranks of the group."""
     metadata, cp = plan.metadata, plan.cp
-    reason = mask_reason(metadata)
+    reason = mask_reason(metadata, plan.reach)
     if reason:
         return reason
     start, _ = document_bounds(metadata)
@@ -177,7 +177,7 @@ class PackedAttention:
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
         """See `thd_sequences`."""
-        if plan.metadata.reach.window and not self.windows:
+        if plan.reach.window and not self.windows:
             return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose a2a or all_gather"
         return thd_sequences(plan)
 
@@ -205,6 +205,6 @@ class PackedAttention:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             attn_mask_type="padding_causal",
-            window_size=window_of(plan.metadata.reach.window),
+            window_size=window_of(plan.reach.window),
         ).view(q.shape)  # [t, heads * d] -> [t, heads, d]
         return out if empty is None else out.index_fill(0, empty, 0.0)

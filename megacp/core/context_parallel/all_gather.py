@@ -15,7 +15,7 @@ from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import reduce_scatter, start_all_gather
 from megacp.core.large_blocks import empty
 from megacp.core.ops.device import to_device
-from megacp.core.ops.mask import TileTable, once, tile_table
+from megacp.core.ops.mask import TileTable, once
 
 
 def _others(plan: AttentionPlan) -> np.ndarray:
@@ -28,7 +28,7 @@ def _others(plan: AttentionPlan) -> np.ndarray:
 @once
 def _table_of_others(plan: AttentionPlan) -> TileTable:
     """Tiles between this rank's queries and the keys of `_others`."""
-    return tile_table(plan.metadata.take(plan.local), plan.metadata.take(_others(plan)))
+    return plan.tiles(plan.local, _others(plan))
 
 
 @once

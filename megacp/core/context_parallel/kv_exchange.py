@@ -43,7 +43,7 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
     for tokens in plan.indices:
         seen = np.zeros(len(row), bool)
         # tiles are made with keys in `plan.order`; `seen` is in the row's own
-        seen[plan.order] = tile_table(plan.metadata.take(tokens), row).needed_keys
+        seen[plan.order] = tile_table(plan.metadata.take(tokens), row, plan.reach).needed_keys
         needed.append(seen)
     return needed
 
@@ -62,7 +62,7 @@ def exchange_of(plan: AttentionPlan) -> Exchange | None:
     came = [nothing if r == mine else plan.indices[r][needed[mine][plan.indices[r]]] for r in ranks]  # of the row
     keys = np.concatenate(came)
     order = np.argsort(position[keys])
-    table = tile_table(plan.metadata.take(plan.local), plan.metadata.take(keys[order]))
+    table = plan.tiles(plan.local, keys[order])
     return Exchange(np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from megacp.core.ops.device import to_device
-from megacp.core.ops.mask import Metadata, Reach, TileTable, once, text_before_images, tile_table
+from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, once, text_before_images, tile_table
 
 
 def key_order(metadata: Metadata) -> np.ndarray:
@@ -54,14 +54,23 @@ def _least_tiles(metadata: Metadata) -> int:
 
 
 class AttentionPlan:
-    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, lazy tile tables.
+    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, how far the layers
+    look, lazy tile tables.
 
     `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same order unless the
     layout's own is kept because `order` is the natural one.
     """
 
-    def __init__(self, indices: np.ndarray, metadata: Metadata, cp_rank: int, order: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        indices: np.ndarray,
+        metadata: Metadata,
+        cp_rank: int,
+        order: np.ndarray | None = None,
+        reach: Reach = UNLIMITED,
+    ) -> None:
         self.metadata = metadata
+        self.reach = reach
         self.cp_rank = cp_rank
         self.order = key_order(metadata) if order is None else order
         self._by_type = bool((np.diff(self.order) < 0).any())
@@ -83,36 +92,37 @@ class AttentionPlan:
         """Indices `[t]` into the row of the tokens this rank holds."""
         return self.indices[self.cp_rank]
 
-    @functools.cached_property
-    def _queries(self) -> Metadata:
-        return self.metadata.take(self.local)
+    def tiles(self, queries: np.ndarray, keys: np.ndarray) -> TileTable:
+        """Tiles between tokens of the row, by their indices."""
+        return tile_table(self.metadata.take(queries), self.metadata.take(keys), self.reach)
 
     @once
     def table(self, source: int) -> TileTable:
         """Tiles between this rank's queries and the keys of cp rank `source`, both in local order."""
-        return tile_table(self._queries, self.metadata.take(self.indices[source]))
+        return self.tiles(self.local, self.indices[source])
 
     @functools.cached_property
     def table_of_row(self) -> TileTable:
         """Tiles between this rank's queries and the whole row in the order `order`."""
-        if np.array_equal(self.local, self.order):  # one rank holds the row: the table by which `order` was chosen
+        if np.array_equal(self.local, self.order) and self.reach == UNLIMITED:
+            # one rank holds the row: the table by which `order` was chosen
             return (self.metadata.by_type if self._by_type else self.metadata).own_table
-        return tile_table(self._queries, self.metadata.take(self.order))
+        return self.tiles(self.local, self.order)
 
     def within(self, reach: Reach) -> AttentionPlan:
         """The plan of layers that look so far: the same tokens on every rank, in the same order."""
-        return self if reach == self.metadata.reach else self._within(reach)
+        return self if reach == self.reach else self._within(reach)
 
     @once
     def _within(self, reach: Reach) -> AttentionPlan:
-        return AttentionPlan(self.indices, self.metadata.within(reach), self.cp_rank, self.order)
+        return AttentionPlan(self.indices, self.metadata, self.cp_rank, self.order, reach)
 
     @once
     def grouped(self, size: int) -> AttentionPlan:
         """The plan of groups of `size` neighbouring ranks that hold their tokens together."""
         together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
         arranged = np.stack([self._arranged(tokens) for tokens in together])
-        return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order)
+        return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order, self.reach)
 
     @once
     def arrival(self, size: int, device: torch.device) -> torch.Tensor:

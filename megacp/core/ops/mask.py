@@ -18,7 +18,6 @@ Letters: `T` tokens of a row, `n` of one side of a table, `m` chosen ones; `i` a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,15 +68,17 @@ class Reach(NamedTuple):
     """Queries see keys of their own chunk; a path is cut into chunks of so many tokens."""
 
 
+UNLIMITED = Reach()
+
+
 @dataclass(frozen=True)
 class Metadata:
-    """What the mask must know of `n` tokens: int arrays `[n]`, and how far the layer looks."""
+    """What the mask must know of `n` tokens: int arrays `[n]`."""
 
     leave: np.ndarray
     span: np.ndarray
     order: np.ndarray
     depth: np.ndarray
-    reach: Reach = Reach()
 
     @staticmethod
     def of_row(leave: np.ndarray, span: np.ndarray) -> Metadata:
@@ -109,12 +110,7 @@ class Metadata:
 
     def take(self, indices: np.ndarray) -> Metadata:
         """The metadata of some tokens, in the order of `indices[m]`."""
-        leave, span, order, depth = (x[indices] for x in (self.leave, self.span, self.order, self.depth))
-        return Metadata(leave, span, order, depth, self.reach)
-
-    def within(self, reach: Reach) -> Metadata:
-        """The same tokens for a layer that looks so far."""
-        return dataclasses.replace(self, reach=reach)
+        return Metadata(*(x[indices] for x in (self.leave, self.span, self.order, self.depth)))
 
     @functools.cached_property
     def document(self) -> np.ndarray:
@@ -137,11 +133,10 @@ class Metadata:
         """These tokens in the order of `text_before_images`."""
         return self.take(text_before_images(self)) if self.span.any() else self
 
-    @functools.cached_property
-    def cost(self) -> np.ndarray:
+    def cost(self, reach: Reach = UNLIMITED) -> np.ndarray:
         """int64 `[n]`: how many of these tokens each one sees; counted with types sorted, which needs fewer tiles."""
         cost = np.empty(len(self), np.int64)
-        cost[text_before_images(self)] = self.by_type.own_table.keys_per_query
+        cost[text_before_images(self)] = tile_table(self.by_type, self.by_type, reach).keys_per_query
         return cost
 
 
@@ -188,6 +183,7 @@ class TileTable:
 
     q: Metadata
     k: Metadata
+    reach: Reach
     row_start: np.ndarray
     row_stop: np.ndarray
     first: np.ndarray
@@ -257,16 +253,16 @@ class TileTable:
         return tuple(TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
 
 
-def allowed(q: Metadata, k: Metadata) -> np.ndarray:
+def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
     """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and single small tiles."""
     order = q.order[:, None]
     back = q.depth[:, None] - k.depth[None]  # tokens on the path from the key to the query
     on_path = (k.order[None] <= order) & (order < k.leave[None]) & (q.leave[:, None] > 0)
     seen = on_path | ((q.span[:, None] != 0) & (q.span[:, None] == k.span[None]))
-    if q.reach.window:
-        seen &= back < q.reach.window
-    if q.reach.chunk:
-        seen &= q.depth[:, None] // q.reach.chunk == k.depth[None] // q.reach.chunk
+    if reach.window:
+        seen &= back < reach.window
+    if reach.chunk:
+        seen &= q.depth[:, None] // reach.chunk == k.depth[None] // reach.chunk
     return seen
 
 
@@ -484,6 +480,7 @@ def _join_rows(table: TileTable) -> TileTable:
     return TileTable(
         table.q,
         table.k,
+        table.reach,
         table.row_start[kept],
         table.row_stop[last],
         first,
@@ -493,18 +490,18 @@ def _join_rows(table: TileTable) -> TileTable:
     )
 
 
-def tile_table(q: Metadata, k: Metadata) -> TileTable:
-    """Exact cover of `allowed(q, k)` by disjoint tiles, in time and memory proportional to pairs of runs.
+def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
+    """Exact cover of `allowed(q, k, reach)` by disjoint tiles, in time and memory proportional to pairs of runs.
 
     Places must be unique on each side and hold equal metadata on both sides, as in any permutation of one row.
     """
     q_runs = _runs(q)
     k_runs = _runs(k)
     # keys are not cut: a tile may take a part of a run of theirs
-    q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, q.reach))
+    q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, reach))
     q_runs = q_runs.take(np.argsort(q_runs.start, kind="stable"))
     k_runs = k_runs.take(np.argsort(k_runs.order, kind="stable"))
-    run, k_start, k_stop, kind = _tiles(q_runs, k_runs, q.reach)
+    run, k_start, k_stop, kind = _tiles(q_runs, k_runs, reach)
     seen, first = np.unique(run, return_index=True)  # runs of queries with a tile become the rows
     bounds = np.append(first, len(run)).astype(np.int64)
-    return _join_rows(TileTable(q, k, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))
+    return _join_rows(TileTable(q, k, reach, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))
