@@ -108,9 +108,7 @@ class SegmentLevels:
         return torch.cat(parts), states
 
 
-@once
-def _levels_on(plan: AttentionPlan, device: torch.device, to_exits: bool) -> SegmentLevels:
-    return SegmentLevels(plan, device, to_exits)
+_levels_on = once(SegmentLevels)
 
 
 def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:

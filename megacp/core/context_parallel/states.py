@@ -60,9 +60,7 @@ class StatePlan:
         self.own_entries = _rows(np.array(own_entries, np.int64), device)
 
 
-@once
-def _states_on(plan: AttentionPlan, device: torch.device) -> StatePlan:
-    return StatePlan(plan, device)
+_states_on = once(StatePlan)
 
 
 def _into_chunks(x: torch.Tensor, states: StatePlan) -> torch.Tensor:
