@@ -27,6 +27,7 @@ from megacp.core.distributed.differentiable import gather_from
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import Rule, convolved_delta_rule, gated_delta_rule
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -106,6 +107,9 @@ class SegmentLevels:
         return torch.cat(parts), states
 
 
+_levels_on = once(SegmentLevels)
+
+
 def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
     """`recur(gated_delta_rule, plan, axis, *inputs)` by a kernel.
 
@@ -113,10 +117,7 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
     """
     crossing = crossing_plan(plan)
     device = inputs[0].device
-    every, to_exits = (
-        plan.part(f"sequences on {device}, {part}", functools.partial(SegmentLevels, plan, device, part))
-        for part in (False, True)
-    )
+    every, to_exits = (_levels_on(plan, device, part) for part in (False, True))
     q, k, v, *rates = inputs
     keys = k.shape[2]
     heads, values = v.shape[1:]

@@ -12,7 +12,6 @@ Letters: `t` tokens of this rank, `C` of a chunk; a state is `[K, V]` a head, as
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import (
     Level,
     Rows,
@@ -69,6 +69,9 @@ class StatePlan:
         self.from_entries = levels(chunks.behind(own_entries))
         self.own_exits = _rows(np.array(own_exits, np.int64), device)
         self.own_entries = _rows(np.array(own_entries, np.int64), device)
+
+
+_states_on = once(StatePlan)
 
 
 def _into_chunks(x: torch.Tensor, states: StatePlan) -> torch.Tensor:
@@ -188,8 +191,7 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
 
     Differentiable in the inputs. One message in forward and one in backward, where paths cross ranks.
     """
-    device = inputs[0].device
-    return _Recurrence.apply(rule, plan.part(f"states on {device}", lambda: StatePlan(plan, device)), axis, *inputs)
+    return _Recurrence.apply(rule, _states_on(plan, inputs[0].device), axis, *inputs)
 
 
 def recur_by_heads(
@@ -216,6 +218,12 @@ def recur_by_heads(
     return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)
 
 
+@once
+def _taps_on(plan: AttentionPlan, taps: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    apart = taps_plan(plan, taps)
+    return tuple(to_device(x, device) for x in (apart.send, apart.near, apart.rows, apart.places))
+
+
 def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan, axis: Axis) -> torch.Tensor:
     """`x[t, c]` with each channel convolved along the path by `weight[c, taps]`, the last tap for the token itself.
 
@@ -223,10 +231,7 @@ def short_convolution(x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan
     """
     taps = weight.shape[1]
     apart = taps_plan(plan, taps)
-    send, near, alone, places = (
-        plan.on_device(f"{name} of {taps} taps", x.device, functools.partial(getattr, apart, name))
-        for name in ("send", "near", "rows", "places")
-    )
+    send, near, alone, places = _taps_on(plan, taps, x.device)
     out = causal_taps(x, weight)  # true of tokens whose rows before are those before on the path
     came = x[:0]
     if apart.travels:  # a rank that gets no rows has part in the message all the same, also in backward
