@@ -199,7 +199,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/balance.py", LAYOUT): [
         ("+ metadata.leave) - 1", "+ metadata.leave)", "a key crosses one cut more than it is seen over"),
-        ("metadata.cost(reach) * layers", "metadata.cost() * layers", "the balance knows no window"),
+        ("metadata.cost_within(reach) * layers", "metadata.cost * layers", "the balance knows no window"),
         ("error <= max(AREA_SLACK", "error >= max(AREA_SLACK", "ranks take stretches of another area"),
     ],
     ("core/context_parallel/choose.py", "tests/context_parallel/test_layout.py"): [

@@ -43,7 +43,7 @@ def mix_of(model: ModelConfig) -> Mix:
 
 def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:
     """int64 `[T]`: how many tokens of the row each one sees, summed over the layers."""
-    return sum((metadata.cost(reach) * layers for reach, layers in mix.items()), np.zeros(len(metadata), int))
+    return sum((metadata.cost_within(reach) * layers for reach, layers in mix.items()), np.zeros(len(metadata), int))
 
 
 def deal_balanced(metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:

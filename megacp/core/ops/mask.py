@@ -133,7 +133,12 @@ class Metadata:
         """These tokens in the order of `text_before_images`."""
         return self.take(text_before_images(self)) if self.span.any() else self
 
-    def cost(self, reach: Reach = UNLIMITED) -> np.ndarray:
+    @property
+    def cost(self) -> np.ndarray:
+        """`cost_within` for a layer that looks at all."""
+        return self.cost_within(UNLIMITED)
+
+    def cost_within(self, reach: Reach) -> np.ndarray:
         """int64 `[n]`: how many of these tokens each one sees; counted with types sorted, which needs fewer tiles."""
         cost = np.empty(len(self), np.int64)
         cost[text_before_images(self)] = tile_table(self.by_type, self.by_type, reach).keys_per_query
