@@ -679,7 +679,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/config/vision.py", "tests/plan/test_costs.py tests/config/test_cli.py"): [
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
-        ("(WINDOW, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
+        ("(POOLED_PATCHES, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
         ("3 * width * width + ffn", "2 * width * width + ffn", "the output of pooling attention costs nothing"),
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [

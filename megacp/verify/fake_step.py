@@ -35,7 +35,7 @@ from megacp.core.checks import require
 from megacp.core.config.cli import parse
 from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.vision import WINDOW
+from megacp.core.config.vision import POOLED_PATCHES
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
@@ -240,7 +240,7 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
         int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None) for kind in ("image", "pool")
     ]
     shape = config.vision.crop_patches, config.vision.patch_dim
-    windows = np.zeros((here[1], WINDOW), np.int64)
+    windows = np.zeros((here[1], POOLED_PATCHES), np.int64)
     pixels, strategy = np.zeros((here[0], *shape), np.float32), config.parallel.vision_shards
     grids = np.ones((here[1], 2), np.int64) if config.vision.family.has_grids else None
     images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy, grids=grids)

@@ -82,7 +82,7 @@ def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
     return layer
 
 
-Tower = Literal["vision", "connector"]
+VisionPart = Literal["vision", "connector"]
 AdamWEngine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`.
 
@@ -188,7 +188,7 @@ class NativeBackend:
         """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
         return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std, treated=treated))
 
-    def tower(self, name: Tower) -> NativeBackend:
+    def tower(self, name: VisionPart) -> NativeBackend:
         """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at
         its seams, and the learning rate or the freezing that the config gives this tower."""
         multipliers = {"vision": self.vision.vision_lr_multiplier, "connector": self.vision.connector_lr_multiplier}

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megacp.core.backends.mlp import Save
-from megacp.core.backends.native import NativeBackend, NormSpec, Tower
+from megacp.core.backends.native import NativeBackend, NormSpec, VisionPart
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
@@ -369,7 +369,7 @@ class TransformerEngineBackend(NativeBackend):
         options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
         return layer.requires_grad_(options.trained)
 
-    def tower(self, name: Tower) -> NativeBackend:
+    def tower(self, name: VisionPart) -> NativeBackend:
         other = super().tower(name)
         assert isinstance(other, TransformerEngineBackend)
         other.in_tower = other.apart = True

@@ -26,10 +26,10 @@ from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.ops.recurrence import Level, Rows, Rule, causal_taps, scan, scan_back
+from megacp.core.ops.recurrence import Indices, Level, Rule, causal_taps, scan, scan_back
 
 
-def _rows(numbers: np.ndarray, device: torch.device) -> Rows:
+def _rows(numbers: np.ndarray, device: torch.device) -> Indices:
     """A slice where they follow one another, whose rows are then no copy."""
     if len(numbers) and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[-1]) + 1)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.config.vision import WINDOW, ConnectorSizes
+from megacp.core.config.vision import POOLED_PATCHES, ConnectorSizes
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
 from megacp.core.layers.table import Flops, tokens_per_rank
 from megacp.core.layers.vision import connector_tensors, tower_tensors
@@ -109,14 +109,14 @@ def crop_flops(config: RunConfig) -> Flops:
     return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches * v.patches_per_crop * width)
 
 
-def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
+def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:
     """The connector's forward over one pooled token of `window` patches."""
     sizes = connector_sizes(config)
     scores = 4.0 * window * config.vision.vision_hidden_size if sizes.each else 0.0
     return Flops(2.0 * (sizes.once + window * sizes.each), scores)
 
 
-def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
+def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = POOLED_PATCHES) -> float:
     """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out."""
     frozen = config.frozen_parts
     tower, connector = crop_flops(config).times(crops), pooled_flops(config, window).times(pooled)

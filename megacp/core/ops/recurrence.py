@@ -28,14 +28,14 @@ Rule = Callable[..., Iterator[Pair]]
 """Of inputs `[n, C, ...]` of n chunks, in the accumulation dtype: yields A, B, and then R, O, all `[n, heads, ...]`.
 Tokens of zeros fill a chunk up, and must leave the state as it is. Maps come first: they travel while the rest is
 computed."""
-Rows = slice | torch.Tensor
+Indices = slice | torch.Tensor
 
 
 class Level(NamedTuple):
     """Chunks that can be computed together: all chunks before them on their paths are done."""
 
-    rows: Rows
-    before: Rows
+    rows: Indices
+    before: Indices
     """The chunk before each of them."""
 
 
