@@ -76,7 +76,7 @@ class Plan:
     """Weights of --load-hf."""
 
 
-def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
+def prepare_run(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
     """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all reasons.
 
     `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another machine's is.
@@ -92,7 +92,7 @@ def dry_run(config: RunConfig) -> str:
     """The report of a layout for any world size, of a config that fits its datasets where it names any."""
     world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
-        config, _ = prepare(config, world_size)
+        config, _ = prepare_run(config, world_size)
     else:
         require(config, world_size, backend_problems(config, None))
     return describe(config, world_size)
@@ -111,7 +111,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
         with ends_with_its_reader():
             print(report)
         return None
-    config, sources = prepare(config, world.size, launch.device_type(world))
+    config, sources = prepare_run(config, world.size, launch.device_type(world))
     ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
     if ours and theirs and ours != theirs:
         raise ValueError(

@@ -98,7 +98,7 @@ def zeros(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = 
     return empty(shape, like, dtype).zero_()
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def large_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a[..., h] b[h, f] -> [..., f]`, in a block where no gradient is recorded."""
     shape = (*a.shape[:-1], b.shape[1])
     if torch.is_grad_enabled() or a.dim() < 2 or not _takes_block(shape, a, a.dtype):

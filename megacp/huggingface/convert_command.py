@@ -39,7 +39,7 @@ _MINUTES = 24 * 60.0
 """For which ranks wait for one that compares or copies alone."""
 
 
-def arguments_parser() -> argparse.ArgumentParser:
+def convert_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = OneLineParser(description="Convert checkpoints between megacp and Hugging Face folders.")
     parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
@@ -115,7 +115,7 @@ class _Lasting(io.TextIOBase):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and convert; returns the exit status."""
-    parser = arguments_parser()
+    parser = convert_parser()
     arguments = parser.parse_args(argv)
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))

@@ -61,7 +61,7 @@ class _CommandParser(OneLineParser):
         return found, unknown
 
 
-def arguments_parser() -> argparse.ArgumentParser:
+def preprocess_parser() -> argparse.ArgumentParser:
     """The commands and their flags."""
     parser = OneLineParser(
         description="Make packed datasets from text, images and videos, and look into them.",
@@ -343,7 +343,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
-    args = arguments_parser().parse_args(argv)
+    args = preprocess_parser().parse_args(argv)
     from megacp.prepare.packs.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:

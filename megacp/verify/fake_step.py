@@ -247,7 +247,7 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
     return dataclasses.replace(batch, vision=images)
 
 
-def microbatches(config: RunConfig, world_size: int) -> int:
+def microbatches_computed(config: RunConfig, world_size: int) -> int:
     """How many a rank computes here: its schedule holds no more at once with those that only continue it."""
     stages = config.parallel.pipeline_model_parallel_size
     return min(config.num_microbatches(world_size), 2 * stages * config.parallel.num_virtual_stages_per_pipeline_rank)
@@ -271,7 +271,7 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch)
             encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size
             row = model.plan(full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None))
             with mode, watch:
-                model.train([row] * microbatches(config, world_size), 1, 1.0)
+                model.train([row] * microbatches_computed(config, world_size), 1, 1.0)
         return Rank(rank, watch.peak, state, watch.calls)
 
 
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
     ranks = [*neighbours(shape, own.rank), own.rank]  # the first one compiles
     *others, mine = (step(config, world_size, rank, own.mask, watch) for rank in ranks)
     found, wrong = [mine, *others], []
-    counts = microbatches(config, world_size), config.num_microbatches(world_size)
+    counts = microbatches_computed(config, world_size), config.num_microbatches(world_size)
     print(f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, mask {own.mask}")
     for one in found:
         at = shape.coordinates(one.rank)

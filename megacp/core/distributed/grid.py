@@ -194,7 +194,7 @@ def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
         dist.all_gather_object(values, value, group=world)
         return values
 
-    return same_host.connect(rank, gather)
+    return same_host.connect_host(rank, gather)
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:

@@ -211,7 +211,7 @@ class LocalChannel:
         return operation
 
 
-def connect(rank: int, gather: Callable[[object], list]) -> SameHost | None:
+def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None:
     """The other ranks of this machine, or None where there are none, or one cannot read another.
 
     All ranks of the world call it; `gather` brings a small object of every rank, in rank order.

@@ -78,7 +78,7 @@ def read_content(place: Place, limit: int = files.TEXT_LIMIT) -> bytes:
     return place.content(limit) if isinstance(place, Url) else files.read_regular(place, limit)
 
 
-def sha256_of(place: Place, size: int | None = None) -> tuple[int, str]:
+def digest_of(place: Place, size: int | None = None) -> tuple[int, str]:
     """Size in bytes and sha256 (hexadecimal) of a file. Raises as `open_stream`."""
     if isinstance(place, Path):
         return files.sha256_of(place, size)

@@ -23,7 +23,7 @@ from megacp.core.distributed import collectives
 from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.core.large_blocks import product as large_product
+from megacp.core.large_blocks import large_product
 from megacp.core.layers.table import Linear, Tensor
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct

@@ -35,7 +35,7 @@ class RankReport:
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
     save_state: int = 0
-    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `FAILED`)."""
+    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `SAVE_FAILED`)."""
     image_documents: int = 0
     """Documents with images in its packs; reported by one rank of each replica."""
 

@@ -104,7 +104,7 @@ _TOWER = {
 """Their size -> our flag and the library's default."""
 
 
-def from_hf(c: ConfigJson) -> Values:
+def _from_hf(c: ConfigJson) -> Values:
     v = sizes_from_hf(c, _TEXT, "text_config.")
     v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before"}
     v |= {"qk_layernorm": "head", "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
@@ -157,7 +157,7 @@ def _twins(v: Values) -> dict[str, tuple[int, int]]:
     return found
 
 
-def to_hf(v: Values) -> Values:
+def _to_hf(v: Values) -> Values:
     sizes = {path: v["ffn_hidden_size"] if v[ours] is None else v[ours] for path, (ours, _) in _TOWER.items()}
     sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
@@ -245,7 +245,7 @@ class Molmo2(Family):
 
 
 MOLMO2 = Molmo2(
-    *("molmo2", "Molmo2ForConditionalGeneration", _TEXT, from_hf, to_hf, NATIVE_TABLE),
+    *("molmo2", "Molmo2ForConditionalGeneration", _TEXT, _from_hf, _to_hf, NATIVE_TABLE),
     frozenset({"float32_attention", "use_frame_special_tokens"}),
     ("text_config", "vision_config", "adapter_config"),
     _TOKEN_FIELDS,

@@ -27,7 +27,7 @@ from megacp.prepare.packs.packing import best_fit_decreasing, cut_oversize, two_
 from megacp.prepare.packs.settings import BuildSettings
 from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.chat_template import Template, loaded
-from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
+from megacp.prepare.records.documents import Document, DocumentMaker, RecordPart, learned_tokens
 from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent
 from megacp.prepare.records.record import Media, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
@@ -83,7 +83,7 @@ class _Entry(NamedTuple):
     place: _Place
     parents: tuple[int, ...]
     """As of its sample, whose prefix and branches the parts are."""
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[RecordPart, ...], ...]
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""
 
@@ -194,14 +194,14 @@ class _UnitRun:
 
     def _expanded(
         self, sample: Sample, members: dict[str, bytes]
-    ) -> tuple[tuple[tuple[Part, ...], ...], tuple[tuple[int, int], ...]]:
+    ) -> tuple[tuple[tuple[RecordPart, ...], ...], tuple[tuple[int, int], ...]]:
         """Prefix and branches with their images as units, and offset and size of the bytes of those in the spool."""
         texts = sample.prefix, *sample.branches
         if self._media is None:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
             raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
-        items, seen = list[bytes](), dict[Media, list[Part]]()
+        items, seen = list[bytes](), dict[Media, list[RecordPart]]()
         parts = tuple(self._media.expand(text, members, items, seen) for text in texts)
         stored = []
         for data in items:

@@ -29,7 +29,7 @@ from megacp.prepare.tokenize.beside import (
     read_beside,
     read_object,
     settings_of,
-    text_of,
+    token_text,
 )
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -223,7 +223,7 @@ def template_of(text: str, tokenizer: Tokenizer, today: str | None, before_answe
     ValueError: the settings name tokens that it does not have.
     """
     settings = settings_of(tokenizer.files[0].parent)
-    named = {name: content for name in _NAMED if (content := text_of(settings.get(name))) is not None}
+    named = {name: content for name in _NAMED if (content := token_text(settings.get(name))) is not None}
     return ChatTemplate(text, today, named, _model_of(tokenizer.files[0], settings, named.values()), before_answers)
 
 
@@ -274,7 +274,7 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
     tokens = {token["content"]: tokenizers.AddedToken(**token) for _, token in listed}
     known = {token.content for token in model.get_added_tokens_decoder().values()} | tokens.keys()
     further = [settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")]
-    texts = [text_of(each) for more in further for each in (more.values() if isinstance(more, dict) else more)]
+    texts = [token_text(each) for more in further for each in (more.values() if isinstance(more, dict) else more)]
     for text in (*named, *filter(None, texts)):
         if text not in known:
             tokens[text] = tokenizers.AddedToken(text, special=True, normalized=False)

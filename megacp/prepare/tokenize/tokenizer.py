@@ -32,7 +32,7 @@ from megacp.prepare.tokenize.beside import (
     Surroundings,
     read_beside,
     surroundings_of,
-    text_of,
+    token_text,
     tokens_beside,
 )
 
@@ -229,7 +229,7 @@ class PackageTokenizer(Tokenizer):
         for field, names in (("eos", EOS_NAMES), ("bos", BOS_NAMES), ("pad", PAD_NAMES)):
             found = next((special[name] for name in names if name in special), None)
             if f"{field}_token" in beside.values:
-                text = text_of(beside.values[f"{field}_token"])
+                text = token_text(beside.values[f"{field}_token"])
                 found = None if text is None else self.token_id(text)
             setattr(self, f"{field}_id", found)
 
