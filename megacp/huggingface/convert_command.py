@@ -36,7 +36,7 @@ from megacp.huggingface.convert.export import OtherModelError, Request, convert
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _MINUTES = 24 * 60.0
-"""For which ranks wait for one that compares or copies alone."""
+"""Minutes that ranks wait for one that compares or copies alone."""
 
 
 def convert_parser() -> argparse.ArgumentParser:

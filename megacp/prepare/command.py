@@ -54,7 +54,7 @@ class _CommandParser(OneLineParser):
     """The parser of one command: it names the flag that is nearest to an unknown one."""
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
-        """As argparse's, where nothing is unknown."""
+        """Parse as argparse does; an unknown flag ends the command."""
         found, unknown = super().parse_known_args(*given)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], self._option_string_actions)}")

@@ -66,7 +66,7 @@ def pack_of(dataset: PackedDataset, index: int) -> Pack:
 
 
 def pack_documents(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
-    """For each document of a pack where its tokens are, and its rows of tables.BRANCH_DTYPE."""
+    """Slices of the tokens of a pack's documents, each with its rows of tables.BRANCH_DTYPE."""
     start = branch = 0
     table = np.empty(0, BRANCH_DTYPE) if pack.branches is None else pack.branches
     for row in pack.segments:

@@ -52,7 +52,7 @@ class NormSpec:
     size: int
     epsilon: float
     gated: bool = False
-    """Called with a gate, whose SiLU the result is multiplied by; its weight begins at 1 in any model."""
+    """Whether a call has a gate, whose SiLU the result is multiplied by; the weight then begins at 1 in any model."""
 
 
 class RMSNorm(nn.Module):

@@ -163,7 +163,7 @@ class PackedAttention:
         )
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
-        """See `thd_sequences`."""
+        """`thd_sequences` of a plan."""
         if plan.metadata.reach.window and not self.windows:
             return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose a2a or all_gather"
         return thd_sequences(plan)

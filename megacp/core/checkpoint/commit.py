@@ -254,7 +254,7 @@ class LoadedCheckpoint:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a read of the payload by this rank alone: what goes wrong becomes a ValueError with one reason."""
+        """Turn what goes wrong inside, where this rank alone reads the payload, into a ValueError with one reason."""
         try:
             yield
         except (OSError, ValueError) as error:

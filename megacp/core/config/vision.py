@@ -73,7 +73,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "molmo2": VisionFamily(_pools, has_feature_layers=True, token_rows=128),
     "qwen3_5": VisionFamily(_merges, has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4),
 }
-"""By the words of --vision-family."""
+"""Families by the words of --vision-family."""
 
 
 @dataclass(frozen=True)

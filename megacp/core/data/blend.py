@@ -125,7 +125,7 @@ class PackBlend:
         return chosen
 
     def stored(self, start: int, count: int) -> np.ndarray:
-        """As `samples`, each dataset in stored order; ends before the first pack that would come again."""
+        """`samples` with each dataset in stored order; they end before the first pack that would come again."""
         dataset, nth = self._order.places(start, count)
         again = np.flatnonzero(nth >= np.diff(self._first)[dataset])
         stop = int(again[0]) if len(again) else count
@@ -142,7 +142,7 @@ class PackBlend:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights and of the datasets as they were built."""
+        """Hash of the weights and of the datasets as they were built."""
         return hashlib.sha256(
             json.dumps([self._parts, [one.fingerprint for one in self.datasets]]).encode()
         ).hexdigest()

@@ -191,7 +191,7 @@ class PackedDataset:
         self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
         """An open shard by its number; the one that was not used for longest is let go when there are too many."""
         self.fingerprint = manifest.fingerprint
-        """Of sizes and hashes of all files. What differs from them is told when it is read."""
+        """Hash of the sizes and hashes of all files. A file that differs from them is refused when it is read."""
         with ThreadPoolExecutor(16) as pool:
             if reasons := list(filter(None, pool.map(self._look, range(len(manifest.shards))))):
                 raise ValueError(listed(reasons, 20, "; "))
@@ -238,7 +238,7 @@ class StoredObject(StoredFile):
         self.path, self.size, self._url = str(url), size, url
 
     def read(self, offset: int, count: int) -> bytes:
-        """As of a file; ValueError when the store is not reached."""
+        """Read a range as from a file; ValueError when the store is not reached."""
         try:
             return self._url.read(offset, count) if count else b""
         except FileNotFoundError as error:

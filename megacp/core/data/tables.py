@@ -73,7 +73,7 @@ FLAG_SPLIT = 1  # of a segment: a piece of a document cut by `--oversize split`
 FLAG_TRUNCATED = 2  # the rest of the document was left out by `--oversize truncate`
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
-"""Of an .idx: magic, version, dtype code, number of sequences, number of document boundaries."""
+"""Header of an .idx: magic, version, dtype code, number of sequences, number of document boundaries."""
 _DTYPES = ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 DTYPE_OF_CODE = {code: np.dtype(name) for code, name in enumerate(_DTYPES, 1)}
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}

@@ -39,7 +39,7 @@ class Axis:
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Of the world: a gloo group with a timeout of its own (`file_timeout`), for ranks whose own work may take long."""
+    """Gloo group of the world with its own timeout (`file_timeout`), for ranks whose own work may take long."""
     file_timeout: float = field(default=0.0, compare=False, repr=False)
     """Seconds that the ranks of `host_group` wait for one another."""
 

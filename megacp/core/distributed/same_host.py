@@ -80,7 +80,7 @@ class _Peer:
     process: int
     connection: socket.socket
     told: dict[int, deque[tuple[int, int, bytes]]] = field(default_factory=lambda: defaultdict(deque))
-    """By channel: address, bytes and small content of what it has sent and nobody has asked for."""
+    """Messages by channel that nobody has asked for yet: address, bytes and small content."""
     receiving: dict[int, deque[tuple[Operation, int, int]]] = field(default_factory=lambda: defaultdict(deque))
     sending: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
     backlog: deque[bytes] = field(default_factory=deque)
@@ -114,7 +114,7 @@ class SameHost:
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
     def send(self, peer: _Peer, *words: bytes) -> None:
-        """Now, or when the other side has read what is before it; a rank that is gone hears nothing."""
+        """Send now, or when the other side has read what is before it; a rank that is gone hears nothing."""
         peer.backlog.extend(words)
         try:
             while peer.backlog and not peer.gone:
@@ -131,7 +131,7 @@ class SameHost:
             self._selector.unregister(peer.connection)
 
     def wait(self, operation: Operation, seconds: float) -> None:
-        """See `Operation.wait`. What this rank has not got rid of goes first: it may not wait here again for long."""
+        """Wait as `Operation.wait` says. Unsent bytes of this rank go first: it may not wait here again for long."""
         end = time.monotonic() + seconds
         while True:
             with self.lock:

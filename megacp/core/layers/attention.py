@@ -59,7 +59,7 @@ def _key_value_share(config: RunConfig) -> float:
 
 
 def _kept(share: Share) -> tuple[int, int]:
-    """Per token, with a heads, g query groups and heads of width d:
+    """Elements per token, with a heads, g query groups and heads of width d:
 
     q, k, v as one product                       (a + 2 g) d / tp     (a view of v keeps the product whole)
     q, k after the rotary embedding              (a + g) d / tp       (+ a + g wide numbers / tp with q/k norm,

@@ -116,7 +116,7 @@ class Share:
         self.config, self.granularity, self.model = config, granularity, config.model
         self.tp = config.parallel.tensor_model_parallel_size
         self.tokens = tokens_per_rank(config)
-        """Of heads and the MLP's hidden layer."""
+        """Tokens of heads and the MLP's hidden layer."""
         self.residual = self.tokens * self.model.hidden_size // (self.tp if config.parallel.sequence_parallel else 1)
         """Elements of a block's input."""
         self.rows = self.residual // self.model.hidden_size
@@ -152,7 +152,7 @@ class LayerKind:
     name: str
     """Name of its tensors, behind `layers.{i}.`."""
     linears: Callable[[ModelConfig], Mapping[str, Linear]]
-    """By the last part of their names."""
+    """Linears by the last part of their names."""
     products: tuple[tuple[str, ...], ...]
     """The linears of each product, in the order in which it holds them."""
     kept: Callable[[Share], tuple[int, int]]

@@ -93,7 +93,7 @@ def run_parameters(config: RunConfig) -> int:
 
 
 def trained_parameters(config: RunConfig) -> int:
-    """Those of them that are not frozen."""
+    """Parameters that are not frozen."""
     model, frozen = config.model, config.frozen_parts
     pairs = sum(pair.size for pair in pair_tensors(model))
     text, vision = model_parameters(model) - pairs, tower_parameters(config)

@@ -47,7 +47,7 @@ def warn(text: str) -> None:
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """For what only prints: a reader that closes the pipe (`| head`) ends the process in silence, by SIGPIPE."""
+    """Let a reader that closes the pipe (`| head`) end the process in silence, by SIGPIPE: for what only prints."""
     if threading.current_thread() is not threading.main_thread():  # it alone may set what a signal does
         yield
         return

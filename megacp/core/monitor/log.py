@@ -51,7 +51,7 @@ class StepRecord:
     epoch: float
     """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets."""
     seconds_left: float
-    """Until the last step, by the median time from step to step."""
+    """Seconds until the last step, by the median time from step to step."""
 
 
 @dataclass(frozen=True)

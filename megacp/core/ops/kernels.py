@@ -17,7 +17,7 @@ class KernelChoice:
     """A row of the table of kernels: how to build it, and where alone it runs."""
 
     build: Callable[[float], Kernel]
-    """With a cap of scores, or 0."""
+    """Builder, given a cap of scores, or 0."""
     device: str = ""
     """The only device type, or any."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")

@@ -145,7 +145,7 @@ def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor]:
-    """On a CPU written to the halves of the result: a quarter of `_swiglu_backward`'s time, 5 % of a block's step.
+    """Gradient; on a CPU written to the halves of the result: a quarter of `_swiglu_backward`'s time, 5 % of a step.
 
     A graph cannot write so: its halves are no dense tensors.
     """
@@ -184,7 +184,7 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
-"""By the words of --mlp-activation, which are Transformer Engine's too."""
+"""Activations by the words of --mlp-activation, which are Transformer Engine's too."""
 
 
 _MASK32 = 0xFFFFFFFF

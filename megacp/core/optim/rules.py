@@ -79,4 +79,4 @@ class AdamW:
 
 
 UPDATE_RULES: dict[str, Callable[[Sequence[Group], TrainingConfig, AdamWEngine | None], UpdateRule]] = {"adamw": AdamW}
-"""By the names in `STEPPED_BY`."""
+"""Rules by the names in `STEPPED_BY`."""

@@ -96,7 +96,7 @@ def write_content(place: Place, data: bytes) -> None:
 
 
 def write_stream(place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0) -> tuple[int, str]:
-    """As `write_content` with what `fill` writes; size and sha256. A local folder is waited for `seconds`."""
+    """Write what `fill` writes, as `write_content` does; size and sha256. A local folder is waited for `seconds`."""
     if isinstance(place, Url):
         return place.stream(fill)
     with files.new_file(place, seconds) as stream:

@@ -37,7 +37,7 @@ class RunState:
     seed: int = 0
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
-    """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
+    """Rules by which images became tokens: with them a checkpoint can be asked about images without its dataset."""
     document_start: dict[str, Any] | None = None
     """`{"token": id}` that every document of the training data begins with, or `{"token": null}`; None: not known."""
     document_end: dict[str, Any] | None = None

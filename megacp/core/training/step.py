@@ -95,7 +95,7 @@ class ParallelModel:
         return row if isinstance(row, PlannedRow) else self.plan(row)
 
     def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
-        """With a dropout key that names seed and step, not ranks; `token_names` name the packs."""
+        """The share on its device, with a dropout key of seed and step, not of ranks; `token_names` name the packs."""
         text = f"{self.config.training.seed}/{step}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return share.to(self.grid.device, key)

@@ -92,7 +92,7 @@ RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
 
 _TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
 _TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
-"""Of transformers' Molmo2TextConfig."""
+"""Defaults of transformers' Molmo2TextConfig."""
 _TOWER = {
     "vision_config.num_hidden_layers": ("vision_num_layers", 25),
     "vision_config.hidden_size": ("vision_hidden_size", 1152),

@@ -58,7 +58,7 @@ _TOKEN_FIELDS = {
 
 
 def _from_hf(c: ConfigJson) -> Values:
-    """Of a config whose `text_config` stands at the top."""
+    """Flags of a config whose `text_config` stands at the top."""
     v = QWEN3_5_WORDS.from_hf(c)
     v |= {"vision_family": "qwen3_5", "image_attention": "causal", "connector_ffn_hidden_size": None}
     v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)

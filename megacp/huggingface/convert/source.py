@@ -92,7 +92,7 @@ class Loaded:
     files: Sequence[str] = ()
     """Names of a folder's files of weights."""
     pairs: Pairs | None = None
-    """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
+    """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into the weights."""
     left_out: Sequence[str] = ()
     """Fields of the config.json that change nothing in the library."""
 

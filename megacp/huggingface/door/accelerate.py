@@ -97,7 +97,7 @@ def shard_sequences(
         )
 
     def prepare(*args: Any) -> tuple[Any, ...]:
-        """In the place of Accelerate's, which would drop the masks of the model."""
+        """Prepare instead of Accelerate, which would drop the masks of the model."""
         for module in (x for x in args if isinstance(x, torch.nn.Module)):
             if (stock := stock_model(module)) is not None:
                 stock.set_attn_implementation(register_with_transformers())

@@ -114,7 +114,7 @@ def _sharded_features(
     grid: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """In the place of a model's method `name`: this rank computes the features of its images and is given all others'.
+    """Compute the features of this rank's images and gather all others', instead of a model's method `name`.
 
     `pixels[images, ...]`, or `[patches, ...]` with `grid[images, 3]` -> what `stock` gives for all images.
     """

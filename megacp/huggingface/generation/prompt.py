@@ -40,7 +40,7 @@ class Prompt:
     units: tuple[SegmentUnit, ...] = ()
     """Its images and frames."""
     encoded: tuple[tuple[bytes, int], ...] = ()
-    """Of the units, in order: a file, and the number among its taken frames (-1: it is an image)."""
+    """Sources of the units, in order: a file, and the index among its taken frames (-1: it is an image)."""
     question: str = ""
     """The texts before the answer as they are tokenized; images and tokens that no text spells are left out."""
     expected: str | None = None

@@ -91,7 +91,7 @@ class Generator:
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling, names: Sequence[str] = ()) -> Iterator[np.ndarray]:
-        """For each prompt in order the new tokens of its answer, int64.
+        """The new tokens of each prompt's answer, in order, int64.
 
         ValueError for a prompt that leaves no room in a row of the model's length, by its name if it has one.
         """

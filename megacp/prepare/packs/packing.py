@@ -32,7 +32,7 @@ class Packing:
 
 
 def _packing(pack_of: np.ndarray) -> Packing:
-    """From the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
+    """A packing by the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
     items = np.argsort(pack_of, kind="stable")  # [n]; stable: arrival order within a pack
     counts = np.bincount(pack_of) if len(pack_of) else np.zeros(0, np.int64)
     return Packing(items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64))

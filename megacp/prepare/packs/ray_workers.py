@@ -38,7 +38,7 @@ def run_on_ray(
     workers: int,
     address: str | None = None,
 ) -> Iterator[Any]:
-    """As `workers.run_tasks`, on the cluster at `address`, or on a Ray of `workers` CPUs that lives as long as this.
+    """`workers.run_tasks` on the cluster at `address`, or on a Ray of `workers` CPUs that lives as long as this.
 
     ValueError: Ray is not installed, cannot start, a worker is not like this process, or what a handler raised.
     WorkerFailed: a task lost its worker too often, or raised.

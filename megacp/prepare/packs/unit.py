@@ -55,7 +55,7 @@ class UnitResult:
     in_context: int = 0
     """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
     before_answers: str | None = None
-    """As of a Sample."""
+    """`Sample.before_answers`."""
     empty_thoughts: int = 0
     real_thoughts: int = 0
     no_thoughts: int = 0
@@ -82,7 +82,7 @@ class _Entry(NamedTuple):
 
     place: _Place
     parents: tuple[int, ...]
-    """As of its sample, whose prefix and branches the parts are."""
+    """Parents of its sample, whose prefix and branches the parts are."""
     parts: tuple[tuple[RecordPart, ...], ...]
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""

@@ -41,7 +41,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-"""Around a thought, as templates write it."""
+"""Marks around a thought, as templates write them."""
 THINKS = "enable_thinking"
 """The variable by which a template is told whether to think."""
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")

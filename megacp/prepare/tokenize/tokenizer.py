@@ -234,7 +234,7 @@ class PackageTokenizer(Tokenizer):
             setattr(self, f"{field}_id", found)
 
     def token_id(self, token: str) -> int | None:
-        """As Tokenizer.token_id."""
+        """Id of a token, as of any `Tokenizer`."""
         return self.model.token_to_id(token)
 
     def encode_reference(self, text: str) -> np.ndarray:

@@ -43,11 +43,11 @@ _VIDEO = re.compile(
 _COLOURS = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "RGBA", "LA", "PA", "RGBa", "La")
 _GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
 _RATE_TOLERANCE = 0.1
-"""Part by which the rate in a header may differ from that of the frames before it is not believed."""
+"""Relative difference up to which the rate in a header is believed beside that of the frames."""
 _CUT_SECONDS, _CUT_SHARE = 1.0, 0.02
-"""By how much headers are off in whole files."""
+"""Seconds, and share of the length, by which headers are off in whole files."""
 KEPT_BYTES = 512 << 20
-"""Of videos and their frames that a decoder keeps beside the last."""
+"""Bytes of videos and their frames that a decoder keeps beside the last."""
 _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 

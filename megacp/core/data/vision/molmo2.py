@@ -93,7 +93,7 @@ class Molmo2Rules(VisionRules):
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """As of `VisionRules`, as is all that follows."""
+        """`VisionRules.patch_shape`; what follows implements that protocol too."""
         return self.patches_per_crop, self.patch_dim
 
     def misfit(self, vision: VisionConfig) -> str | None:
@@ -116,9 +116,9 @@ class Molmo2Rules(VisionRules):
         return [(time_text(i, number / fps, self), frame_layout(self)) for i, number in enumerate(frames)]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """At most `video_fps` a second, and `max_frames` in all.
+        """Frames of a video: at most `video_fps` a second, and `max_frames` in all.
 
-        As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
+        Molmo2's processor has the rule, in float32 (which can name one frame behind the last: that one is left out).
         """
         target = self.max_frames
         if fps > self.video_fps:
@@ -129,7 +129,7 @@ class Molmo2Rules(VisionRules):
         return kept
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """In the size of a crop."""
+        """Frames resized to a crop."""
         return resized(pixels, self.image_size, self.image_size)
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
@@ -236,7 +236,7 @@ def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
 
 
 def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each of `after` places the two source places and the weight of the second, float32: centres aligned."""
+    """The two source indices of each of `after` pixels and the weight of the second, float32: centres aligned."""
     scale = np.float32(before) / np.float32(after)
     place = np.maximum(scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), np.float32(0))
     first = np.minimum(place.astype(np.int64), before - 1)

@@ -24,7 +24,7 @@ from megacp.core.data.vision.rules import ImageError, ImageLayout, Pixels, Visio
 _FRAMES = 2
 """Frames of a patch; an image is shown as two equal ones."""
 _LARGEST_RATIO = 200
-"""Of the sides of an image."""
+"""Largest ratio of the sides of an image."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Qwen35Rules(VisionRules):
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """As of `VisionRules`, as is all that follows."""
+        """`VisionRules.patch_shape`; what follows implements that protocol too."""
         return 1, 3 * _FRAMES * self.patch_size**2
 
     def misfit(self, vision: VisionConfig) -> str | None:
@@ -103,7 +103,7 @@ class Qwen35Rules(VisionRules):
         return taken
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """In the size that all frames of the video have."""
+        """Frames resized to the size that all of the video have."""
         return _resized(pixels, *self._video_size(count, pixels.shape[1], pixels.shape[0]))
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
