@@ -145,14 +145,14 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         OneLineParser().parse_args(["--version"])
     if world.size == 1:
         return parse(arguments)
-    told = io.StringIO()
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(captured):
             return parse(arguments)
     except SystemExit as end:
         if not end.code:
             raise
-        raise ValueError(told.getvalue().strip()) from None
+        raise ValueError(captured.getvalue().strip()) from None
 
 
 def _show_help(arguments: Sequence[str]) -> None:
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_or_refuse(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """`plan_of`; what is wrong here is told to all ranks, and ends them all."""
+    """`plan_of`; what is wrong here is reported to all ranks, and ends them all."""
     try:
         return plan_of(arguments, world)
     except ValueError as error:
@@ -328,8 +328,8 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        told = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
-        reasons = [line.partition(" failed in ")[2] for line in told.splitlines()]
+        report = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+        reasons = [line.partition(" failed in ")[2] for line in report.splitlines()]
         return _refused(str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1)
     except Exception as error:
         error.add_note(launch.report_failure(error, "the start", grid.world))

@@ -142,7 +142,7 @@ class PackedAttention:
         self.least_sequence = 2 * cp.size if cp.size > 1 else 1
         """Places that a sequence fills at least, and a multiple of which it fills."""
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
-        """What the selector of its kernels is told about context parallelism."""
+        """What the selector of its kernels is given about context parallelism."""
         self.windows = cp.size == 1 or comm_type in ("a2a", "all_gather")
         """Whether rows may have a sliding window."""
         if cp.size == 1:

@@ -46,8 +46,8 @@ from megacp.core.tensor_parallel.lora import ColumnPairs, RowPair, adapted
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients
 
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
-"""Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming another kernel; one is
-read when the package is imported. By the third the ring's messages use the group's communicator, not each pair's.
+"""Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming another kernel; one
+is read when the package is imported. By the third the ring's messages use the group's communicator, not each pair's.
 """
 LEAST_RELEASE = (2, 18)
 """The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10 does, under `a2a+p2p`

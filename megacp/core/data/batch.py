@@ -73,13 +73,13 @@ class PackedBatch:
     tokens: np.ndarray
     """int64 [T], token ids."""
     labels: np.ndarray
-    """int64 [T], the id to predict at this place; 0 (a valid id) where nothing is predicted."""
+    """int64 [T], the id to predict at this position; 0 (a valid id) where nothing is predicted."""
     loss_weights: np.ndarray
-    """float32 [T], weight of this place's loss term; 0 means ignore."""
+    """float32 [T], weight of this position's loss term; 0 means ignore."""
     position_ids: np.ndarray
     """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning."""
     leave: np.ndarray
-    """int32 [T], the place in the row where the part ends that sees this token: of a document's prefix the end of the
+    """int32 [T], the index in the row where the part ends that sees this token: of a document's prefix the end of the
     document, of a branch its own; 0 = padding."""
     span: np.ndarray
     """int32 [T], 0 = text, else the group of image tokens that see each other in both directions."""
@@ -121,7 +121,7 @@ class PackedBatch:
 
     @property
     def token_names(self) -> np.ndarray:
-        """int64 [T]: names a token by its pack and its place in it, whichever packs share the row.
+        """int64 [T]: names a token by its pack and its index in it, whichever packs share the row.
 
         Tokens beyond the last pack count on from it. Dropout is keyed by these names.
         """

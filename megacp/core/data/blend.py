@@ -64,7 +64,7 @@ class BlendOrder:
         for number, part in enumerate(parts):
             self._before[self._dataset == number] = np.arange(part)
 
-    def places(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Dataset, and number within it, of samples `start` .. `start + count - 1`; int64 [count] each."""
         periods, within = np.divmod(np.arange(start, start + count, dtype=np.int64), len(self._dataset))
         dataset = self._dataset[within].astype(np.int64)
@@ -114,7 +114,7 @@ class PackBlend:
 
     def samples(self, start: int, count: int, seed: int) -> np.ndarray:
         """Packs of samples `start` .. `start + count - 1`, int64 [count]: each dataset in its own endless order."""
-        dataset, nth = self._order.places(start, count)
+        dataset, nth = self._order.locate(start, count)
         chosen = np.empty(count, np.int64)
         for number in np.unique(dataset).tolist():
             here = dataset == number  # rising numbers without a gap: the dataset's next samples
@@ -126,7 +126,7 @@ class PackBlend:
 
     def stored(self, start: int, count: int) -> np.ndarray:
         """`samples` with each dataset in stored order; they end before the first pack that would come again."""
-        dataset, nth = self._order.places(start, count)
+        dataset, nth = self._order.locate(start, count)
         again = np.flatnonzero(nth >= np.diff(self._first)[dataset])
         stop = int(again[0]) if len(again) else count
         return (self._first[dataset] + nth)[:stop]

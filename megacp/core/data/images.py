@@ -3,7 +3,7 @@
 The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that encodes nothing
 (another pipeline stage, more ranks than units) decodes nothing.
 
-A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, on all ranks alike, though
+A bad image: `fail` ends the run and names the record. `skip` drops the whole document, on all ranks alike, though
 one rank alone has seen the fault. That rank reports it (`VisionInputs.bad_documents`), the ranks exchange their reports
 before a step, and each clears the same documents (`training/images.py`).
 """
@@ -72,7 +72,7 @@ class RowUnits:
 
 
 def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray) -> RowUnits:
-    """Units of packs with `num_segments` segments each, where segment s of the row begins at place `begin[s]`."""
+    """Units of packs with `num_segments` segments each, where segment s of the row begins at index `begin[s]`."""
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
     table = np.concatenate([one.units for one in images])
     table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]
@@ -106,8 +106,8 @@ def vision_inputs(
     for segment in np.flatnonzero(held != features).tolist():
         where = f"{_record(packs, segment)}, " if packs else ""
         ids = ", ".join(map(str, feature_ids))
-        told = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
-        raise ValueError(f"{where}document {segment} of its row: {told}")
+        counts = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
+        raise ValueError(f"{where}document {segment} of its row: {counts}")
     patches, pooling = np.zeros((0, 0, 0), np.float32), np.zeros((0, 1), np.int64)
     return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
 
@@ -133,7 +133,7 @@ def with_images(
 ) -> PackedBatch:
     """The row of `packs` with the spans and bounds of its images, and the pixels that `loading` asks for.
 
-    Segment s begins at place `begin[s]`; without images it is the row itself. ValueError names the record whose
+    Segment s begins at index `begin[s]`; without images it is the row itself. ValueError names the record whose
     image-patch tokens are not as many as its features, and that of a bad image when the policy is `fail`.
     """
     images = [pack.images for pack in packs if pack.images is not None]
@@ -158,8 +158,8 @@ def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -
     step[rows] = 0
     step[rows[stops - 1]] = grids.max(1)  # the last token of an image, for all of it
     ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(np.int64)  # in parts that end before
-    place = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
-    axes = np.repeat(place[:, None], 3, axis=1)
+    position = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
+    axes = np.repeat(position[:, None], 3, axis=1)
     pooled = np.diff(stops, prepend=0)
     columns = np.repeat(grids[:, 1], pooled)  # of the image of each of its tokens
     within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)

@@ -35,11 +35,11 @@ PACK_DTYPE = np.dtype(
 SEGMENT_DTYPE = np.dtype(
     [
         ("source_offset", "<i8"),  # byte offset of the record in its uncompressed file, or its ordinal
-        ("source_start", "<i8"),  # place of the first token in the whole document; > 0 in later pieces of a split one
+        ("source_start", "<i8"),  # index of the first token in the whole document; > 0 in later pieces of a split one
         ("first_branch", "<i8"),  # row of branches.npy
         ("source_file", "<i4"),  # index into the manifest's sources
         ("true_length", "<i4"),  # tokens stored in tokens.bin
-        ("padded_length", "<i4"),  # places it takes in the pack; the padding itself is not stored
+        ("padded_length", "<i4"),  # tokens it takes in the pack with its padding, which is not stored
         ("prefix_length", "<i4"),  # tokens before the first branch; true_length without branches
         ("num_branches", "<i4"),
         ("flags", "<u4"),  # FLAG_SPLIT | FLAG_TRUNCATED
@@ -106,11 +106,11 @@ class StoredFile:
 
     def __init__(self, path: files.StrPath, stated: FileEntry | None = None, name: str | None = None) -> None:
         """ValueError: `path` is not there, no regular file, or has not the stated size. `name`: whose copy it is."""
-        told = "" if stated is None else f", the manifest says {stated.size} bytes"
+        expected = "" if stated is None else f", the manifest says {stated.size} bytes"
         try:
             stream = files.open_regular(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ValueError(f"{path}: no such file{told}") from error
+            raise ValueError(f"{path}: no such file{expected}") from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         weakref.finalize(self, stream.close)
@@ -118,7 +118,7 @@ class StoredFile:
         self.size = os.fstat(self._descriptor).st_size
         self._sha256 = None if stated is None else stated.sha256
         if stated is not None and self.size != stated.size:
-            raise ValueError(f"{path}: {self.size} bytes{told}")
+            raise ValueError(f"{path}: {self.size} bytes{expected}")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from byte `offset` on, from any thread. ValueError when the file ends before."""

@@ -42,7 +42,7 @@ _CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run, as torchrun told it."""
+    """This process among all processes of the run, as torchrun set it."""
 
     rank: int = 0
     size: int = 1

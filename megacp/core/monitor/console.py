@@ -1,6 +1,6 @@
 """Standard output of one rank, which may go away under a run: a closed pipe, a full disk, a lost terminal.
 
-A line that cannot be printed ends nothing. The first one of a row is told on another channel; the next is tried again.
+A line that cannot be printed ends nothing. The first one of a row is reported on another channel; the next is tried.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def agree_on_step(
             )
     first = list(leaders.values())
     weight, total = table[first, 2:4].sum(0).tolist()
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for field, column in zip(dataclasses.fields(RankReport), table[:, 4:].T, strict=True):
         value = column.sum() if field.name in _SUMMED else column.max()
-        told[field.name] = type(getattr(RankReport, field.name))(value.item())
-    return StepAgreement(weight, int(total), RankReport(**told))
+        reported[field.name] = type(getattr(RankReport, field.name))(value.item())
+    return StepAgreement(weight, int(total), RankReport(**reported))

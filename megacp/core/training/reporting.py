@@ -76,8 +76,8 @@ def opening_lines(
     if isinstance(source, PackBlend):
         firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
-            told = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
-            lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {told}")
+            words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
+            lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
     lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
@@ -100,8 +100,8 @@ def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) 
     figures: dict[str, float] = {}
     for one in shares:
         figures |= {f"{one.name}/share": one.share, f"{one.name}/epoch": one.epoch}
-    told = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
-    return (f"blend: after {consumed:,} samples {told}" if any(begun) or is_last else ""), figures
+    words = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
+    return (f"blend: after {consumed:,} samples {words}" if any(begun) or is_last else ""), figures
 
 
 def _trained(config: RunConfig) -> str:

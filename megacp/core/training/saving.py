@@ -24,7 +24,7 @@ from megacp.core.training.state import RunState, begin_save, saved_boxes
 from megacp.core.training.step import ParallelModel
 
 DONE, WRITING, SAVE_FAILED = 0, 1, 2
-"""What a rank tells the others of its files; of several ranks the highest counts."""
+"""What a rank reports to the others of its files; of several ranks the highest counts."""
 
 
 _LATE_SECONDS = 40.0

@@ -30,7 +30,7 @@ from megacp.core.training.stored import progress
 
 @dataclass(frozen=True)
 class Sources:
-    """Training and validation packs, and by what they are told from others."""
+    """Training and validation packs, and what sets them apart from others."""
 
     train: PackSource
     valid: PackSource | None
@@ -95,8 +95,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
             reasons += _misfits(flag, str(dataset.directory), dataset, config)
     both = {"--data-path": _members(train), "--valid-data-path": _members(valid)}
     names, manifests = zip(*((flag, one.manifest) for flag, of in both.items() for one in of), strict=True)
-    told = contradictions(names, manifests) if valid is not None else []
-    reasons += [text for text in told if "--seq-length" not in text and "--pad-multiple" not in text]
+    contradicting = contradictions(names, manifests) if valid is not None else []
+    reasons += [text for text in contradicting if "--seq-length" not in text and "--pad-multiple" not in text]
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
@@ -122,7 +122,7 @@ _FEW_UPDATES = 20
 def with_stored_length(config: RunConfig, given: Collection[str], flags: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
     a note, also of a new run that is short or warms up for most of its steps; both as they were where there is no such
-    dataset, which is told later. ValueError for no step, and for a length that `flags` of the command line, or else
+    dataset, which is reported later. ValueError for no step, and for a length that `flags` of the command line, or else
     files, say twice.
     """
     try:
@@ -156,7 +156,7 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
 
 
 def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
-    """The training and the validation packs. ValueError tells what is wrong with both."""
+    """The training and the validation packs. ValueError says what is wrong with both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
     cache = DataCache()
@@ -173,7 +173,7 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedD
 
 
 def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
-    """The packs of one flag. ValueError tells what is wrong with each dataset, then what they do not agree in."""
+    """The packs of one flag. ValueError says what is wrong with each dataset, then what they do not agree in."""
     parts = weighted_folders(flag, path)
     datasets, reasons = [], []
     for part in parts:

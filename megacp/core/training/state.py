@@ -230,8 +230,8 @@ def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
         if not was or not now or was == now:  # equal, or not known on one side
             continue
         if name == "chat_template":
-            told = "messages of the data are written by another chat template than before"
-            notes += [told] * (was["default"] != now["default"])
+            note = "messages of the data are written by another chat template than before"
+            notes += [note] * (was["default"] != now["default"])
             continue
         pairs = {key: (was[key], now[key]) for key in was if key in now} if isinstance(was, dict) else {"": (was, now)}
         notes += [f"{name} {key}: now {b}, was {a}".replace(" :", ":") for key, (a, b) in pairs.items() if a != b]

@@ -75,8 +75,8 @@ class Trainer:
                 self.state = resumed.state
                 self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
             if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
-                told = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
-                raise ValueError(told)
+                message = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
+                raise ValueError(message)
         # of a checkpoint: it may be an older one than was counted with before
         done = self.state.step, self.state.consumed_samples
         last, self.end = whole_run(config.training, len(sources.train), *done)

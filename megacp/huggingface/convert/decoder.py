@@ -249,7 +249,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Olmo3Words(Words):
-    """Words of a class that names each kind of layer's rotary embedding; older configs stretch that of full ones only."""
+    """Words of a class that names each kind of layer's rotary embedding; older configs stretch only full ones."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)

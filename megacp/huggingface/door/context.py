@@ -85,7 +85,7 @@ class ContextParallel:
     outside: int = 0
     """Parts under way that have nothing to do with the sequence: while one runs, the block is not there."""
     noted: list[str] = field(default_factory=list)
-    """What this rank alone has seen, until the next attention call tells all."""
+    """What this rank alone has seen, until the next attention call reports it to all."""
     _transports: dict[tuple[torch.device, str, float], Transport] = field(default_factory=dict)
     _longest: int = 0
     _unsettled: bool = True

@@ -43,7 +43,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 """Marks around a thought, as templates write them."""
 THINKS = "enable_thinking"
-"""The variable by which a template is told whether to think."""
+"""The variable by which a template knows whether to think."""
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """A block of a template that says by itself what is learned."""
 LONGEST = 10.0

@@ -181,13 +181,13 @@ def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray
 
 
 def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
-    """Index of the patch shown at each place of the canvas, int64 [canvas rows, canvas columns], low-res crop counted.
+    """Index of the patch shown at each position, int64 [rows of the canvas, its columns], the low-res crop counted.
 
     Where crops overlap, each shows the half on its side.
     """
     side = rules.patches_per_side
     left, right = rules.overlap_margins
-    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows the place
+    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows that position
     index = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     if left:
         index[1:, :, :left] = -1
@@ -235,25 +235,25 @@ def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
     return "" if rules.time_mode == "off" else f"{' ' if index else ''}{seconds:.1f} "
 
 
-def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _source_pixels(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The two source indices of each of `after` pixels and the weight of the second, float32: centres aligned."""
     scale = np.float32(before) / np.float32(after)
-    place = np.maximum(scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), np.float32(0))
-    first = np.minimum(place.astype(np.int64), before - 1)
-    return first, np.minimum(first + 1, before - 1), np.minimum(place - first, 1).astype(np.float32)
+    centre = np.maximum(scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), np.float32(0))
+    first = np.minimum(centre.astype(np.int64), before - 1)
+    return first, np.minimum(first + 1, before - 1), np.minimum(centre - first, 1).astype(np.float32)
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """uint8 [h, w, 3] -> uint8 [height, width, 3]: bilinear between the nearest four, in float32, no smoothing."""
-    top, bottom, down = _places(pixels.shape[0], height)
-    left, right, across = _places(pixels.shape[1], width)
+    top, bottom, down = _source_pixels(pixels.shape[0], height)
+    left, right, across = _source_pixels(pixels.shape[1], width)
     down, across = down[:, None], np.repeat(across, 3)
-    rows, places = np.unique(np.concatenate((top, bottom)), return_inverse=True)  # most are read for two results
+    rows, index = np.unique(np.concatenate((top, bottom)), return_inverse=True)  # most are read for two results
     pixels = pixels[rows]
     # [rows, width, 3] -> [rows, 3 * width]
     blended = pixels.take(left, 1).reshape(len(rows), -1) * (1 - across)
     blended += pixels.take(right, 1).reshape(len(rows), -1) * across
-    above, below = blended.take(places[:height], 0) * (1 - down), blended.take(places[height:], 0) * down
+    above, below = blended.take(index[:height], 0) * (1 - down), blended.take(index[height:], 0) * down
     return np.rint(above + below).clip(0, 255).astype(np.uint8).reshape(height, width, 3)
 
 
