@@ -23,7 +23,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def permuted(positions: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
-    """The sample at each of `positions` (int64, within 0..length-1) of one epoch's permutation of 0..length-1, int64."""
+    """The sample at each of `positions` (int64, 0..length-1) of one epoch's permutation of 0..length-1, int64."""
     half = np.uint64(max(1, -(-(length - 1).bit_length() // 2)))  # bits of each half; 4^half >= length
     mask = np.uint64((1 << int(half)) - 1)
     digest = hashlib.blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _ROUNDS).digest()
