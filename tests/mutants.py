@@ -191,7 +191,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/context_parallel/layout.py", LAYOUT): [
         ("return rank, 2 * cp - 1 - rank", "return rank, cp + rank", "zigzag is not even"),
         ("missing = -(last - first) % (2 * cp)", "missing = -(last - first) % cp", "documents are filled up to half"),
-        ("return math.lcm(self.chunks * cp, cp * tp)", "return self.chunks * cp", "rows do not divide by tp"),
+        ("return math.lcm(self.slices * cp, cp * tp)", "return self.slices * cp", "rows do not divide by tp"),
     ],
     ("core/context_parallel/balance.py", LAYOUT): [
         ("+ metadata.leave) - 1", "+ metadata.leave)", "a key crosses one cut more than it is seen over"),

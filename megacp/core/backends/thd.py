@@ -1,7 +1,7 @@
 """A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and padded, and its order.
 
 Its packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself: rank r holds the
-chunks r and 2 cp - 1 - r of each. Whether a row stands in this order is computed from the plan that every rank holds;
+slices r and 2 cp - 1 - r of each. Whether a row stands in this order is computed from the plan that every rank holds;
 where it does not, the answer is the reason.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.layout import document_bounds, zigzag_chunks
+from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.mask import Metadata
@@ -43,9 +43,9 @@ class Sequences:
             return np.arange(self.cu_padded[-1])[None]
         ranks: list[list[np.ndarray]] = [[] for _ in range(cp)]
         for start, stop in zip(self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True):
-            chunks = np.arange(start, stop).reshape(2 * cp, -1)
+            slices = np.arange(start, stop).reshape(2 * cp, -1)
             for rank in range(cp):
-                ranks[rank].append(chunks[list(zigzag_chunks(cp, rank))].reshape(-1))
+                ranks[rank].append(slices[list(zigzag_slices(cp, rank))].reshape(-1))
         return np.stack([np.concatenate(parts) for parts in ranks])
 
     def tokens(self, first: np.ndarray) -> np.ndarray:
