@@ -1,6 +1,6 @@
 """Answers from a checkpoint on one process: load whole tensors by global name, continue prompts token by token.
 
-The class of the model is that of training, on a grid of one rank. Prompts are documents of one row, and their images are
+The model's class is that of training, on a grid of one rank. Prompts are documents of one row, and their images are
 encoded once. The text of the row is computed again for every token, which is enough to look at a model and too slow to
 serve it.
 """
