@@ -449,13 +449,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
     ],
     ("core/data/collate.py", "tests/data/test_collate.py"): [
-        ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),
-        ("labels[last], label_weights[last] = 0, 0", "labels[last] = 0", "the last token predicts"),
-        ("ones - left[place]", "ones", "a branch's positions run on over the branches before"),
-        ("above and ends[above[-1]] <= place", "above and ends[above[-1]] < place", "documents are branches"),
+        ("label_weights = np.roll(weights, -1)", "label_weights = weights.copy()", "weights do not move with labels"),
+        ("label_weights[last] = 0", "pass", "the last token predicts"),
+        ("number - ended[index]", "number", "a branch's positions run on over the branches before"),
+        ("above and ends[above[-1]] <= first", "above and ends[above[-1]] < first", "documents are branches"),
         ("= np.cumsum(padded) - padded", "= np.cumsum(true) - true", "segments stand without their padding"),
         ("_TokenRuns(true, begin, end[pack_of])", "_TokenRuns(true, begin, 0 * pack_of + end[-1])", "packs are one"),
-        ("np.cumsum(padded) - padded + true", "np.cumsum(padded) - padded", "padding does not begin at 0"),
+        ("np.repeat(begin + true, padded)", "np.repeat(begin, padded)", "padding does not begin at 0"),
         ("whole = begin + segments", "whole = begin.max() + segments", "segments see each other"),
     ],
     ("core/data/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
@@ -470,8 +470,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],
     ("core/data/blend.py", "tests/data/test_loader.py"): [
-        ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
-        ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
+        ("first = int(nth[here][0])", "first = 0", "each step repeats a dataset's first samples"),
+        ("= self._first[number] + found", "= found", "all samples are of the first dataset"),
     ],
     ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),

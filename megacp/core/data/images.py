@@ -75,7 +75,7 @@ def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: 
     """Units of packs with `num_segments` segments each, where segment s of the row begins at index `begin[s]`."""
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
     table = np.concatenate([one.units for one in images])
-    table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]
+    table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]  # segments of the packs before
     cumulative = dict[str, np.ndarray]()
     for name in ("image_stop", "pooled_stop"):
         totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
@@ -99,7 +99,8 @@ def vision_inputs(
 
     ValueError names the document that has other image-patch tokens than features, with `packs` its record too.
     """
-    in_row = np.flatnonzero(np.isin(tokens, feature_ids))
+    in_row = np.flatnonzero(np.isin(tokens, feature_ids))  # image-patch tokens
+    # [segments]: image-patch tokens of each, and the features that its units make
     held = np.bincount(np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin))
     pooled = np.diff(units.cum_pooled, prepend=0)
     features = np.bincount(units.table["segment"], pooled, len(units.begin)).astype(np.int64)
@@ -120,6 +121,7 @@ def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
+        # [2, u] -> [u]: units of one part of a document share a number
         parts = np.stack([units.table["segment"], units.table["branch"]])
         together = np.unique(parts, axis=1, return_inverse=True)[1].reshape(-1)
         number = {"example": together, "image": np.arange(len(units.first))}[image_attention]
@@ -160,9 +162,9 @@ def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -
     ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(np.int64)  # in parts that end before
     position = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
     axes = np.repeat(position[:, None], 3, axis=1)
-    pooled = np.diff(stops, prepend=0)
+    pooled = np.diff(stops, prepend=0)  # [u]: tokens of each image
     columns = np.repeat(grids[:, 1], pooled)  # of the image of each of its tokens
-    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)
+    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)  # index in its image, row by row
     axes[rows, 1] += within // columns
     axes[rows, 2] += within % columns
     return axes
@@ -178,7 +180,8 @@ def _with_pixels(
 ) -> VisionInputs:
     """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
-    shape, table = loading.decoder.patch_shape, units.table
+    shape = loading.decoder.patch_shape
+    table = units.table
     bounds = units.cum_crops, units.cum_pooled
     # a row of several packs has other bounds than each of them
     stored = images[0].boundaries.get(loading.cp_size) if len(images) == 1 and loading.strategy == "stored" else None
@@ -196,7 +199,9 @@ def _with_pixels(
 
     for _, group in itertools.groupby(mine, file):
         item = list(group)
-        first, frames, (crops, pooled) = item[0], table["frame"][item].tolist(), sizes[item].sum(0).tolist()
+        first = item[0]
+        frames = table["frame"][item].tolist()  # -1: an image
+        crops, pooled = sizes[item].sum(0).tolist()
         try:
             data = images[int(units.pack[first])].read(int(table["item"][first]))
             pixels = loading.decoder.video(data, frames) if frames[0] >= 0 else loading.decoder.image(data)
@@ -228,11 +233,11 @@ def _with_pixels(
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
     """Pixels of several items as one: windows filled up with -1, indices counted from the first item's patches."""
     patches = np.concatenate([np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)])
-    window = max((pooling.shape[1] for _, pooling in found), default=1)
+    window = max((pooling.shape[1] for _, pooling in found), default=1)  # patches of the largest
     rows = [np.zeros((0, window), np.int64)]
     before = 0
     for pixels, pooling in found:
         moved = np.where(pooling >= 0, pooling + before, -1)
         rows.append(np.pad(moved, ((0, 0), (0, window - pooling.shape[1])), constant_values=-1))
-        before += pixels.shape[0] * pixels.shape[1]
+        before += pixels.shape[0] * pixels.shape[1]  # crops x patches of a crop
     return patches, np.concatenate(rows)

@@ -189,7 +189,8 @@ def _with_images(
                 first = before[segment] + at
                 tokens[first : first + pooled + 2] = images.image_patch + 1
                 tokens[first + 1 : first + 1 + pooled] = images.image_patch
-                crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
+                crops_so_far += number
+                pooled_so_far += pooled
                 rows.append((segment, len(items), at, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
                 grids += [grid] if images.has_grids else []
                 at += pooled + 2

@@ -114,7 +114,8 @@ class StoredFile:
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         weakref.finalize(self, stream.close)
-        self.path, self._descriptor = str(name or path), stream.fileno()
+        self.path = str(name or path)
+        self._descriptor = stream.fileno()
         self.size = os.fstat(self._descriptor).st_size
         self._sha256 = None if stated is None else stated.sha256
         if stated is not None and self.size != stated.size:
@@ -169,16 +170,15 @@ class IndexedReader:
 
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
         """Read the index; ValueError names the file that is no index, damaged, or swapped with another one's."""
-        self.bin, index = bin_file, index_file.whole()
+        self.bin = bin_file
+        index = index_file.whole()
         try:
             magic, version, code, count, num_boundaries = HEADER.unpack_from(index)
             self.dtype = DTYPE_OF_CODE[code]
             self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
             starts = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
             self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
-            self._offsets = np.append(
-                pointers(self.lengths, self.dtype.itemsize), bin_file.size
-            )  # of sequences, the end
+            self._offsets = np.append(pointers(self.lengths, self.dtype.itemsize), bin_file.size)  # [count + 1]
             modes = len(index) - HEADER.size - 12 * count - 8 * num_boundaries
             if (magic, version) != (MAGIC, VERSION) or modes not in (0, count) or (self.lengths < 0).any():
                 raise ValueError(f"it begins with {index[:18]!r} and has {len(index)} bytes")

@@ -57,9 +57,8 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
     shape, training, parallel = grid.shape, config.training, config.parallel
     instances = parallel.num_distributed_optimizer_instances
     ranks = shape.dp * shape.cp // instances
-    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(
-        parallel.data_parallel_sharding_strategy
-    )
+    strategy = parallel.data_parallel_sharding_strategy
+    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(strategy)
     shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
     return (
         f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
@@ -81,9 +80,8 @@ def opening_lines(
     lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
-        return lines + [f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"] * (
-            rank > 0
-        )
+        random = f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"
+        return [*lines, random] if rank else lines
     step, last = resumed.state.step, config.training.train_iters
     fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"
     lines.append(fresh if start.weights_only else f"resumed from {resumed.path} after step {step}")

@@ -63,7 +63,8 @@ class Trainer:
         self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
         self.model = ParallelModel(config, grid, self.timers.phase)
         self.rows = self.model.rows
-        self.state, start = fresh_state(config, sources), starting_point(config, grid.world)
+        self.state = fresh_state(config, sources)
+        start = starting_point(config, grid.world)
         resumed: Resumed | None = None
         if start.path is not None:
             resumed = load(self.model, self.state, config, start)
@@ -98,9 +99,10 @@ class Trainer:
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""
-        training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        options, consumed = loader_options(self.config, self.rows.packs), self.state.consumed_samples
-        options = dataclasses.replace(options, end=self.end)
+        training = self.config.training
+        save_interval = self.config.checkpoint.save_interval
+        consumed = self.state.consumed_samples
+        options = dataclasses.replace(loader_options(self.config, self.rows.packs), end=self.end)
         self.pace = Pace()
         try:
             with PackedLoader(
@@ -112,7 +114,8 @@ class Trainer:
                         self._save(REASONS[reason])
                         self.saver.finish(self.log.say)
                         return STOPPED
-                    step, last = step + 1, step + 1 == training.train_iters
+                    step += 1
+                    last = step == training.train_iters
                     if training.eval_interval and (step % training.eval_interval == 0 or last):
                         self._validate()
                     if save_interval and step % save_interval == 0 and not last:
@@ -154,9 +157,8 @@ class Trainer:
                 pairs = zip(planned, batches, strict=True)
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
-                agreed = agree_on_step(
-                    batches, self.grid, self._rank_report(read, rows), replica=self.rows.data_rank.index
-                )
+                report = self._rank_report(read, rows)
+                agreed = agree_on_step(batches, self.grid, report, replica=self.rows.data_rank.index)
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason

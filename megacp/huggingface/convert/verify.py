@@ -8,8 +8,8 @@ several images, images beside a video (on one image alone no plan sorts, and a w
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +220,7 @@ def verify_conversion(before: Loaded, after: Loaded, dtype: torch.dtype | None, 
     if before.config.vision.vision_num_layers and before.rules is None:
         print("verify: no images are compared: the folder has no processor that says how they become tokens")
     models = logits_of(before, dtype), logits_of(after)
-    found = {
-        name: compare_logits(*models, row, functools.partial(rounding, before, dtype, row))
-        for name, row in rows.items()
-    }
+    found = {name: compare_logits(*models, row, partial(rounding, before, dtype, row)) for name, row in rows.items()}
     for name, (_, words) in found.items():
         print(f"verify: {name}: {words}")
     if tokenizer is not None:

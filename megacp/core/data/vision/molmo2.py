@@ -123,7 +123,7 @@ class Molmo2Rules(VisionRules):
         target = self.max_frames
         if fps > self.video_fps:
             target = min(target, int(num_frames / fps * self.video_fps))
-        step = num_frames / max(min(target, num_frames), 1)
+        step = num_frames / max(min(target, num_frames), 1)  # frames from one taken to the next
         numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
         kept: list[int] = numbers[numbers < num_frames].tolist()
         return kept
@@ -139,7 +139,9 @@ class Molmo2Rules(VisionRules):
 
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
         """A crop each."""
-        patches, window = patches_of(frames[:, 0], self), frame_layout(self).pooling
+        patches = patches_of(frames[:, 0], self)
+        window = frame_layout(self).pooling
+        # [frames, 1, 1]: patches of the frames before, since windows count over all of them
         begin = np.arange(len(patches))[:, None, None] * self.patches_per_crop
         # [frames, pooled, window] -> [frames * pooled, window]
         return patches, np.where(window >= 0, window + begin, -1).reshape(-1, window.shape[1])
@@ -158,6 +160,7 @@ def _tiling(width: int, height: int, rules: Molmo2Rules) -> tuple[int, int]:
     margin = sum(rules.overlap_margins) * rules.patch_size
     most = rules.max_crops
     tilings = [(h, w) for h in range(1, most + 1) for w in range(1, most // h + 1)]
+    # of equally good tilings the first wins: the one of fewer crops, then of fewer rows
     tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
     with np.errstate(divide="ignore"):
         canvas = (np.array(tilings) * (rules.image_size - margin)).astype(np.float32)
@@ -196,7 +199,7 @@ def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
         index[:-1, :, -right:] = -1
         index[:, :-1, :, -right:] = -1
     kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side], reading order on the canvas
-    window = side - left - right
+    window = side - left - right  # patches of a crop that no neighbour has
     grid: np.ndarray = kept[kept >= 0].reshape(rows * window + left + right, columns * window + left + right)
     return grid + rules.patches_per_crop
 
@@ -205,7 +208,7 @@ def _layout(
     grid: np.ndarray | None, pool: tuple[int, int], rules: Molmo2Rules, kind: str, start: str, in_columns: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of patches [h, w] (None: of one crop) and their pooling: a start token, rows of `image_patch`, an end."""
-    crop = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
+    crop = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)  # indices of its patches
     pooling, (rows, columns) = pooling_windows(crop if grid is None else grid, pool)
     ids = rules.token_ids
     row = [ids["image_patch"]] * columns + ([ids["image_col"]] if in_columns else [])
@@ -247,7 +250,8 @@ def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """uint8 [h, w, 3] -> uint8 [height, width, 3]: bilinear between the nearest four, in float32, no smoothing."""
     top, bottom, down = _source_pixels(pixels.shape[0], height)
     left, right, across = _source_pixels(pixels.shape[1], width)
-    down, across = down[:, None], np.repeat(across, 3)
+    down = down[:, None]
+    across = np.repeat(across, 3)  # a weight for each colour of a pixel
     rows, index = np.unique(np.concatenate((top, bottom)), return_inverse=True)  # most are read for two results
     pixels = pixels[rows]
     # [rows, width, 3] -> [rows, 3 * width]
@@ -282,6 +286,7 @@ def image_patches(pixels: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
     """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution crop first."""
     height, width, _ = pixels.shape
     (down, across), origins = crop_origins(width, height, rules)
-    canvas, side = resized(pixels, down, across), rules.image_size
+    canvas = resized(pixels, down, across)
+    side = rules.image_size
     crops = [canvas[top : top + side, left : left + side] for top, left in origins]
     return patches_of(np.stack([resized(pixels, side, side), *crops]), rules)
