@@ -28,11 +28,11 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
 
-SequenceKernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
 
 
-def _flash_linear_attention() -> SequenceKernel | None:
+def _flash_linear_attention() -> Recurrence | None:
     if find_spec("fla") is None or find_spec("triton") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -90,9 +90,7 @@ class SegmentLevels:
         self.rows = torch.cat([nothing, *(level.rows for level in self.levels)])
         self.exits = to_device(np.array([last[n] for n in crossing.own_exits], np.int64), device)
 
-    def run(
-        self, kernel: SequenceKernel, states: torch.Tensor, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, kernel: Recurrence, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens of `rows` read, and the states of all places that a later level or an exit goes on from."""
         parts = [inputs[2][:0]]  # of v: what a rank without segments reads
         for number, (rows, bounds, on_host, before) in enumerate(self.levels, 1):
@@ -110,7 +108,7 @@ class SegmentLevels:
         return torch.cat(parts), states
 
 
-def fused_recur(kernel: SequenceKernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
+def fused_recur(kernel: Recurrence, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
     """`recur(gated_delta_rule, plan, axis, *inputs)` by a kernel.
 
     In backward the gradients of all maps are summed over ranks, a message of the size of the forward's.
@@ -144,13 +142,7 @@ def fused_recur(kernel: SequenceKernel, plan: AttentionPlan, axis: Axis, *inputs
 
 
 def fused_convolved(
-    kernel: SequenceKernel,
-    plan: AttentionPlan,
-    axis: Axis,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *rates: Any,
+    kernel: Recurrence, plan: AttentionPlan, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rates: Any
 ) -> torch.Tensor:
     """`recur(convolved_delta_rule, ...)` by a kernel."""
     return fused_recur(kernel, plan, axis, F.silu(q), F.silu(k), F.silu(v), *rates)

@@ -70,7 +70,7 @@ def agree_on_step(
     """
     fingerprint = 0
     for batch in batches:
-        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)
+        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)  # exact in float64
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
     own = dataclasses.astuple(report or RankReport())

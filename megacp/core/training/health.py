@@ -160,7 +160,7 @@ class Health:
         if self._image_documents < IMAGE_DOCUMENTS:
             return ""
         seen, left_out = self._image_documents, self._left_out
-        self._image_documents = self._left_out = 0
+        self._image_documents = self._left_out = 0  # the next ones are counted anew
         if left_out <= MOST_LEFT_OUT * seen:
             return ""
         return f"{left_out} of the last {seen} documents with images were left out: an image could not be decoded"
@@ -168,8 +168,6 @@ class Health:
 
 _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "told": {}}
 _FRESH |= {"skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
-
-
 _MOST, _MOST_TENSORS = 64, 4
 
 
@@ -179,7 +177,7 @@ def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], f
     `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
     step's loss and gradient are.
     """
-    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]
+    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]  # this rank's
     found = gather_objects((_ids(bad), _ids(packs)), world)
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
@@ -200,7 +198,7 @@ def named_packs(packs: Collection[int]) -> str:
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
     """Which tensors hold a number that is not finite, in words equal on all ranks; empty when none does. Collective."""
-    ends = [torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()]
+    ends = [torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()]  # NaN goes through
     finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
     names = [box.name for box in boxes if box.tensor.numel()]
     bad = sorted({name for name, sound in zip(names, finite, strict=True) if not sound})

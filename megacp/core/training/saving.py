@@ -25,8 +25,6 @@ from megacp.core.training.step import ParallelModel
 
 DONE, WRITING, SAVE_FAILED = 0, 1, 2
 """What a rank reports to the others of its files; of several ranks the highest counts."""
-
-
 _LATE_SECONDS = 40.0
 """How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
 

@@ -129,16 +129,19 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
     except ValueError:
         manifests = []
-    found, training = dict[str, Value](), config.training
+    training = config.training
+    found = dict[str, Value]()  # flags that the dataset says
     if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
         found["seq_length"] = manifests[0].seq_length
-    epochs, lengths = training.train_epochs, {"train_epochs", "train_iters"}
+    epochs = training.train_epochs
+    lengths = {"train_epochs", "train_iters"}
     if epochs is not None and lengths <= {*given}:
         if len(lengths & {*flags}) != 1:
             both = f"--train-epochs {epochs:g} and --train-iters {training.train_iters}"
             raise ValueError(f"{both} are two lengths of the run: give one of them")
         if "train_iters" in flags:  # in place of a file's epochs
-            epochs, config = None, with_values(config, {"train_epochs": None})
+            epochs = None
+            config = with_values(config, {"train_epochs": None})
     if manifests and epochs is not None:
         packs = sum(one.num_packs for one in manifests)
         found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]

@@ -143,7 +143,8 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
     loaded = load_checkpoint(start.path, model.grid.world, is_shared=start.path == config.checkpoint.save)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
-    reasons, was = list[str](), stored_state(loaded)
+    was = stored_state(loaded)
+    reasons = list[str]()
     if not start.weights_only and not {"updates", "data_fingerprint"} <= set(loaded.extra):
         reasons = [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
     elif not start.weights_only:

@@ -66,7 +66,8 @@ def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunCon
     Without a checkpoint to load it stays as it is, and the note is empty. A run that starts from weights alone keeps
     its own dropout, learning rates of parts and frozen parts. Raises ValueError that names each flag which contradicts.
     """
-    checkpoint, goes_on = config.checkpoint, resumes(config)
+    checkpoint = config.checkpoint
+    goes_on = resumes(config)
     place = checkpoint.save if goes_on else checkpoint.load
     found = peek(place) if place is not None else None
     if found is None:
@@ -89,7 +90,7 @@ def with_model_of(
     before, now = flatten(stored), flatten(config)
     asked = (name for name in now if _is_of_the_model(name) or name == "image_attention")
     taken = {name: before[name] for name in asked if name not in own}
-    taken = {name: value for name, value in taken.items() if value != now[name]}
+    taken = {name: value for name, value in taken.items() if value != now[name]}  # only these are worth a note
     config = with_values(config, taken)
     if wrong := other_function(stored, config, weights_only):
         raise ValueError("\n".join(misfit(folder, name, before[name], now[name]) for name in wrong))

@@ -48,7 +48,7 @@ class Trainer:
         self.saver = Saver(config, grid.world)
         try:
             self._begin(config, grid, sources, weights)
-        except BaseException:
+        except BaseException:  # the directory is another run's again, and signals the process's
             self.saver.close()
             self.stop.release()
             raise
@@ -62,7 +62,7 @@ class Trainer:
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
         self.model = ParallelModel(config, grid, self.timers.phase)
-        self.rows = self.model.rows
+        self.rows = self.model.rows  # how the rows of a step are dealt to ranks
         self.state = fresh_state(config, sources)
         start = starting_point(config, grid.world)
         resumed: Resumed | None = None
@@ -85,15 +85,14 @@ class Trainer:
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
         if (profiled := config.log.profile) is not None:
-            rank, steps = grid.rank, profiled_steps(profiled)
-            self.trace = Trace(config.profile_path, steps, rank, rank == 0, self.timers)
+            steps = profiled_steps(profiled)
+            self.trace = Trace(config.profile_path, steps, grid.rank, grid.rank == 0, self.timers)
         self.log = open_log(config, grid, self.state.step)
-        for line in opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed):
-            self.log.say(line)
-        for line in self.saver.notes:
+        lines = opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed)
+        for line in (*lines, *self.saver.notes):
             self.log.say(line)
         self.images = image_loading(config, grid, self.rows, sources.decoder)
-        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
+        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0  # counts what all of it share
         one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
         self.peak_flops = one * grid.world.size if one is not None else None
 
@@ -209,14 +208,16 @@ class Trainer:
     def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
         """All that is said of a step that began after `before` samples; AnomalyError when the run ends with it."""
         step, consumed = self.state.step, self.state.consumed_samples
-        decision, taken = result.decision, self.timers.take()
+        decision = result.decision
+        taken = self.timers.take()  # seconds by phase; the timers begin again
         for line in self.model.backend.warnings():
             self.log.say(line)
         if decision.findings:
             what = "; ".join(decision.findings) + ("" if decision.update else ", all ranks skipped the update")
             self.log.note(step, what + (f"; {result.suspects}" if result.suspects else ""))
-        self.saver.keeps_all = not decision.update
-        seconds, left = taken["step"], self.config.training.train_iters - step
+        self.saver.keeps_all = not decision.update  # an older checkpoint may be what the run needs next
+        seconds = taken["step"]
+        left = self.config.training.train_iters - step  # steps to come
         self.log.step(
             StepRecord(
                 step=step,
