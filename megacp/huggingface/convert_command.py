@@ -79,7 +79,7 @@ def convert_parser() -> argparse.ArgumentParser:
 
 
 def flag_reasons(a: argparse.Namespace) -> list[str]:
-    """All faults of the flags alone."""
+    """All faults of the flags by themselves."""
     way = (a.source, a.target)
     faults = {
         "--from megacp --to megacp: a checkpoint is read by any grid as it is": way == ("megacp", "megacp"),

@@ -115,7 +115,7 @@ class FieldInfo:
 
     @property
     def words(self) -> list[str]:
-        """The words that the field may hold, beside a number or alone."""
+        """The words that the field may hold, beside a number or instead of it."""
         literals = (part for part in union_types(self.hint) if typing.get_origin(part) is typing.Literal)
         return [word for part in literals for word in typing.get_args(part)]
 

@@ -3,8 +3,8 @@
 Of all partitions into ascending ranges, the largest cost of a rank is the least possible. No rank is empty unless there
 are fewer units than ranks. It is a pure function of integers, so ranks agree without a message.
 
-A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops. Pooling
-windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
+A unit is the smallest thing that one rank may encode by itself: a frame of a video, or an image with all its crops.
+Pooling windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class PackSource(Protocol):
 
 
 ENDLESS = 1 << 62
-"""Samples of a run that takes whole steps alone."""
+"""Samples of a run that takes only whole steps."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class PackImages:
     """The images of one pack, as stored."""
 
     units: np.ndarray
-    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for text alone."""
+    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for plain text."""
     boundaries: Mapping[int, np.ndarray]
     """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
     read: Callable[[int], bytes]

@@ -149,7 +149,7 @@ class FlatBuckets(ShardedParameters):
 
     Build it once the weights are on their device. With `each_microbatch` gradients are reduced after every backward and
     kept as slices. With `parts`, modules that together run all of the chunks, a part waits for updated parameters of
-    its own buckets alone, right before its forward: the first layers compute while later ones are on their way.
+    only its own buckets, right before its forward: the first layers compute while later ones are on their way.
     """
 
     def __init__(

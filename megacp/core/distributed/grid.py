@@ -220,7 +220,7 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 def new_group(
     members: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The process group of an axis over some global ranks, which alone call it; None: torch's timeout, its backend.
+    """The process group of an axis over some global ranks, and only they call it; None: torch's timeout, its backend.
 
     torch names such a group after how many its rank has made, so all ranks of a world must make equally many.
     """

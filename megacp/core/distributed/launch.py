@@ -1,6 +1,6 @@
 """Where a process learns its rank, meets the others, makes the grid with them, and tells them why it failed.
 
-This file alone reads or writes `os.environ`, so everything else is a function of its arguments. One process needs no
+Only this file reads or writes `os.environ`, so everything else is a function of its arguments. One process needs no
 process group and no torchrun.
 
 A rank that fails leaves its reason in the run's store, which is no part of a collective, so it mostly answers when none

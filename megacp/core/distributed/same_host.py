@@ -4,7 +4,7 @@ gloo sends through TCP, whose copies cost both ranks more time than a small mode
 its tensor lies and keeps it until the receiver has said that it was read; small messages travel in the telling. A rank
 that waits takes all messages that have come, so no order of waits can stop two ranks.
 
-Linux alone has the copy (`process_vm_readv`). Every rank tries it with all others of its machine before the first
+Only Linux has the copy (`process_vm_readv`). Every rank tries it with all others of its machine before the first
 message. Where one fails, and between machines, gloo is used.
 """
 
@@ -109,7 +109,7 @@ class SameHost:
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
-        self._made[kind] += 1  # ranks make different channels in between, so the number hangs on the members alone
+        self._made[kind] += 1  # ranks make different channels in between, so the number depends only on the members
         digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 

@@ -92,7 +92,7 @@ class Flops:
 
     @property
     def passing(self) -> float:
-        """Forward and the gradient of the input alone: frozen weights with trained ones before them."""
+        """Forward and the gradient of only the input: frozen weights with trained ones before them."""
         return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
 
     def __add__(self, other: Flops) -> Flops:

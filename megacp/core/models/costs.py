@@ -150,7 +150,7 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
 
 
 def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank alone."""
+    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank for itself."""
     p = config.parallel
     replicates = p.vision_shards == "replicate"
     return (packs_in_a_row(config, world_size), 1) if replicates else (1, p.context_parallel_size)

@@ -48,7 +48,7 @@ def warn(text: str) -> None:
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
     """Let a reader that closes the pipe (`| head`) end the process in silence, by SIGPIPE: for what only prints."""
-    if threading.current_thread() is not threading.main_thread():  # it alone may set what a signal does
+    if threading.current_thread() is not threading.main_thread():  # only it may set what a signal does
         yield
         return
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)

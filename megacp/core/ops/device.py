@@ -1,6 +1,6 @@
 """What differs between devices: arrays that travel to a GPU, and chains of elementwise passes that become one kernel.
 
-`@fused` compiles arithmetic alone: functions of tensors without autograd, messages or plans, so a graph never breaks.
+`@fused` compiles only arithmetic: functions of tensors without autograd, messages or plans, so a graph never breaks.
 On a CPU the functions run as they are, since compiling there needs a C++ compiler at run time.
 """
 
@@ -63,8 +63,8 @@ def whole_graph(
 def lend_scratch(device: torch.device) -> None:
     """Give the Triton kernels that this thread launches memory for their TMA descriptors.
 
-    Triton keeps the allocator in a ContextVar, which is unset in every new thread. From 2.13 on torch sets it at the
-    first launch of a kernel alone, and a recomputation is a later launch, in autograd's thread.
+    Triton keeps the allocator in a ContextVar, which is unset in every new thread. From 2.13 on torch sets it only
+    at the first launch of a kernel, and a recomputation is a later launch, in autograd's thread.
     """
     triton = sys.modules.get("triton")  # there before anything is launched
     if triton is not None:

@@ -14,7 +14,7 @@ from megacp.core.ops.tile_kernels import FlashKernel, MathKernel
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A row of the table of kernels: how to build it, and where alone it runs."""
+    """A row of the table of kernels: how to build it, and the only device it runs on."""
 
     build: Callable[[float], Kernel]
     """Builder, given a cap of scores, or 0."""

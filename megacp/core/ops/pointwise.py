@@ -52,7 +52,7 @@ def _norm_backward(
 
 
 class FromInputs(torch.autograd.Function):
-    """`forward(*inputs)`, which saves them alone; `backward(grad, *inputs)` gives the gradients of all."""
+    """`forward(*inputs)`, which saves only them; `backward(grad, *inputs)` gives the gradients of all."""
 
     @staticmethod
     def forward(ctx: Any, forward: Pass, backward: Pass, *inputs: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ def open_channels(grid: ProcessGrid, num_chunks: int) -> None:
         for source in range(num_stages):
             destination = (source + step) % num_stages
             if destination != source + step and num_chunks == 1:
-                continue  # around the end go the messages from one chunk to the next alone
+                continue  # around the end go only the messages from one chunk to the next
             axis = grid.pipeline_channel(direction, source)
             one = torch.zeros(1, device=grid.device)
             if rank == source:

@@ -67,7 +67,7 @@ class LinearOptions:
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
-    """False for a frozen tower: its parameters take part in the forward pass alone."""
+    """False for a frozen tower: its parameters take part only in the forward pass."""
     lr_multiplier: float = 1.0
     weight_gradients: WeightGradients | None = None
     """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""

@@ -71,7 +71,7 @@ class Start:
     path: str | None = None
     """A checkpoint or a directory of them; None for step 0."""
     weights_only: bool = False
-    """Take the weights alone, and start at step 0."""
+    """Take only the weights, and start at step 0."""
     note: str = ""
     """What there is to say about the choice."""
 
@@ -135,7 +135,7 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 
     `state` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, of other
     data or another seed: the run would be another one, or repeat some samples and miss others, without saying so.
-    Weights alone may meet any data and need no optimizer state.
+    A start from weights only may meet any data and need no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
@@ -177,7 +177,7 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
-    """Fill the model as `load` does with the weights of a checkpoint alone. Collective over all ranks."""
+    """Fill the model as `load` does with only the weights of a checkpoint. Collective over all ranks."""
     require_one_model(weights.files, model.grid.world)
     for box in _cleared(model, lambda name: name in weights.known_rows):
         fill(box, weights.source, weights.known_rows.get(bare_name(box)))
@@ -199,7 +199,7 @@ def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[Te
 
 
 def stored_state(loaded: LoadedCheckpoint) -> RunState:
-    """What a checkpoint says of its run; weights alone say less."""
+    """What a checkpoint says of its run; a file of weights says less."""
     names = {field.name for field in dataclasses.fields(RunState)}
     return RunState(**{name: value for name, value in loaded.extra.items() if name in names})
 

@@ -80,7 +80,7 @@ class SafetensorsFolder:
     """The weights of a folder as a Source: one file, or several with an index."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads headers alone. ValueError when there are no safetensors, or index and files disagree."""
+        """Reads only headers. ValueError when there are no safetensors, or index and files disagree."""
         self.folder = folder
         self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}

@@ -166,7 +166,7 @@ def _block_of_inputs(
 ) -> contextlib.AbstractContextManager[Any]:
     """A block for the inputs of a model, which it completes.
 
-    A model with towers takes the whole batch, and its labels alone are cut.
+    A model with towers takes the whole batch, and only its labels are cut.
     """
     for name in _OF_PACKING:
         inputs.pop(name, None)

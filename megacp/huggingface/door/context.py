@@ -52,7 +52,7 @@ class LayerRule(NamedTuple):
     """What a layer's attention has beside the mask of the block."""
 
     reach: Reach = Reach()
-    """How far it looks; for causal layers alone."""
+    """How far it looks; only for causal layers."""
     cap: float = 0.0
     """Scores become `cap * tanh(score / cap)`; 0: as they are."""
     sinks: torch.Tensor | None = None
@@ -296,7 +296,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     """Values that fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
     token sees them and their attention is zero. Give labels a value that the loss ignores."""
     document_ids: DocumentIds = None
-    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document alone. None: each
+    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see only their own document. None: each
     batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans."""
     transport: str | Transport = "p2p"
     """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with

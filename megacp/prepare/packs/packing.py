@@ -41,7 +41,7 @@ def _packing(pack_of: np.ndarray) -> Packing:
 def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarray:
     """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens: int64 [n, 3], document, start and stop.
 
-    Longer documents are cut from the front; with `truncate`, their first piece alone is kept.
+    Longer documents are cut from the front; with `truncate`, only their first piece is kept.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     counts = np.ones_like(lengths) if truncate else -(-lengths // longest)  # [d]: pieces of each document

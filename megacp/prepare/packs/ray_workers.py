@@ -1,6 +1,6 @@
 """Runs tasks on all CPUs of a Ray cluster, where `workers.run_tasks` runs them on those of this machine.
 
-A task returns a summary, and this process alone keeps the journal, so the bytes are those of the local pool. A task is
+A task returns a summary, and only this process keeps the journal, so the bytes are those of the local pool. A task is
 tried again when its worker or its node was lost, and for no other reason. Ray's own retries would try a task that fills
 the memory without end. A worker with other packages or another source ends the build.
 """

@@ -2,7 +2,7 @@
 
 The ids are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole. The library itself takes seconds
 to import in each worker, its clock would give a resumed build other tokens, and it loses a generation block within a
-macro. Here blocks are marked by characters that Unicode gives to programs alone; the marks are taken out again.
+macro. Here blocks are marked by characters that Unicode gives only to programs; the marks are taken out again.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether it writes arguments of a tool call that are an object; some take a string of JSON alone."""
+        """Whether it writes arguments of a tool call that are an object; some take only a string of JSON."""
         function = {"name": "look", "arguments": {"place": PLACE}}
         calls = [{"id": "call00001", "type": "function", "function": function}]
         asked = {"role": "user", "content": "?"}
@@ -122,7 +122,7 @@ class ChatTemplate:
             return False
 
     def is_added(self, text: str) -> bool:
-        """Whether a text consists of added tokens alone, which are cut out of every text around them."""
+        """Whether a text consists only of added tokens, which are cut out of every text around them."""
         return re.fullmatch(f"(?:{_any_of(token.content for token in self._added).pattern})+", text) is not None
 
     def render(

@@ -235,7 +235,7 @@ def _decoded(
     number_at = {time: number for number, time in enumerate(times)}
     with _opened(data, rules) as (container, stream):
         if key is not None:
-            # a stream names its writer in its first frame alone, and FFmpeg mends the errors of known ones
+            # a stream names its writer only in its first frame, and FFmpeg mends the errors of known ones
             next(container.decode(stream), None)
             container.seek(key, stream=stream)
         for count, frame in enumerate(container.decode(stream)):

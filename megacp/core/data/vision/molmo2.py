@@ -1,4 +1,4 @@
-"""Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
+"""Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what follows from its size.
 
 Tokens and pooling indices are those of the transformers library (models/molmo2); pixels differ by at most one of 255
 levels, where a resized value lies on a rounding edge. Each size is a number in `Molmo2Rules`.

@@ -50,7 +50,7 @@ class ImageLayout:
 
 
 class VisionRules(ABC):
-    """The rules of one family. A unit is what is encoded alone: an image, or `frames_of_unit` taken frames."""
+    """The rules of one family. A unit is what is encoded by itself: an image, or `frames_of_unit` taken frames."""
 
     family: ClassVar[str]
     is_named: ClassVar[bool] = True
