@@ -28,7 +28,7 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import build_grid
-from megacp.core.ops.mask import Metadata, Reach, allowed
+from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.plan.report import table
 from megacp.verify.spawn import RankPool
@@ -189,7 +189,8 @@ def time_part(quick: bool) -> Part:
         Goal(f"{what}, cp {cp}: work", median["dense mask"] / median[f"tiles, cp {cp}"], DENSE_GOAL, ">=")
         for cp in (1, 2)
     ]
-    part, whole = (mask_metadata(causal[0]).within(Reach(n)).own_table.area for n in (window, 0))
+    row = mask_metadata(causal[0])
+    part, whole = (tile_table(row, row, Reach(n)).area for n in (window, 0))
     what = f"{length:,} causal tokens, window of {window} / none: work (area {part / whole:.4f})"
     goals.append(Goal(what, median["window"] / median["causal"], WINDOW_GOAL * part / whole))
     return Part({"time": taken}, goals)

@@ -58,6 +58,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first = back - q.depth[i] % reach.chunk", "first = back - reach.chunk", "chunks are windows"),
         ("(reach.chunk, 0), (", "(", "queries are not cut where a chunk ends"),
         ("(reach.chunk if part else 0, shift)", "(0, shift)", "queries are not cut where a chunk's window begins"),
+        ("key = (kept, more)", "key = (kept.__name__, more)", "functions of one name share what they derive"),
         ("square &= edge >= first", "square &= edge >= 0", "a window's triangle reaches into the chunk before"),
         ("real) - real - left)", "real) - real)", "a branch is as deep as the branches before it are long"),
     ],
@@ -139,7 +140,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/context_parallel/kv_exchange.py", ATTENTION): [
         ("leaving[order] = theirs", "leaving = theirs.clone()", "gradients go back in the row's order"),
         ("dkv.index_add_", "dkv.index_copy_", "a key that several ranks need keeps one gradient"),
-        ("plan.metadata.take(keys[order])", "plan.metadata.take(keys)", "arrived keys are out of order"),
+        ("plan.tiles(plan.local, keys[order])", "plan.tiles(plan.local, keys)", "arrived keys are out of order"),
     ],
     ("core/context_parallel/state_plan.py", STATES): [
         ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
@@ -148,12 +149,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
     ],
     ("core/context_parallel/states.py", STATES): [
-        ("one[..., : one.shape[-2]] @ behind[crossing.entries[entry].other] + ", "", "states of far ranks are lost"),
-        ("joint[states.own_entries, ..., :width] = torch.eye", "joint[:0, ..., :width] = torch.eye", "maps are lost"),
+        ("turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + ", "", "states of far ranks are lost"),
+        ("joint[states.own_entries, ..., :width] =", "joint[:0, ..., :width] =", "maps are lost"),
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
         ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
-        ("behind[exit_] += turns[", "behind[exit_] += 0 * turns[", "gradients pass one rank alone"),
-        ("after @ state.transpose(-1, -2),", "0 * after @ state.transpose(-1, -2),", "A has no gradient"),
+        ("behind[exit_] += turned_back(", "behind[exit_] += 0 * turned_back(", "gradients pass one rank alone"),
+        ("(turn_gradient(", "(0 * turn_gradient(", "A has no gradient"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
     ],
     ("core/context_parallel/fused_states.py", "tests/context_parallel/test_fused_states.py"): [
@@ -162,6 +163,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/ops/recurrence.py", STATES): [
         (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),
+        ("return turn * grad if", "return grad if", "the gradient of a diagonal map passes as it is"),
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
@@ -187,6 +189,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/context_parallel/plan.py", f"{LAYOUT} {ATTENTION}"): [
         ("_position[self.indices[first :", "indices.reshape(-1)[self.indices[first :", "arrival in another order"),
         ("first = self.cp_rank // size * size", "first = self.cp_rank", "the group of a rank begins at itself"),
+        ("self.metadata.take(keys), self.reach)", "self.metadata.take(keys))", "tiles forget how far layers look"),
+        ("// size, self.order, self.reach)", "// size, self.order)", "groups of ranks forget how far layers look"),
     ],
     ("core/context_parallel/layout.py", LAYOUT): [
         ("return rank, 2 * cp - 1 - rank", "return rank, cp + rank", "zigzag is not even"),
@@ -195,7 +199,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/context_parallel/balance.py", LAYOUT): [
         ("+ metadata.leave) - 1", "+ metadata.leave)", "a key crosses one cut more than it is seen over"),
-        ("metadata.within(reach).cost * layers", "metadata.cost * layers", "the balance knows no window"),
+        ("metadata.cost(reach) * layers", "metadata.cost() * layers", "the balance knows no window"),
         ("error <= max(AREA_SLACK", "error >= max(AREA_SLACK", "ranks take stretches of another area"),
     ],
     ("core/context_parallel/choose.py", "tests/context_parallel/test_layout.py"): [

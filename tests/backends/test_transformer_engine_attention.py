@@ -83,7 +83,8 @@ def reference(metadata: Metadata, case: Case) -> list[torch.Tensor]:
     q, k, v, dout = (x.double() for x in tensors(len(metadata), case.heads, case.dtype))
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     real = torch.from_numpy(metadata.document >= 0)
-    out = dense_attention(q, k, v, torch.from_numpy(allowed(metadata, metadata)), case.heads.dim**-0.5)
+    mask = torch.from_numpy(allowed(metadata, metadata, Reach(case.window)))
+    out = dense_attention(q, k, v, mask, case.heads.dim**-0.5)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout * real[:, None, None])]
 
 
@@ -105,8 +106,8 @@ def packed_errors(rank: int, world: int, case: Case, ours: bool = False) -> list
     model = ModelConfig(
         hidden_size=heads.heads * heads.dim, num_attention_heads=heads.heads, num_query_groups=heads.groups
     )
-    metadata = row(case.lengths, case.padding, world, case.layout).within(Reach(case.window))
-    plan = plan_of(metadata, world, rank, case.layout)
+    metadata = row(case.lengths, case.padding, world, case.layout)
+    plan = plan_of(metadata, world, rank, case.layout).within(Reach(case.window))
     sequences = thd_sequences(plan)
     assert isinstance(sequences, Sequences), sequences
     whole = tensors(len(metadata), heads, case.dtype)

@@ -142,8 +142,9 @@ def dense(case: Case, padded: int) -> list[Tensor]:
             .flatten(-2)
             for x in (q, k)
         )
-    meta = Metadata(batch.leave, batch.span, np.arange(padded), batch.position_ids, case.reach)
-    out = reference.attention(q, k, v, reference.visible(meta, meta), DIM**-0.5, *sinks or [None], case.cap)
+    meta = Metadata(batch.leave, batch.span, np.arange(padded), batch.position_ids)
+    mask = reference.visible(meta, meta, case.reach)
+    out = reference.attention(q, k, v, mask, DIM**-0.5, *sinks or [None], case.cap)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -161,9 +162,9 @@ def cancelled(case: Case, padded: int) -> float:
 @functools.cache
 def float32_bounds(case: Case, padded: int) -> list[float]:
     """What rounding to float32 may do to out, dq, dk, dv."""
-    meta = metadata(batch_of(case).with_padding_to(padded)).within(case.reach)
+    meta = metadata(batch_of(case).with_padding_to(padded))
     tensors = [x.double() for x in qkv_and_gradient(case, padded)]
-    return reference.rounding(*tensors, allowed(meta, meta), DIM**-0.5)
+    return reference.rounding(*tensors, allowed(meta, meta, case.reach), DIM**-0.5)
 
 
 def compare(results: list[list], cases: list[Case], tolerance: float | None) -> None:

@@ -128,7 +128,7 @@ def test_balanced_evens_out_the_area_of_all_layers_together(reach: Reach) -> Non
     lengths = (rng.lognormal(5.5, 1.2, 40) + 8).astype(int)
     row = Metadata.of_documents(np.repeat(np.arange(40), lengths)[:8192])
     area = row_area(row, mix)[LAYOUTS["balanced"].deal(row, 8, mix)].sum(1)
-    assert area.sum() == tile_table(row, row).area + 5 * row.within(reach).own_table.area
+    assert area.sum() == tile_table(row, row).area + 5 * tile_table(row, row, reach).area
     assert area.max() / area.mean() <= 1.03
 
 

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from megacp.core.ops import flex  # noqa: E402
-from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
+from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
 from megacp.core.ops.tile_kernels import MathKernel  # noqa: E402
 from tests.ops.test_flex import split  # noqa: E402
 from tests.ops.test_kernels import Tensors, by_autograd, by_tiles  # noqa: E402
@@ -182,13 +182,14 @@ def masks() -> Iterator[tuple[str, Metadata, Metadata, list[tuple]]]:
         "one document of three blocks": one(lengths(384)),
         "a block of padding between documents": one(np.repeat([0, -1, 1], [128, 140, 110])),
         "trees": everything(5, 250, depth=5),
-        "trees in windows": everything(6, 250, depth=4).within(Reach(window=40)),
-        "trees in chunks": everything(7, 250, depth=4).within(Reach(chunk=60)),
+        "trees in windows": everything(6, 250, depth=4),
+        "trees in chunks": everything(7, 250, depth=4),
         "two tokens": one(lengths(2)),
         "one token": one(lengths(1)),
     }
     for name, meta in square.items():
-        yield name, meta, meta, split(meta)
+        reach = {"trees in windows": Reach(window=40), "trees in chunks": Reach(chunk=60)}.get(name, UNLIMITED)
+        yield name, meta, meta, split(meta, reach=reach)
     row = everything(3, 380)
     yield "everything in three parts", row, row, split(row, 200, 201)
     for name, q, k in (
@@ -242,7 +243,11 @@ def main(case: str) -> None:
         shapes = [(len(q), heads), (len(k), groups), (len(k), groups), (len(q), heads)]
         tensors = [torch.randn(*shape, width, generator=generator).to(dtype) for shape in shapes]
         wide = [x.double() for x in tensors]
-        exact = by_tiles(MathKernel(cap), wide, sources, 0.25) if cap else by_autograd(wide, allowed(q, k), 0.25)
+        exact = (
+            by_tiles(MathKernel(cap), wide, sources, 0.25)
+            if cap
+            else by_autograd(wide, allowed(q, k, sources[0][1].reach), 0.25)
+        )
         found[name] = errors(by_tiles(kernel, tensors, sources, 0.25), exact)
         if name == "everything":
             found[f"{name}, differentiated whole"] = errors(

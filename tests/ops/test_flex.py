@@ -34,7 +34,7 @@ from megacp.core.distributed.grid import single_axis
 from megacp.core.ops import flex
 from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
-from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed, tile_table
+from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table
 from megacp.train import REFUSED, main
 from tests.ops.test_kernels import CAPS_AND_SINKS, HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
@@ -111,10 +111,10 @@ def dense(
 DENSE = dense, flex.flex_backward
 
 
-def split(meta: Metadata, *cuts: int, seed: int = 0) -> list[tuple[np.ndarray, TileTable]]:
+def split(meta: Metadata, *cuts: int, seed: int = 0, reach: Reach = UNLIMITED) -> list[tuple[np.ndarray, TileTable]]:
     """Sources of keys `(indices, table)` of a pack: its tokens in random order, cut into parts."""
     parts = np.split(np.random.default_rng(seed).permutation(len(meta)), cuts)
-    return [(index, tile_table(meta, meta.take(index))) for index in parts]
+    return [(index, tile_table(meta, meta.take(index), reach)) for index in parts]
 
 
 @pytest.mark.slow
@@ -126,14 +126,14 @@ def test_a_block_mask_read_from_either_side_is_exactly_the_mask(seed: int, size:
     flags = dict(zip(("branches", "images", "padding"), rng.random(3) < 0.7, strict=True))
     trees = {"documents": int(rng.integers(1, min(tokens, 5) + 1)), "depth": int(rng.integers(1, 4))}
     reach = (Reach(), Reach(int(rng.integers(1, 30))), Reach(0, int(rng.integers(1, 30))), Reach(5, 11))[seed % 4]
-    meta = metadata(random_batch(rng, tokens, **trees, **flags)).within(reach)
+    meta = metadata(random_batch(rng, tokens, **trees, **flags))
     order = rng.permutation(tokens) if permuted else np.arange(tokens)
     q, k = meta.take(order[: rng.integers(1, tokens + 1)]), meta.take(order[rng.integers(0, tokens) :])
-    mask = mask_of(tile_table(q, k), size)
+    mask = mask_of(tile_table(q, k, reach), size)
     assert mask.seq_lengths == (-(-len(q) // size) * size, -(-len(k) // size) * size)
     assert mask.BLOCK_SIZE == (size, size)
     filled = np.zeros(mask.seq_lengths, bool)  # what fills up the last blocks sees nothing and is not seen
-    filled[: len(q), : len(k)] = allowed(q, k)
+    filled[: len(q), : len(k)] = allowed(q, k, reach)
     for by_keys in (False, True):
         assert np.array_equal(read(mask, by_keys), filled)
 
@@ -159,10 +159,10 @@ def test_padding_and_text_are_no_document_and_no_span_of_their_own() -> None:
 
 @pytest.mark.parametrize("reach", [Reach(3), Reach(0, 4), Reach(3, 4)], ids=str)
 def test_the_rule_on_a_device_knows_windows_and_chunks(reach: Reach) -> None:
-    row = Metadata.of_documents(np.repeat([0, 1], 11), np.repeat([0, 1, 2, 0], [4, 3, 4, 11])).within(reach)
+    row = Metadata.of_documents(np.repeat([0, 1], 11), np.repeat([0, 1, 2, 0], [4, 3, 4, 11]))
     queries, filled = row.take(np.arange(3, 22)), np.zeros((20, 24), bool)
-    filled[:19, :22] = allowed(queries, row)
-    assert np.array_equal(read(mask_of(tile_table(queries, row), 4)), filled)
+    filled[:19, :22] = allowed(queries, row, reach)
+    assert np.array_equal(read(mask_of(tile_table(queries, row, reach), 4)), filled)
 
 
 @pytest.mark.parametrize(("heads", "groups"), HEADS)

@@ -104,10 +104,10 @@ def test_a_kernel_over_tiles_equals_the_dense_mask_forward_and_backward(name: st
 @pytest.mark.parametrize("reach", [Reach(), Reach(9), Reach(0, 7)], ids=str)
 @pytest.mark.parametrize("cap", [0.0, 0.7])
 def test_trees_in_windows_and_chunks_are_exact_with_a_cap_and_without(reach: Reach, cap: float) -> None:
-    meta = metadata(random_batch(np.random.default_rng(6), 60, images=True, depth=4)).within(reach)
+    meta = metadata(random_batch(np.random.default_rng(6), 60, images=True, depth=4))
     tensors, kernel = draw(60, 60, 4, 2), MathKernel(cap) if cap else FlashKernel()
-    sources = [(index, tile_table(meta, meta.take(index))) for index in np.split(np.arange(60), [11, 12, 45])]
-    expected = by_autograd(tensors, allowed(meta, meta), 0.4, cap)
+    sources = [(index, tile_table(meta, meta.take(index), reach)) for index in np.split(np.arange(60), [11, 12, 45])]
+    expected = by_autograd(tensors, allowed(meta, meta, reach), 0.4, cap)
     for got, exact in zip(by_tiles(kernel, tensors, sources, 0.4), expected, strict=True):
         torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
 

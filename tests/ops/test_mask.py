@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.ops.mask import CAUSAL, FULL, Metadata, Reach, allowed, tile_table
+from megacp.core.ops.mask import CAUSAL, FULL, Metadata, Reach, allowed, once, tile_table
 from tests.reference import attention as reference
 from tests.reference.packs import dense_mask, metadata, random_batch
 
@@ -35,7 +35,7 @@ def packs(draw: st.DrawFn, branches: bool | None = None, images: bool | None = N
             padding=draw(st.booleans()),
             depth=draw(st.integers(1, 5)) if branches is None else 1,
         )
-    ).within(draw(reaches) if branches is None else Reach())
+    )
 
 
 def plain(*lengths: int) -> Metadata:
@@ -44,15 +44,15 @@ def plain(*lengths: int) -> Metadata:
 
 
 @settings(max_examples=200, deadline=None)
-@given(packs())
-def test_the_rule_equals_its_pairwise_twin(meta: Metadata) -> None:
-    assert np.array_equal(allowed(meta, meta), reference.visible(meta, meta))
+@given(packs(), reaches)
+def test_the_rule_equals_its_pairwise_twin(meta: Metadata, reach: Reach) -> None:
+    assert np.array_equal(allowed(meta, meta, reach), reference.visible(meta, meta, reach))
 
 
 @settings(max_examples=150, deadline=None)
-@given(packs(), st.data())
+@given(packs(), reaches, st.data())
 def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_ranks(
-    meta: Metadata, data: st.DataObject
+    meta: Metadata, reach: Reach, data: st.DataObject
 ) -> None:
     n = len(meta)
     kind = data.draw(st.sampled_from(["any", "rotated", "natural"]))
@@ -66,8 +66,8 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
     parts = [meta.take(order[:low]), meta.take(order[low:high]), meta.take(order[high:]), meta]
     for q in parts:
         for k in parts:
-            table = tile_table(q, k)
-            dense = allowed(q, k)
+            table = tile_table(q, k, reach)
+            dense = allowed(q, k, reach)
             assert np.array_equal(dense_mask(table), dense)
             assert np.array_equal(table.keys_per_query, dense.sum(1)), "tiles overlap or the area is wrong"
             assert table.area == dense.sum()
@@ -75,10 +75,10 @@ def test_tiles_cover_exactly_the_allowed_pairs_for_any_permutation_cut_into_rank
 
 
 @settings(max_examples=200, deadline=None)
-@given(packs())
+@given(packs(), reaches)
 @pytest.mark.slow
-def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata) -> None:
-    table = tile_table(meta, meta)
+def test_rows_are_ordered_disjoint_and_tiles_lie_inside_the_table(meta: Metadata, reach: Reach) -> None:
+    table = tile_table(meta, meta, reach)
     stop = 0
     for row in table.rows:
         assert stop <= row.q_start < row.q_stop <= table.queries
@@ -110,8 +110,8 @@ def test_windows_and_chunks_end_where_a_branch_does() -> None:
     for seed in range(12):
         row = metadata(random_batch(np.random.default_rng(seed), 40, documents=2, depth=5, images=bool(seed % 2)))
         for reach in (Reach(4), Reach(9), Reach(0, 5), Reach(4, 11)):
-            meta = row.within(reach)
-            assert np.array_equal(dense_mask(tile_table(meta, meta)), reference.visible(meta, meta)), (seed, reach)
+            expected = reference.visible(row, row, reach)
+            assert np.array_equal(dense_mask(tile_table(row, row, reach)), expected), (seed, reach)
 
 
 def test_a_token_is_as_deep_as_its_path_is_long() -> None:
@@ -170,3 +170,10 @@ def test_a_long_mixed_pack_is_planned_in_milliseconds_without_a_quadratic_mask()
     image = random_batch(np.random.default_rng(0), 100_000, documents=50, branches=True, images=True)
     whole = metadata(image)
     assert tile_table(whole, whole).area > 0  # a mask of 100,000 x 100,000 would be 10 GB
+
+
+def test_a_part_is_made_once_for_a_function_and_its_arguments() -> None:
+    table = plain(3).own_table
+    first, second = (once(lambda table, number: [number]) for _ in range(2))  # of one name
+    parts = [first(table, 1), first(table, 2), second(table, 1)]
+    assert parts == [[1], [2], [1]] and first(table, 1) is parts[0] is not second(table, 1)

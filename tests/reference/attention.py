@@ -7,10 +7,10 @@ import math
 import numpy as np
 import torch
 
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.mask import UNLIMITED, Metadata, Reach
 
 
-def visible(q: Metadata, k: Metadata) -> np.ndarray:
+def visible(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
     """The rule of the mask, pair by pair, bool `[len(q), len(k)]`."""
     mask = np.zeros((len(q), len(k)), bool)
     for i in range(len(q)):
@@ -18,7 +18,7 @@ def visible(q: Metadata, k: Metadata) -> np.ndarray:
             if q.leave[i] == 0 or k.leave[j] == 0:
                 continue
             on_path = k.order[j] <= q.order[i] < k.leave[j]
-            back, (window, chunk) = q.depth[i] - k.depth[j], q.reach
+            back, (window, chunk) = q.depth[i] - k.depth[j], reach
             near = (not window or back < window) and (not chunk or q.depth[i] // chunk == k.depth[j] // chunk)
             mask[i, j] = near and (on_path or q.span[i] == k.span[j] != 0)
     return mask

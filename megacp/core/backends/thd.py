@@ -17,7 +17,8 @@ import torch
 from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.device import to_device
+from megacp.core.ops.mask import Metadata, Reach, once
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Sequences:
         return np.where(inside < np.repeat(self.true, self.padded), token, -1)
 
 
-def mask_reason(metadata: Metadata) -> str | None:
+def mask_reason(metadata: Metadata, reach: Reach) -> str | None:
     """Why a row's mask is none of Transformer Engine's; None when documents are causal."""
     start, stop = document_bounds(metadata)
     found = []
@@ -63,7 +64,7 @@ def mask_reason(metadata: Metadata) -> str | None:
         found.append("image spans")
     if (metadata.leave[metadata.leave > 0] != np.repeat(stop, stop - start)).any():
         found.append("branches")
-    if metadata.reach.chunk:
+    if reach.chunk:
         found.append("chunks")
     return f"the row's mask has {' and '.join(found)}, which is no mask of Transformer Engine's" if found else None
 
@@ -94,14 +95,11 @@ def _as_it_stands(metadata: Metadata, cp: int) -> tuple[Sequences, np.ndarray]:
     return Sequences(true.astype(np.int32), np.diff(edges).astype(np.int32)), start
 
 
+@once
 def thd_sequences(plan: AttentionPlan) -> Sequences | str:
     """The row as Transformer Engine's sequences, or why it cannot be handed over; alike on all ranks of the group."""
-    return plan.part("thd sequences", lambda: _sequences(plan))
-
-
-def _sequences(plan: AttentionPlan) -> Sequences | str:
     metadata, cp = plan.metadata, plan.cp
-    reason = mask_reason(metadata)
+    reason = mask_reason(metadata, plan.reach)
     if reason:
         return reason
     start, _ = document_bounds(metadata)
@@ -120,6 +118,21 @@ def _sequences(plan: AttentionPlan) -> Sequences | str:
         "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document: "
         "choose --cp-layout zigzag_document"
     )
+
+
+@once
+def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cumulative lengths, true and padded: one tensor where they are equal, by which Transformer Engine knows it."""
+    padded = to_device(sequences.cu_padded, device)
+    equal = (sequences.true == sequences.padded).all()
+    return padded if equal else to_device(sequences.cu_lengths, device), padded
+
+
+@once
+def _padding_on(plan: AttentionPlan, device: torch.device) -> torch.Tensor | None:
+    """Which of this rank's rows are padding; None where none are."""
+    rows = np.flatnonzero(plan.metadata.leave[plan.local] == 0)
+    return to_device(rows, device) if len(rows) else None
 
 
 def window_of(tokens: int) -> tuple[int, int]:
@@ -164,7 +177,7 @@ class PackedAttention:
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
         """`thd_sequences` of a plan."""
-        if plan.metadata.reach.window and not self.windows:
+        if plan.reach.window and not self.windows:
             return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose a2a or all_gather"
         return thd_sequences(plan)
 
@@ -173,16 +186,11 @@ class PackedAttention:
     ) -> torch.Tensor:
         """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways.
 
-        Cumulative lengths are those of the whole row; true and padded ones are one tensor where there is no padding,
-        by which Transformer Engine knows it.
+        Cumulative lengths are those of the whole row.
         """
-        device = q.device
-        places = plan.on_device("thd cu_padded", device, lambda: sequences.cu_padded)
-        lengths, longest = places, int(sequences.padded.max())
-        if (sequences.true != sequences.padded).any():
-            lengths = plan.on_device("thd lengths", device, lambda: sequences.cu_lengths)
-        padding = plan.part("thd padding", lambda: np.flatnonzero(plan.metadata.leave[plan.local] == 0))
-        empty = plan.on_device("thd padding", device, lambda: padding) if len(padding) else None
+        lengths, places = _bounds_on(sequences, q.device)
+        longest = int(sequences.padded.max())
+        empty = _padding_on(plan, q.device)
         if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
         out = self.attention(
@@ -197,6 +205,6 @@ class PackedAttention:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             attn_mask_type="padding_causal",
-            window_size=window_of(plan.metadata.reach.window),
+            window_size=window_of(plan.reach.window),
         ).view(q.shape)  # [t, heads * d] -> [t, heads, d]
         return out if empty is None else out.index_fill(0, empty, 0.0)

@@ -14,7 +14,8 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import reduce_scatter, start_all_gather
 from megacp.core.large_blocks import empty
-from megacp.core.ops.mask import TileTable, tile_table
+from megacp.core.ops.device import to_device
+from megacp.core.ops.mask import TileTable, once
 
 
 def _others(plan: AttentionPlan) -> np.ndarray:
@@ -24,22 +25,32 @@ def _others(plan: AttentionPlan) -> np.ndarray:
     return plan.order[~mine[plan.order]]
 
 
+@once
+def _table_of_others(plan: AttentionPlan) -> TileTable:
+    """Tiles between this rank's queries and the keys of `_others`."""
+    return plan.tiles(plan.local, _others(plan))
+
+
+@once
+def _places_of_others(plan: AttentionPlan, device: torch.device) -> torch.Tensor:
+    """Where the tokens `_others` stand in the row as gathered, rank by rank."""
+    in_rank_order = np.argsort(plan.indices.reshape(-1))  # [T]
+    return to_device(in_rank_order[_others(plan)], device)
+
+
 class AllGatherAttention(KeysToQueries):
     """Transport `all_gather`."""
 
     name = "all_gather"
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        own = plan.metadata.take(plan.local)
-        others = plan.part("others", lambda: tile_table(own, plan.metadata.take(_others(plan))))  # in the row's order
-        return [plan.table(plan.cp_rank), others]
+        return [plan.table(plan.cp_rank), _table_of_others(plan)]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
         gathered = start_all_gather(torch.stack([k, v], 1), self.axis)  # [T, 2, groups, d], in rank order
         own, others = self.tables(plan)
         mine = yield k, v, own
-        in_rank_order = np.argsort(plan.indices.reshape(-1))  # [T]: where a token stands once all are gathered
-        places = plan.on_device("places of others", k.device, lambda: in_rank_order[_others(plan)])
+        places = _places_of_others(plan, k.device)
         theirs = yield *(x.index_select(0, places) for x in gathered.take().unbind(1)), others
         if mine is None or theirs is None:
             return None

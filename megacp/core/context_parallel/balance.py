@@ -23,7 +23,7 @@ import numpy as np
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.layers.stack import layers_of
-from megacp.core.ops.mask import Metadata, Reach
+from megacp.core.ops.mask import UNLIMITED, Metadata, Reach
 
 AREA_SLACK = 0.01
 """Most error of a rank's area, as a share of its target, for a cheaper cut."""
@@ -33,7 +33,7 @@ WORTHWHILE = 0.75
 
 Mix = Mapping[Reach, int]
 """Layers by how far they look."""
-ALIKE: Mix = {Reach(): 1}
+ALIKE: Mix = {UNLIMITED: 1}
 
 
 def mix_of(model: ModelConfig) -> Mix:
@@ -43,7 +43,7 @@ def mix_of(model: ModelConfig) -> Mix:
 
 def row_area(metadata: Metadata, mix: Mix = ALIKE) -> np.ndarray:
     """int64 `[T]`: how many tokens of the row each one sees, summed over the layers."""
-    return sum((metadata.within(reach).cost * layers for reach, layers in mix.items()), np.zeros(len(metadata), int))
+    return sum((metadata.cost(reach) * layers for reach, layers in mix.items()), np.zeros(len(metadata), int))
 
 
 def deal_balanced(metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:

@@ -16,7 +16,8 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import start_all_to_all
 from megacp.core.large_blocks import empty
-from megacp.core.ops.mask import TileTable, tile_table
+from megacp.core.ops.device import to_device
+from megacp.core.ops.mask import TileTable, once, tile_table
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
     for tokens in plan.indices:
         seen = np.zeros(len(row), bool)
         # tiles are made with keys in `plan.order`; `seen` is in the row's own
-        seen[plan.order] = tile_table(plan.metadata.take(tokens), row).needed_keys
+        seen[plan.order] = tile_table(plan.metadata.take(tokens), row, plan.reach).needed_keys
         needed.append(seen)
     return needed
 
 
+@once
 def exchange_of(plan: AttentionPlan) -> Exchange | None:
     """The exchange of this rank; None where no rank needs anything of another, on all ranks alike."""
     needed = needed_rows(plan)
@@ -60,8 +62,14 @@ def exchange_of(plan: AttentionPlan) -> Exchange | None:
     came = [nothing if r == mine else plan.indices[r][needed[mine][plan.indices[r]]] for r in ranks]  # of the row
     keys = np.concatenate(came)
     order = np.argsort(position[keys])
-    table = tile_table(plan.metadata.take(plan.local), plan.metadata.take(keys[order]))
+    table = plan.tiles(plan.local, keys[order])
     return Exchange(np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table)
+
+
+@once
+def _on_device(exchange: Exchange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`send` and `order`."""
+    return to_device(exchange.send, device), to_device(exchange.order, device)
 
 
 class KVExchange(KeysToQueries):
@@ -70,15 +78,14 @@ class KVExchange(KeysToQueries):
     name = "kv_exchange"
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        exchange = self._exchange(plan)
+        exchange = exchange_of(plan)
         return [plan.table(plan.cp_rank), *([exchange.table] if exchange else [])]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
-        exchange = self._exchange(plan)
+        exchange = exchange_of(plan)
         if exchange is None:
             return (yield k, v, plan.table(plan.cp_rank))
-        send = plan.on_device("sent", k.device, lambda: exchange.send)
-        order = plan.on_device("order of arrival", k.device, lambda: exchange.order)
+        send, order = _on_device(exchange, k.device)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         out_splits = exchange.out_splits
         in_splits = exchange.in_splits
@@ -94,6 +101,3 @@ class KVExchange(KeysToQueries):
         for rows, values in zip(send.split(out_splits), arrived.split(out_splits), strict=True):
             dkv.index_add_(0, rows, values)  # rank by rank: a row goes to a rank at most once, and to several
         return dkv
-
-    def _exchange(self, plan: AttentionPlan) -> Exchange | None:
-        return plan.part("exchange", lambda: exchange_of(plan))

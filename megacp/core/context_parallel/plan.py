@@ -20,16 +20,12 @@ Text at 0, 2, 4, 6 and a video at 1, 3, 5, 7, zigzag on two ranks: `order` is 0 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from megacp.core.ops.device import to_device
-from megacp.core.ops.mask import Metadata, Reach, TileTable, text_before_images, tile_table
-
-Part = TypeVar("Part")
+from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, once, text_before_images, tile_table
 
 
 def key_order(metadata: Metadata) -> np.ndarray:
@@ -58,23 +54,29 @@ def _least_tiles(metadata: Metadata) -> int:
 
 
 class AttentionPlan:
-    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, lazy tile tables.
+    """What one cp rank must know to attend: `indices[cp, t]` into the row, metadata of all tokens, how far the layers
+    look, lazy tile tables.
 
     `order[T]` is how a whole row stands once it is gathered; each rank's tokens follow the same order unless the
     layout's own is kept because `order` is the natural one.
     """
 
-    def __init__(self, indices: np.ndarray, metadata: Metadata, cp_rank: int, order: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        indices: np.ndarray,
+        metadata: Metadata,
+        cp_rank: int,
+        order: np.ndarray | None = None,
+        reach: Reach = UNLIMITED,
+    ) -> None:
         self.metadata = metadata
+        self.reach = reach
         self.cp_rank = cp_rank
         self.order = key_order(metadata) if order is None else order
         self._by_type = bool((np.diff(self.order) < 0).any())
         self._position = np.argsort(self.order)
         # a rank's own keys are to be few stretches too; a natural `order` leaves a layout's own, such as zigzag's
         self.indices = np.stack([self._arranged(tokens) for tokens in indices]) if self._by_type else indices
-        self._tables: dict[int, TileTable] = {}
-        self._tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._parts: dict[str, object] = {}
 
     def _arranged(self, tokens: np.ndarray) -> np.ndarray:
         """The same tokens as they stand in `order`."""
@@ -90,61 +92,49 @@ class AttentionPlan:
         """Indices `[t]` into the row of the tokens this rank holds."""
         return self.indices[self.cp_rank]
 
-    @functools.cached_property
-    def _queries(self) -> Metadata:
-        return self.metadata.take(self.local)
+    def tiles(self, queries: np.ndarray, keys: np.ndarray) -> TileTable:
+        """Tiles between tokens of the row, by their indices."""
+        return tile_table(self.metadata.take(queries), self.metadata.take(keys), self.reach)
 
+    @once
     def table(self, source: int) -> TileTable:
         """Tiles between this rank's queries and the keys of cp rank `source`, both in local order."""
-        if source not in self._tables:
-            self._tables[source] = tile_table(self._queries, self.metadata.take(self.indices[source]))
-        return self._tables[source]
+        return self.tiles(self.local, self.indices[source])
 
     @functools.cached_property
     def table_of_row(self) -> TileTable:
         """Tiles between this rank's queries and the whole row in the order `order`."""
-        if np.array_equal(self.local, self.order):  # one rank holds the row: the table by which `order` was chosen
+        if np.array_equal(self.local, self.order) and self.reach == UNLIMITED:
+            # one rank holds the row: the table by which `order` was chosen
             return (self.metadata.by_type if self._by_type else self.metadata).own_table
-        return tile_table(self._queries, self.metadata.take(self.order))
+        return self.tiles(self.local, self.order)
 
     def within(self, reach: Reach) -> AttentionPlan:
         """The plan of layers that look so far: the same tokens on every rank, in the same order."""
-        if reach == self.metadata.reach:
-            return self
-        build = functools.partial(AttentionPlan, self.indices, self.metadata.within(reach), self.cp_rank, self.order)
-        return self.part(f"within {reach}", build)
+        return self if reach == self.reach else self._within(reach)
 
+    @once
+    def _within(self, reach: Reach) -> AttentionPlan:
+        return AttentionPlan(self.indices, self.metadata, self.cp_rank, self.order, reach)
+
+    @once
     def grouped(self, size: int) -> AttentionPlan:
         """The plan of groups of `size` neighbouring ranks that hold their tokens together."""
+        together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
+        arranged = np.stack([self._arranged(tokens) for tokens in together])
+        return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order, self.reach)
 
-        def build() -> AttentionPlan:
-            together = self.indices.reshape(self.cp // size, -1)  # [cp, t] -> [cp / size, size * t]
-            arranged = np.stack([self._arranged(tokens) for tokens in together])
-            return AttentionPlan(arranged, self.metadata, self.cp_rank // size, self.order)
-
-        return self.part(f"groups of {size}", build)
-
+    @once
     def arrival(self, size: int, device: torch.device) -> torch.Tensor:
         """int64 `[size * t]`: puts tokens gathered over this rank's group in rank order into `grouped(size)`'s."""
-        return self.on_device(f"arrival of {size}", device, lambda: self._arrival(size))
+        return to_device(self._arrival(size), device)
 
+    @once
     def departure(self, size: int, device: torch.device) -> torch.Tensor:
         """The inverse of `arrival`."""
-        return self.on_device(f"departure of {size}", device, lambda: np.argsort(self._arrival(size)))
+        return to_device(np.argsort(self._arrival(size)), device)
 
     def _arrival(self, size: int) -> np.ndarray:
         first = self.cp_rank // size * size  # rank of the group
         # as `_arranged` sorts tokens, but the places that they have in the message
         return np.argsort(self._position[self.indices[first : first + size].reshape(-1)])
-
-    def part(self, name: str, build: Callable[[], Part]) -> Part:
-        """What a transport derives from this plan, built once for all layers."""
-        if name not in self._parts:
-            self._parts[name] = build()
-        return self._parts[name]  # type: ignore[return-value]  # one type for each name
-
-    def on_device(self, name: str, device: torch.device, build: Callable[[], np.ndarray]) -> torch.Tensor:
-        """Index arrays travel to the device once, not in every layer."""
-        if (name, device) not in self._tensors:
-            self._tensors[name, device] = to_device(build(), device)
-        return self._tensors[name, device]

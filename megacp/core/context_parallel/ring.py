@@ -14,9 +14,10 @@ from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
 from megacp.core.distributed.collectives import Pending, start_shift
-from megacp.core.ops.mask import TileTable
+from megacp.core.ops.mask import TileTable, once
 
 
+@once
 def _steps(plan: AttentionPlan) -> int:
     """Blocks of keys that a rank is shown, its own the first, until no rank sees anything of the rest."""
     needed = needed_rows(plan)
@@ -32,8 +33,7 @@ class RingAttention(KeysToQueries):
     name = "p2p"
 
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
-        steps = plan.part("steps of the ring", lambda: _steps(plan))
-        return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(steps)]
+        return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(_steps(plan))]
 
     def kv_blocks(self, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> KVBlocks:
         tables = self.tables(plan)

@@ -21,7 +21,7 @@ from megacp.core.context_parallel.vision import LocalVision, local_vision
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.ops.device import pinned, to_device
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.mask import Metadata, once
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,12 @@ class LocalBatch:
         """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share the row."""
         if self.plan.cp > 1:
             raise ValueError(f"a rank of {self.plan.cp} holds a part of the row: its order is that of one rank alone")
-        place = self.plan.on_device("places in the row", values.device, lambda: np.argsort(self.plan.local))
-        return values[place]
+        return values[_places_in_row(self.plan, values.device)]
+
+
+@once
+def _places_in_row(plan: AttentionPlan, device: torch.device) -> torch.Tensor:
+    return to_device(np.argsort(plan.local), device)
 
 
 _TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "token_names")

@@ -32,7 +32,7 @@ import numpy as np
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.gated_delta import CHUNK
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.mask import Metadata, once
 
 
 def predecessors(row: Metadata) -> np.ndarray:
@@ -161,8 +161,8 @@ class Chunks:
     In the example, with chunks of two tokens, rank 1 has chunk 0 (level 0) and behind it chunk 1 (level 1).
     """
 
-    def __init__(self, plan: AttentionPlan, segments: list[PathSegment]) -> None:
-        own = {n: s for n, s in enumerate(segments) if s.rank == plan.cp_rank}
+    def __init__(self, plan: AttentionPlan) -> None:
+        own = {n: s for n, s in enumerate(crossing_plan(plan).segments) if s.rank == plan.cp_rank}
         self.size = CHUNK
         """Tokens of a chunk; the last of a segment is filled up."""
         counts = np.array([-(-len(s.tokens) // CHUNK) for s in own.values()], np.int64)  # chunks of each segment
@@ -269,16 +269,7 @@ class TapsPlan:
         self.places = places[wanted].reshape(-1)
 
 
-def crossing_plan(plan: AttentionPlan) -> CrossingPlan:
-    """Made once for all layers and devices."""
-    return plan.part("crossings", lambda: CrossingPlan(plan))
-
-
-def chunks_of(plan: AttentionPlan) -> Chunks:
-    """Made once for all layers and devices."""
-    return plan.part("chunks", lambda: Chunks(plan, crossing_plan(plan).segments))
-
-
-def taps_plan(plan: AttentionPlan, taps: int) -> TapsPlan:
-    """Made once for all layers and devices."""
-    return plan.part(f"{taps} taps", lambda: TapsPlan(plan, taps))
+crossing_plan = once(CrossingPlan)
+chunks_of = once(Chunks)
+taps_plan = once(TapsPlan)
+"""These are made once for all layers and devices."""

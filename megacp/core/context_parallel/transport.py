@@ -206,4 +206,4 @@ class DenseAttention:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
-        return dense_attention(q, k, v, to_device(allowed(mine, mine), q.device), scale, sinks, self.cap)
+        return dense_attention(q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap)

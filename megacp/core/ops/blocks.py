@@ -58,7 +58,7 @@ class BlockCover:
             meta.take(np.arange(blocks[number] * self.size, min((blocks[number] + 1) * self.size, len(meta))))
             for meta, blocks in sides
         )
-        return allowed(q, k)
+        return allowed(q, k, self.table.reach)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -27,7 +26,7 @@ from torch.nn.functional import pad
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.core.ops.device import lend_scratch, to_device, whole_graph
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, merge_into
-from megacp.core.ops.mask import Metadata, Reach, TileTable
+from megacp.core.ops.mask import Reach, TileTable, once
 from megacp.core.ops.tile_kernels import MathKernel
 
 FlexAttention = Callable[..., Any]
@@ -114,18 +113,20 @@ def padded(length: int, size: int) -> int:
     return -(-length // size) * size
 
 
+@once
 def host_mask(table: TileTable, size: int) -> HostMask:
     """The mask of a table, padded to whole blocks."""
     cover = block_cover(table, size)
-    arrays = [*_columns(table.q, table.k, size)]
+    arrays = [*_columns(table, size)]
     arrays += [*_lists(cover, by_keys=False), *_lists(cover, by_keys=True)]
     starts = _starts([len(x) for x in arrays])
     content = np.zeros(starts[-1], np.int32)
     for x, start in zip(arrays, starts, strict=False):
         content[start : start + len(x)] = x
-    return HostMask(size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)), table.q.reach)
+    return HostMask(size, (cover.q_blocks, cover.k_blocks), content, tuple(map(len, arrays)), table.reach)
 
 
+@once
 def block_mask(host: HostMask, device: torch.device) -> BlockMask:
     """The mask in FlexAttention's form; its lists hold one int32 for a pair of blocks, not of tokens."""
     content = to_device(host.content, device)  # one copy to the device for all arrays
@@ -163,10 +164,12 @@ def _starts(lengths: list[int] | tuple[int, ...]) -> list[int]:
     return [0, *itertools.accumulate(padded(length, _ALIGNED) for length in lengths)]
 
 
-def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
+def _columns(table: TileTable, size: int) -> Iterator[np.ndarray]:
     """What `_rule` asks, in whole blocks of tokens: order and span of queries, order, leave and span of keys; of layers
     with a limited reach the depths of both. Queries and keys of nothing get values that none of the other side has.
     """
+    q = table.q
+    k = table.k
     sides = [
         (np.where(q.leave > 0, q.order, _NOBODY), _NOBODY),
         (q.span, 0),
@@ -174,7 +177,7 @@ def _columns(q: Metadata, k: Metadata, size: int) -> Iterator[np.ndarray]:
         (k.leave, 0),
         (np.where(k.span != 0, k.span, _NOBODY), _NOBODY),
     ]
-    if any(q.reach):
+    if any(table.reach):
         sides += [(q.depth, 0), (k.depth, 0)]
     for x, nobody in sides:
         yield np.pad(x.astype(np.int32), (0, padded(len(x), size) - len(x)), constant_values=nobody)
@@ -271,21 +274,14 @@ class FlexKernel:
         self._forward, self._backward = functions or compiled()
         self._size = size
         self._whole_backend: Backend = whole_backend
-        self._masks: weakref.WeakKeyDictionary[TileTable, dict[torch.device, BlockMask]] = weakref.WeakKeyDictionary()
 
     def mask(self, table: TileTable, device: torch.device) -> BlockMask:
         """The block mask of a table: on the device with the first layer that asks, dropped with the table."""
-        masks = self._masks.setdefault(table, {})
-        if device not in masks:
-            masks[device] = block_mask(self._host_mask(table), device)
-        return masks[device]
-
-    def _host_mask(self, table: TileTable) -> HostMask:
-        return table.part(self._size, lambda: host_mask(table, self._size))
+        return block_mask(host_mask(table, self._size), device)
 
     def prepare(self, table: TileTable, heads: Heads) -> None:
         if table.num_tiles:
-            self._host_mask(table)
+            host_mask(table, self._size)
 
     def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
         return _tokens_first(self._call(self._heads_first(q, k, v), table, scale, self._whole_backend, None), q)

@@ -18,14 +18,15 @@ Letters: `T` tokens of a row, `n` of one side of a table, `m` chosen ones; `i` a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, TypeVarTuple
 
 import numpy as np
 
+Owner = TypeVar("Owner")
+More = TypeVarTuple("More")
 Part = TypeVar("Part")
 
 FULL = 1
@@ -41,6 +42,23 @@ _PAIRS_AT_ONCE = 1 << 20
 """Pairs of runs looked at together: bounds the memory of planning to some tens of MiB."""
 
 
+def once(derive: Callable[[Owner, *More], Part]) -> Callable[[Owner, *More], Part]:
+    """`derive`, run once for each owner and further arguments: what it returns is kept with the owner, as its part.
+
+    A plan or a table has parts of many rooms, made for all layers together. They are named by their functions.
+    """
+
+    @functools.wraps(derive)
+    def kept(owner: Owner, *more: *More) -> Part:
+        parts: dict[object, Part] = vars(owner).setdefault("_parts", {})
+        key = (kept, more)
+        if key not in parts:
+            parts[key] = derive(owner, *more)
+        return parts[key]
+
+    return kept
+
+
 class Reach(NamedTuple):
     """How far back a layer looks along a token's path; 0 is no limit."""
 
@@ -50,15 +68,17 @@ class Reach(NamedTuple):
     """Queries see keys of their own chunk; a path is cut into chunks of so many tokens."""
 
 
+UNLIMITED = Reach()
+
+
 @dataclass(frozen=True)
 class Metadata:
-    """What the mask must know of `n` tokens: int arrays `[n]`, and how far the layer looks."""
+    """What the mask must know of `n` tokens: int arrays `[n]`."""
 
     leave: np.ndarray
     span: np.ndarray
     order: np.ndarray
     depth: np.ndarray
-    reach: Reach = Reach()
 
     @staticmethod
     def of_row(leave: np.ndarray, span: np.ndarray) -> Metadata:
@@ -90,12 +110,7 @@ class Metadata:
 
     def take(self, indices: np.ndarray) -> Metadata:
         """The metadata of some tokens, in the order of `indices[m]`."""
-        leave, span, order, depth = (x[indices] for x in (self.leave, self.span, self.order, self.depth))
-        return Metadata(leave, span, order, depth, self.reach)
-
-    def within(self, reach: Reach) -> Metadata:
-        """The same tokens for a layer that looks so far."""
-        return dataclasses.replace(self, reach=reach)
+        return Metadata(*(x[indices] for x in (self.leave, self.span, self.order, self.depth)))
 
     @functools.cached_property
     def document(self) -> np.ndarray:
@@ -118,11 +133,10 @@ class Metadata:
         """These tokens in the order of `text_before_images`."""
         return self.take(text_before_images(self)) if self.span.any() else self
 
-    @functools.cached_property
-    def cost(self) -> np.ndarray:
+    def cost(self, reach: Reach = UNLIMITED) -> np.ndarray:
         """int64 `[n]`: how many of these tokens each one sees; counted with types sorted, which needs fewer tiles."""
         cost = np.empty(len(self), np.int64)
-        cost[text_before_images(self)] = self.by_type.own_table.keys_per_query
+        cost[text_before_images(self)] = tile_table(self.by_type, self.by_type, reach).keys_per_query
         return cost
 
 
@@ -169,19 +183,13 @@ class TileTable:
 
     q: Metadata
     k: Metadata
+    reach: Reach
     row_start: np.ndarray
     row_stop: np.ndarray
     first: np.ndarray
     k_start: np.ndarray
     k_stop: np.ndarray
     kind: np.ndarray
-    _parts: dict[object, object] = field(default_factory=dict, repr=False)
-
-    def part(self, key: object, build: Callable[[], Part]) -> Part:
-        """What a kernel derives from this table, built once for all layers."""
-        if key not in self._parts:
-            self._parts[key] = build()
-        return self._parts[key]  # type: ignore[return-value]  # one type for each key
 
     @property
     def queries(self) -> int:
@@ -245,16 +253,16 @@ class TileTable:
         return tuple(TileRow(start, stop, tuple(tiles[low:high])) for start, stop, low, high in ends)
 
 
-def allowed(q: Metadata, k: Metadata) -> np.ndarray:
+def allowed(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:
     """The rule itself, as bool `[len(q), len(k)]`: the obvious form, for references, tests and single small tiles."""
     order = q.order[:, None]
     back = q.depth[:, None] - k.depth[None]  # tokens on the path from the key to the query
     on_path = (k.order[None] <= order) & (order < k.leave[None]) & (q.leave[:, None] > 0)
     seen = on_path | ((q.span[:, None] != 0) & (q.span[:, None] == k.span[None]))
-    if q.reach.window:
-        seen &= back < q.reach.window
-    if q.reach.chunk:
-        seen &= q.depth[:, None] // q.reach.chunk == k.depth[None] // q.reach.chunk
+    if reach.window:
+        seen &= back < reach.window
+    if reach.chunk:
+        seen &= q.depth[:, None] // reach.chunk == k.depth[None] // reach.chunk
     return seen
 
 
@@ -472,6 +480,7 @@ def _join_rows(table: TileTable) -> TileTable:
     return TileTable(
         table.q,
         table.k,
+        table.reach,
         table.row_start[kept],
         table.row_stop[last],
         first,
@@ -481,18 +490,18 @@ def _join_rows(table: TileTable) -> TileTable:
     )
 
 
-def tile_table(q: Metadata, k: Metadata) -> TileTable:
-    """Exact cover of `allowed(q, k)` by disjoint tiles, in time and memory proportional to pairs of runs.
+def tile_table(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> TileTable:
+    """Exact cover of `allowed(q, k, reach)` by disjoint tiles, in time and memory proportional to pairs of runs.
 
     Places must be unique on each side and hold equal metadata on both sides, as in any permutation of one row.
     """
     q_runs = _runs(q)
     k_runs = _runs(k)
     # keys are not cut: a tile may take a part of a run of theirs
-    q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, q.reach))
+    q_runs = _cut(q_runs, _row_cuts(q_runs, k_runs, reach))
     q_runs = q_runs.take(np.argsort(q_runs.start, kind="stable"))
     k_runs = k_runs.take(np.argsort(k_runs.order, kind="stable"))
-    run, k_start, k_stop, kind = _tiles(q_runs, k_runs, q.reach)
+    run, k_start, k_stop, kind = _tiles(q_runs, k_runs, reach)
     seen, first = np.unique(run, return_index=True)  # runs of queries with a tile become the rows
     bounds = np.append(first, len(run)).astype(np.int64)
-    return _join_rows(TileTable(q, k, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))
+    return _join_rows(TileTable(q, k, reach, q_runs.start[seen], q_runs.stop[seen], bounds, k_start, k_stop, kind))

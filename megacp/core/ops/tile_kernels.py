@@ -20,7 +20,7 @@ import torch
 
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, accumulation_dtype, merge_into
-from megacp.core.ops.mask import CAUSAL, FULL, WINDOW, TileRow, TileTable
+from megacp.core.ops.mask import CAUSAL, FULL, WINDOW, TileRow, TileTable, once
 
 CALL = 300_000
 """What a call costs beside its pairs, in pairs times elements of a query: half as much or twice as much is slower on a
@@ -68,11 +68,10 @@ class KernelCall:
         return tuple(x.flip(0) for x in tensors) if self.kind == WINDOW else tensors
 
 
+@once
 def table_calls(table: TileTable, heads: Heads) -> tuple[KernelCall, ...]:
-    """The calls of one pass over `table`, which compute every allowed pair once. Made once, and kept with the table."""
-    return table.part(
-        heads, lambda: tuple(call for group in _groups(table.rows, heads) for call in _calls(group, heads))
-    )
+    """The calls of one pass over `table`, which compute every allowed pair once."""
+    return tuple(call for group in _groups(table.rows, heads) for call in _calls(group, heads))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ asks `block_of` for the open block.
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
@@ -35,7 +34,7 @@ from megacp.core.distributed.collectives import all_reduce, gather_objects
 from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
-from megacp.core.ops.mask import Reach
+from megacp.core.ops.mask import Reach, once
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
 from megacp.huggingface.door.model_rules import (
     argument,
@@ -157,22 +156,25 @@ class ContextParallel:
             self.plans[key] = self.mask.plan(self.places, batch, self.axis.rank, *key[1:])
         plan = self.plans[key]
         rows = [x.flatten(0, 1) for x in tensors]
-        order = plan.part("order", functools.partial(self._order, plan, batch))
-        if order is not None:
-            index = plan.on_device("order", device, functools.partial(np.asarray, order))
-            rows = [x.index_select(0, index) for x in rows]
+        orders = self._orders(key, device)
+        if orders is not None:
+            rows = [x.index_select(0, orders[0]) for x in rows]
         with torch.autocast(device.type, enabled=False):
             out = function(plan, *rows)
-        if order is not None:
-            out = out.index_select(0, plan.on_device("back", device, functools.partial(np.argsort, order)))
+        if orders is not None:
+            out = out.index_select(0, orders[1])
         return out.unflatten(0, (batch, -1))
 
-    def _order(self, plan: AttentionPlan, batch: int) -> np.ndarray | None:
-        """Index `[B * s]` that brings tokens from the buffers' order into the plan's; None where they are one."""
-        cut = in_batch(self.places, batch, self.mask.length)[self.axis.rank]
+    @once
+    def _orders(self, key: tuple[int, bool, bool], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Indices `[B * s]` that bring tokens from the buffers' order into a plan's, and back; None: they are one."""
+        local = self.plans[key].local
+        cut = in_batch(self.places, key[0], self.mask.length)[self.axis.rank]
+        if np.array_equal(cut, local):
+            return None
         # argsort twice numbers the plan's tokens by place; argsort of `cut` says where the buffers hold each number
-        order = np.argsort(cut)[np.argsort(np.argsort(plan.local))]
-        return None if np.array_equal(cut, plan.local) else order
+        order = np.argsort(cut)[np.argsort(np.argsort(local))]
+        return to_device(order, device), to_device(np.argsort(order), device)
 
     def transport_on(self, device: torch.device, dtype: torch.dtype, cap: float = 0.0) -> Transport:
         """The transport for tensors of `dtype` on `device`: the caller's, or one that is built once for each kernel."""
