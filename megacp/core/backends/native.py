@@ -127,7 +127,7 @@ class NativeBackend:
         self.row_axis = row_axis(grid, parallel)
         self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
         self.local_transport = select_transport("p2p", kernel, single_axis("one"), grid.device)
-        """Of tokens that a rank has to itself: patches."""
+        """Transport of tokens that a rank has to itself: patches."""
         keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
         self._states_by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0
         self._taps = model.linear_conv_kernel_dim

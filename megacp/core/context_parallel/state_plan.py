@@ -86,8 +86,8 @@ class Crossing(NamedTuple):
     number: int
     """Index among the exits, or entries, of its rank."""
     other: int
-    """For an exit the entry with whose state its rank came there, -1 where the state began on the rank; for an entry
-    the exit that it goes on from. Both count over all ranks, in the order of the row."""
+    """The entry with whose state its rank came to an exit, -1 where the state began on the rank; of an entry the exit
+    that it goes on from. Both count over all ranks, in the order of the row."""
 
 
 def crossings(segments: list[PathSegment], cp: int) -> tuple[dict[int, Crossing], dict[int, Crossing], list[int]]:

@@ -9,7 +9,7 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, norm_weight, output_std
 
-QKV_LINEARS = ("q", "k", "v")
+ATTENTION_PROJECTED = ("q", "k", "v")
 """Linears of the first product."""
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
@@ -78,7 +78,7 @@ def _kept(share: Share) -> tuple[int, int]:
         columns += heads * model.head_dim  # the output on both sides of the swap
     wide_heads = heads + (norms == "head") * (heads + groups)
     wide = share.tokens * wide_heads // share.tp + 2 * share.tokens * (norms == "all_heads")
-    return share.tokens * columns // share.tp - share.unread(QKV_LINEARS), wide
+    return share.tokens * columns // share.tp - share.unread(ATTENTION_PROJECTED), wide
 
 
 def _work(share: Share) -> int:
@@ -111,4 +111,4 @@ def _work(share: Share) -> int:
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
-ATTENTION = LayerKind("attention", _linears, (QKV_LINEARS, ("output",)), _kept, _work, _norms, _mixing)
+ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _kept, _work, _norms, _mixing)
