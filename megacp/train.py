@@ -76,7 +76,7 @@ class Plan:
     """Weights of --load-hf."""
 
 
-def prepare(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
+def prepare_run(config: RunConfig, world_size: int, device_type: str | None = None) -> tuple[RunConfig, Sources]:
     """The checked config with its vocabulary resolved, and the packs. Raises ValueError with all reasons.
 
     `device_type` is what the ranks compute on, `cpu` or `cuda`; None leaves it open, as another machine's is.
@@ -92,7 +92,7 @@ def dry_run(config: RunConfig) -> str:
     """The report of a layout for any world size, of a config that fits its datasets where it names any."""
     world_size = config.world_size or config.model_ranks
     if config.model.vocab_size == 0 or config.data.data_path is not None:
-        config, _ = prepare(config, world_size)
+        config, _ = prepare_run(config, world_size)
     else:
         require(config, world_size, backend_problems(config, None))
     return describe(config, world_size)
@@ -111,7 +111,7 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
         with ends_with_its_reader():
             print(report)
         return None
-    config, sources = prepare(config, world.size, launch.device_type(world))
+    config, sources = prepare_run(config, world.size, launch.device_type(world))
     ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
     if ours and theirs and ours != theirs:
         raise ValueError(
@@ -145,14 +145,14 @@ def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
         OneLineParser().parse_args(["--version"])
     if world.size == 1:
         return parse(arguments)
-    told = io.StringIO()
+    captured = io.StringIO()
     try:
-        with contextlib.redirect_stderr(told):
+        with contextlib.redirect_stderr(captured):
             return parse(arguments)
     except SystemExit as end:
         if not end.code:
             raise
-        raise ValueError(told.getvalue().strip()) from None
+        raise ValueError(captured.getvalue().strip()) from None
 
 
 def _show_help(arguments: Sequence[str]) -> None:
@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan_or_refuse(arguments: Sequence[str], world: launch.World) -> Plan | None:
-    """`plan_of`; what is wrong here is told to all ranks, and ends them all."""
+    """`plan_of`; what is wrong here is reported to all ranks, and ends them all."""
     try:
         return plan_of(arguments, world)
     except ValueError as error:
@@ -328,8 +328,8 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
     try:
         trainer = trainer_of(plan, grid)
     except ValueError as error:
-        told = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
-        reasons = [line.partition(" failed in ")[2] for line in told.splitlines()]
+        report = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+        reasons = [line.partition(" failed in ")[2] for line in report.splitlines()]
         return _refused(str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1)
     except Exception as error:
         error.add_note(launch.report_failure(error, "the start", grid.world))

@@ -195,7 +195,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/context_parallel/layout.py", LAYOUT): [
         ("return rank, 2 * cp - 1 - rank", "return rank, cp + rank", "zigzag is not even"),
         ("missing = -(last - first) % (2 * cp)", "missing = -(last - first) % cp", "documents are filled up to half"),
-        ("return math.lcm(self.chunks * cp, cp * tp)", "return self.chunks * cp", "rows do not divide by tp"),
+        ("return math.lcm(self.slices * cp, cp * tp)", "return self.slices * cp", "rows do not divide by tp"),
     ],
     ("core/context_parallel/balance.py", LAYOUT): [
         ("+ metadata.leave) - 1", "+ metadata.leave)", "a key crosses one cut more than it is seen over"),
@@ -453,13 +453,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
     ],
     ("core/data/collate.py", "tests/data/test_collate.py"): [
-        ("roll(stored, -1), np.roll(weights, -1)", "roll(stored, -1), weights", "weights do not move with labels"),
-        ("labels[last], label_weights[last] = 0, 0", "labels[last] = 0", "the last token predicts"),
-        ("ones - left[place]", "ones", "a branch's positions run on over the branches before"),
-        ("above and ends[above[-1]] <= place", "above and ends[above[-1]] < place", "documents are branches"),
+        ("label_weights = np.roll(weights, -1)", "label_weights = weights.copy()", "weights do not move with labels"),
+        ("label_weights[last] = 0", "pass", "the last token predicts"),
+        ("number - ended[index]", "number", "a branch's positions run on over the branches before"),
+        ("above and ends[above[-1]] <= first", "above and ends[above[-1]] < first", "documents are branches"),
         ("= np.cumsum(padded) - padded", "= np.cumsum(true) - true", "segments stand without their padding"),
         ("_TokenRuns(true, begin, end[pack_of])", "_TokenRuns(true, begin, 0 * pack_of + end[-1])", "packs are one"),
-        ("np.cumsum(padded) - padded + true", "np.cumsum(padded) - padded", "padding does not begin at 0"),
+        ("np.repeat(begin + true, padded)", "np.repeat(begin, padded)", "padding does not begin at 0"),
         ("whole = begin + segments", "whole = begin.max() + segments", "segments see each other"),
     ],
     ("core/data/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
@@ -474,8 +474,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],
     ("core/data/blend.py", "tests/data/test_loader.py"): [
-        ("first, own = int(nth[here][0]),", "first, own = 0,", "each step repeats a dataset's first samples"),
-        ("[here] = self._first[number] + samples", "[here] = samples", "all samples are of the first dataset"),
+        ("first = int(nth[here][0])", "first = 0", "each step repeats a dataset's first samples"),
+        ("= self._first[number] + found", "= found", "all samples are of the first dataset"),
     ],
     ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
@@ -683,7 +683,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/config/vision.py", "tests/plan/test_costs.py tests/config/test_cli.py"): [
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
-        ("(WINDOW, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
+        ("(POOLED_PATCHES, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
         ("3 * width * width + ffn", "2 * width * width + ffn", "the output of pooling attention costs nothing"),
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [

@@ -159,17 +159,22 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def defined(tree: ast.Module) -> Iterator[str]:
-    """Names of constants, functions, classes and their methods."""
+def names_of_body(tree: ast.Module) -> Iterator[str]:
+    """Names of functions, classes and constants, types among them."""
     for node in tree.body:
         if isinstance(node, Function | ast.ClassDef):
             yield node.name
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            names = (name for name in ast.walk(target or ast.Pass()) if isinstance(name, ast.Name))
+            yield from (name.id for name in names if isinstance(name.ctx, ast.Store))
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """Names of a module's body, and of methods."""
+    yield from names_of_body(tree)
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
             yield from (member.name for member in node.body if isinstance(member, Function))
-        if isinstance(node, ast.Assign):
-            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
 
 
 def used(tree: ast.AST) -> Iterator[str]:
@@ -344,13 +349,33 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert circles(import_graph({module_name(path): tree_of(path) for path in sources("megacp")})) == []
 
 
-def test_a_class_name_means_one_thing() -> None:
-    homes = defaultdict(list)
+def test_a_public_name_means_one_thing() -> None:
+    """A public one of a module's body, and any class; `main` is each command's own."""
+    homes = defaultdict(set)
     for path in sources("megacp"):
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                homes[node.name].append(path)
+        names = {node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)}
+        for name in names | {name for name in names_of_body(tree_of(path)) if name[0] != "_"} - {"main"}:
+            homes[name].add(path)
     assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}
+
+
+HEADLESS = re.compile(
+    r"(Of|Those|That|It|In|As|By|For|From|With|At|On|To|Per|Until|Between|Among|Around|Above|About|Inside|Outside|See|"
+    r"Likewise|Now|Not|Called|When)\b"
+)
+
+
+def documented(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of functions, classes and attributes: they begin with a noun, or a function's with a verb."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and node is not tree.body[0] and isinstance(node.value, ast.Constant):
+            yield str(node.value.value)
+
+
+def test_docstrings_begin_with_what_they_are_about() -> None:
+    found = [text for path in sources("megacp") for text in documented(tree_of(path))]
+    headless = [text for text in found if HEADLESS.match(text)]
+    assert 200 * len(headless) <= len(found), headless
 
 
 def test_every_public_name_is_used_outside_the_tests() -> None:
@@ -426,7 +451,7 @@ def pace(text: str) -> tuple[int, int, int]:
     return len(code), sum(isinstance(n.targets[0], ast.Tuple) for n in tuples), len(comments)
 
 
-@pytest.mark.parametrize("room", ["megacp/core/ops", "megacp/core/context_parallel"])
+@pytest.mark.parametrize("room", ["megacp/core/ops", "megacp/core/context_parallel", "megacp/core/data"])
 def test_hard_rooms_have_pace(room: str) -> None:
     assert pace('"""A text."""\na, b = x, y  # why\n# and\nc, d = f(x)  # type: ignore\n') == (2, 1, 2)
     code, parallel, comments = map(sum, zip(*(pace((ROOT / path).read_text()) for path in sources(room)), strict=True))

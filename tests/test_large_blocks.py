@@ -12,7 +12,7 @@ from bench.steps import QUICK_SIZES, Subject
 from megacp.core import large_blocks
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
-from megacp.core.large_blocks import LARGE, LargeBlocks, empty, product, zeros
+from megacp.core.large_blocks import LARGE, LargeBlocks, empty, large_product, zeros
 from megacp.core.tensor_parallel.linear import product as linear_product
 from tests.ranks import run_ranks
 
@@ -94,12 +94,12 @@ def test_values_dtypes_and_derivatives_are_those_of_torch(monkeypatch: pytest.Mo
     x.requires_grad_()
     assert torch.autograd.gradcheck(linear_product, (x, weight))
     with torch.no_grad():
-        assert torch.equal(product(x, weight.t()), x @ weight.t())
+        assert torch.equal(large_product(x, weight.t()), x @ weight.t())
         a, b = torch.randn(4, 8), torch.randn(8, 3)
         for dtype in (torch.float32, torch.bfloat16):
             with torch.autocast("cpu", torch.bfloat16):
-                assert product(a.to(dtype), b).dtype == torch.bfloat16
-        assert torch.equal(torch.compile(product, fullgraph=True, backend="eager")(a, b), a @ b)
+                assert large_product(a.to(dtype), b).dtype == torch.bfloat16
+        assert torch.equal(torch.compile(large_product, fullgraph=True, backend="eager")(a, b), a @ b)
 
 
 def trained(rank: int, world_size: int, smallest: int, values: dict) -> tuple[list, list[torch.Tensor], list[int]]:

@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "--fake" in arguments:
         arguments.remove("--fake")
         try:
-            fake_cuda.load()  # before torch
+            fake_cuda.load_fake_cuda()  # before torch
             from megacp.verify import fake_step
 
             return fake_step.main(arguments)
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from megacp.core.config.cli import OneLineParser
-    from megacp.verify.gpu_report import check, parts
+    from megacp.verify.gpu_report import check_device, parts
 
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="of the report (gpu_report)")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: torch sees no CUDA device; --dry-run shows what would run", file=sys.stderr)
         return 2
-    return check(options.device, options.output, options.minutes)
+    return check_device(options.device, options.output, options.minutes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a configuration cannot be, found before any process group exists, all of it told at once.
+"""What a configuration cannot be, found before any process group exists, all of it reported at once.
 
 Each field is held against its range first. Only when all are in theirs do the sections compare fields with each other.
 A check stands here when the run would otherwise be wrong in silence, or end hours later.

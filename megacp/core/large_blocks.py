@@ -75,11 +75,11 @@ class LargeBlocks:
 
 
 BLOCKS = LargeBlocks()
-"""Those of this process; a rank makes them `active`."""
+"""Blocks of this process; a rank makes them `active`."""
 
 
 def _takes_block(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Not in a program that torch compiles, nor under autocast, which knows no operators that write to a tensor."""
+    """Whether a block is used: not in a compiled program, nor under autocast, whose operators write to no tensor."""
     if torch.compiler.is_compiling() or not BLOCKS.active or like.device.type != "cpu":
         return False
     return math.prod(shape) * dtype.itemsize >= BLOCKS.smallest and not torch.is_autocast_enabled("cpu")
@@ -98,7 +98,7 @@ def zeros(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = 
     return empty(shape, like, dtype).zero_()
 
 
-def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def large_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a[..., h] b[h, f] -> [..., f]`, in a block where no gradient is recorded."""
     shape = (*a.shape[:-1], b.shape[1])
     if torch.is_grad_enabled() or a.dim() < 2 or not _takes_block(shape, a, a.dtype):

@@ -36,10 +36,10 @@ from megacp.huggingface.convert.export import OtherModelError, Request, convert
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _MINUTES = 24 * 60.0
-"""For which ranks wait for one that compares or copies alone."""
+"""Minutes that ranks wait for one that compares or copies alone."""
 
 
-def arguments_parser() -> argparse.ArgumentParser:
+def convert_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = OneLineParser(description="Convert checkpoints between megacp and Hugging Face folders.")
     parser.add_argument("--from", required=True, choices=("hf", "megacp"), dest="source", help="what --input is")
@@ -79,7 +79,7 @@ def arguments_parser() -> argparse.ArgumentParser:
 
 
 def flag_reasons(a: argparse.Namespace) -> list[str]:
-    """All faults of the flags alone."""
+    """All faults of the flags by themselves."""
     way = (a.source, a.target)
     faults = {
         "--from megacp --to megacp: a checkpoint is read by any grid as it is": way == ("megacp", "megacp"),
@@ -115,7 +115,7 @@ class _Lasting(io.TextIOBase):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and convert; returns the exit status."""
-    parser = arguments_parser()
+    parser = convert_parser()
     arguments = parser.parse_args(argv)
     if reasons := flag_reasons(arguments):
         parser.error("; ".join(reasons))

@@ -121,9 +121,9 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
 
 
 def asked_by(kept: dict[str, Any], thinking: bool | None) -> dict[str, Any]:
-    """What of a ChatTemplate makes it ask: as told, else as its answers were learned where none was behind a thought.
+    """What of a ChatTemplate makes it ask: `thinking`, else how its answers were learned where none followed a thought.
 
-    ValueError: it cannot be told.
+    ValueError: neither says it.
     """
     before, reads = kept.get("before_answers", ""), THINKS in kept["default"]
     _, real, none = (kept.get(name, 0) for name in THOUGHTS)

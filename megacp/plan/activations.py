@@ -15,7 +15,7 @@ which adds its rank a token.
 
 "Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
 (FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
-and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP its input alone, and the
+and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP only its input, and the
 norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage holds the activations of every
 microbatch in flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages +
 1 chunks when interleaved. `zero_bubble` adds inputs and output gradients of the products whose weight gradients

@@ -54,14 +54,14 @@ class _CommandParser(OneLineParser):
     """The parser of one command: it names the flag that is nearest to an unknown one."""
 
     def parse_known_args(self, *given: Any) -> Any:  # type: ignore[override]
-        """As argparse's, where nothing is unknown."""
+        """Parse as argparse does; an unknown flag ends the command."""
         found, unknown = super().parse_known_args(*given)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{nearest(unknown[0], self._option_string_actions)}")
         return found, unknown
 
 
-def arguments_parser() -> argparse.ArgumentParser:
+def preprocess_parser() -> argparse.ArgumentParser:
     """The commands and their flags."""
     parser = OneLineParser(
         description="Make packed datasets from text, images and videos, and look into them.",
@@ -343,7 +343,7 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code: 0 done, 1 damage found, 2 an error, 130 interrupted."""
-    args = arguments_parser().parse_args(argv)
+    args = preprocess_parser().parse_args(argv)
     from megacp.prepare.packs.workers import WorkerFailed
 
     def interrupted(*_: object) -> NoReturn:

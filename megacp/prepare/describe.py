@@ -34,7 +34,7 @@ def describe_pack(
         f"{learned_of_pack(pack)} learned, {padded} padded, "
         f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]
-    for number, (here, branches) in enumerate(documents_of(pack)):
+    for number, (here, branches) in enumerate(pack_documents(pack)):
         if documents and number >= documents:
             lines.append(f"  {len(pack.segments) - number} more documents; --documents 0 shows all")
             break
@@ -48,7 +48,7 @@ def describe_pack(
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         lines.append(f"  [{number}] {len(tokens)} tokens{note}  {weights}  {source}")
         learned = np.ones(len(tokens), bool) if pack.weights is None else pack.weights[here] > 0
-        for i, (first, last, above) in enumerate(parts_of(len(tokens), branches)):
+        for i, (first, last, above) in enumerate(document_parts(len(tokens), branches)):
             shown = _marked(tokens[first:last], learned[first:last], tokenizer, characters)
             if not above:
                 lines += [f"      {shown}", *_images(pack, number)]
@@ -65,8 +65,8 @@ def pack_of(dataset: PackedDataset, index: int) -> Pack:
     return dataset.pack(index)
 
 
-def documents_of(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
-    """For each document of a pack where its tokens are, and its rows of tables.BRANCH_DTYPE."""
+def pack_documents(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
+    """Slices of the tokens of a pack's documents, each with its rows of tables.BRANCH_DTYPE."""
     start = branch = 0
     table = np.empty(0, BRANCH_DTYPE) if pack.branches is None else pack.branches
     for row in pack.segments:
@@ -75,7 +75,7 @@ def documents_of(pack: Pack) -> Iterator[tuple[slice, np.ndarray]]:
         start, branch = start + length, branch + count
 
 
-def parts_of(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int]]]:
+def document_parts(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int]]]:
     """First token, end, and the numbers of what it continues (0 = the prefix) of each part of a document of tokens."""
     begins, found = [0, *branches["start"].tolist(), length], list[tuple[int, int, list[int]]]()
     for i, parent in enumerate(parents(np.array(begins[:-1]), np.array([length, *branches["leave"]])).tolist()):
@@ -86,7 +86,7 @@ def parts_of(length: int, branches: np.ndarray) -> list[tuple[int, int, list[int
 def learned_of_pack(pack: Pack) -> int:
     """How many tokens of a pack training learns."""
     learned = 0
-    for here, rows in documents_of(pack):
+    for here, rows in pack_documents(pack):
         weights = None if pack.weights is None else pack.weights[here]
         learned += learned_tokens(pack.tokens[here], weights, rows["start"], rows["leave"])
     return learned

@@ -20,7 +20,7 @@ from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.vision.decoding import load_pixels, rules_from_dict, video_pixels
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.storage.files import write_atomically
-from megacp.prepare.describe import documents_of, learned_of_pack, pack_of, parts_of, runs_of
+from megacp.prepare.describe import document_parts, learned_of_pack, pack_documents, pack_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _THUMBNAIL = 224
@@ -53,12 +53,12 @@ def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
     rules = None if manifest.image_rules is None else rules_from_dict(manifest.image_rules)
-    for number, (here, branches) in enumerate(documents_of(pack)):
+    for number, (here, branches) in enumerate(pack_documents(pack)):
         row, length = pack.segments[number], here.stop - here.start
         source = f"{manifest.sources[row['source_file']]} @ {row['source_offset']}"
         yield f'<h2>Document {number} <span class="note">{length} tokens, {escape(source)}</span></h2>'
         depth = 0
-        for part, (first, last, above) in enumerate(parts_of(length, branches)):
+        for part, (first, last, above) in enumerate(document_parts(length, branches)):
             text = f'<p class="text">{"".join(_runs(pack, number, here.start, (first, last), tokenizer))}</p>'
             head = f'<div class="branch"><h3>Branch {part}, {last - first} tokens</h3>'
             yield "</div>" * (depth - len(above) + 1) + head + text if part else text

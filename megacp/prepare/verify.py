@@ -12,7 +12,7 @@ from megacp.core.data.manifest import DatasetManifest, FileEntry
 from megacp.core.data.reader import DataCache, Shard
 from megacp.core.data.tables import StoredFile
 from megacp.core.storage import files
-from megacp.core.storage.place import Place, place_of, sha256_of
+from megacp.core.storage.place import Place, digest_of, place_of
 from megacp.core.storage.url import Url
 
 
@@ -52,7 +52,7 @@ def _damaged(path: Place, file: FileEntry) -> str | None:
     try:
         if isinstance(path, Path):
             StoredFile(path, file)
-        found = sha256_of(path, file.size)[1]
+        found = digest_of(path, file.size)[1]
     except FileNotFoundError:
         return f"{path}: no such file, the manifest says {file.size} bytes"
     except ValueError as error:

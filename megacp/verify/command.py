@@ -4,7 +4,7 @@
         --context-parallel-size 2 --mask mixed
     python tools/check_parity.py --config my_run.yaml --nproc 8
 
-Takes every flag and `--config` of megacp.train. What is too large for one process is made small, which is told. With
+Takes every flag and `--config` of megacp.train. What is too large for one process is made small, which is printed. With
 `--data-path` the stored packs are used. Exit status: 0 the same, 1 different, 2 refused, 3 a rank failed.
 """
 
@@ -55,7 +55,7 @@ def setup_of(own: argparse.Namespace, rest: Sequence[str]) -> ParitySetup:
 
 
 def _resolved(setup: ParitySetup) -> ParitySetup:
-    """The setup with `auto` chosen as a run does, for the first rows; told in a line."""
+    """The setup with `auto` chosen as a run does, for the first rows; printed in a line."""
 
     def rows() -> list[PackedBatch]:
         whole = Rows(single_axis("cp"), DataRank(), setup.config.training.micro_batch_size)

@@ -1,7 +1,7 @@
 """A CUDA device that is not there: with it, FakeTensorMode has a device `cuda` on a CPU build of torch.
 
-`load` builds fake_cuda.cpp once (g++, seconds) and loads it. It must come before the first import of torch, which asks
-for its CUDA hooks once. Backward then runs in the thread of that device, as it does on a GPU.
+`load_fake_cuda` builds fake_cuda.cpp once (g++, seconds) and loads it. It must come before the first import of torch,
+which asks for its CUDA hooks once. Backward then runs in the thread of that device, as it does on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-def load() -> None:
+def load_fake_cuda() -> None:
     """Make torch believe in the device. Raises ValueError where it cannot be built or torch has its own."""
     assert "torch" not in sys.modules, "torch was imported before the stand-in of its device"
     spec = importlib.util.find_spec("torch")

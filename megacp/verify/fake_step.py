@@ -35,7 +35,7 @@ from megacp.core.checks import require
 from megacp.core.config.cli import parse
 from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.vision import WINDOW
+from megacp.core.config.vision import POOLED_PATCHES
 from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
@@ -240,14 +240,14 @@ def full_row(config: RunConfig, packs: int, mask: str, encoder: tuple[int, int] 
         int(mine[f"end_{kind}_idx"] - mine[f"start_{kind}_idx"]) * (encoder is not None) for kind in ("image", "pool")
     ]
     shape = config.vision.crop_patches, config.vision.patch_dim
-    windows = np.zeros((here[1], WINDOW), np.int64)
+    windows = np.zeros((here[1], POOLED_PATCHES), np.int64)
     pixels, strategy = np.zeros((here[0], *shape), np.float32), config.parallel.vision_shards
     grids = np.ones((here[1], 2), np.int64) if config.vision.family.has_grids else None
     images = VisionInputs(*bounds, np.arange(pooled), None, pixels, windows, strategy, grids=grids)
     return dataclasses.replace(batch, vision=images)
 
 
-def microbatches(config: RunConfig, world_size: int) -> int:
+def microbatches_computed(config: RunConfig, world_size: int) -> int:
     """How many a rank computes here: its schedule holds no more at once with those that only continue it."""
     stages = config.parallel.pipeline_model_parallel_size
     return min(config.num_microbatches(world_size), 2 * stages * config.parallel.num_virtual_stages_per_pipeline_rank)
@@ -271,7 +271,7 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch)
             encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size
             row = model.plan(full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None))
             with mode, watch:
-                model.train([row] * microbatches(config, world_size), 1, 1.0)
+                model.train([row] * microbatches_computed(config, world_size), 1, 1.0)
         return Rank(rank, watch.peak, state, watch.calls)
 
 
@@ -319,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
     ranks = [*neighbours(shape, own.rank), own.rank]  # the first one compiles
     *others, mine = (step(config, world_size, rank, own.mask, watch) for rank in ranks)
     found, wrong = [mine, *others], []
-    counts = microbatches(config, world_size), config.num_microbatches(world_size)
+    counts = microbatches_computed(config, world_size), config.num_microbatches(world_size)
     print(f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, mask {own.mask}")
     for one in found:
         at = shape.coordinates(one.rank)

@@ -86,7 +86,7 @@ class Figure:
     values: Mapping[str, float | None]
 
 
-Part = Callable[[], Sequence[Finding | Figure]]
+ReportPart = Callable[[], Sequence[Finding | Figure]]
 
 
 def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
@@ -196,11 +196,11 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     return [Figure(name, values)]
 
 
-def parts(device: str) -> dict[str, Part]:
+def parts(device: str) -> dict[str, ReportPart]:
     """All parts by name, by worth: those at the end are left out where time runs out. A CPU gets small sizes."""
     on_gpu = device == "cuda"
     sizes, worlds = (MIDDLE, (2, 4)) if on_gpu else (SMALL, (2,))
-    found: dict[str, Part] = {
+    found: dict[str, ReportPart] = {
         f"native on {device} against the CPU in float64": partial(native_against_cpu, device, sizes),
         f"{', '.join(map(str, worlds))} ranks on one {device}": partial(ranks_on_one_device, device, sizes, worlds),
         "Transformer Engine against native": partial(engine_against_native, device, sizes),
@@ -224,7 +224,7 @@ def versions(device: str) -> dict[str, str]:
     return found
 
 
-def run(name: str, part: Part) -> dict[str, Any]:
+def run_part(name: str, part: ReportPart) -> dict[str, Any]:
     """The results of a part, its seconds and its error."""
     entry: dict[str, Any] = {"part": name, "results": [], "error": ""}
     started = time.monotonic()
@@ -262,7 +262,7 @@ def write(output: Path, device: str, environment: Mapping[str, str], entries: Se
     (output / "report.md").write_text("\n".join([*lines, *figures, ""]), encoding="utf-8")
 
 
-def check(device: str, output: Path, minutes: float) -> int:
+def check_device(device: str, output: Path, minutes: float) -> int:
     """Run the parts that begin within `minutes`; 1 when something was not equal or did not finish."""
     output.mkdir(parents=True, exist_ok=True)
     environment, begin = versions(device), time.monotonic()
@@ -271,7 +271,7 @@ def check(device: str, output: Path, minutes: float) -> int:
         if time.monotonic() - begin > 60 * minutes:
             entries.append({"part": name, "results": [], "error": f"left out: {minutes:g} minutes are over"})
         else:
-            entries.append(run(name, part))
+            entries.append(run_part(name, part))
         print(f"{name}: {entries[-1]['error'] or 'done'} ({time.monotonic() - begin:.0f} s)", flush=True)
         write(output, device, environment, entries)  # a machine that ends the command keeps what was found until then
     print((output / "report.md").read_text(encoding="utf-8"))

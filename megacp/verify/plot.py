@@ -18,7 +18,7 @@ MEAN_OF = 20
 
 
 def running_mean(losses: Sequence[float]) -> list[float]:
-    """For each step the mean of its loss and of those before it, together at most MEAN_OF."""
+    """The mean of each step's loss and of those before it, together at most MEAN_OF."""
     return [fmean(losses[max(0, end - MEAN_OF) : end]) for end in range(1, len(losses) + 1)]
 
 

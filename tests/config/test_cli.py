@@ -87,7 +87,7 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
         "build-option config-settings cpp_ext cuda_ext no-build-isolation gpus-per-task max-restarts nproc-per-node"
     )
     undeclared = "config help-all fake image video no-thinking vision"  # by no literal; the last is before several
-    actions = [a for made in (prepare_command, convert_command) for a in made.arguments_parser()._actions]
+    actions = [*prepare_command.preprocess_parser()._actions, *convert_command.convert_parser()._actions]
     for action in actions:  # which grows by those of the commands below a command
         if isinstance(action, argparse._SubParsersAction):
             actions += [own for command in action.choices.values() for own in command._actions]

@@ -187,7 +187,7 @@ def megatrons(weights: list[float], count: int) -> tuple[list[int], list[int]]:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=9), st.integers(0, 10**15), st.integers(0, 40))
 def test_shares_are_kept_and_any_place_is_found_at_once(parts: list[int], start: int, count: int) -> None:
     order = BlendOrder(parts)
-    dataset, nth = order.places(0, 2 * sum(parts) + 3)
+    dataset, nth = order.locate(0, 2 * sum(parts) + 3)
     assert off_by(parts, dataset) < (1 if len(parts) <= 2 else 2)
     assert np.bincount(dataset[: sum(parts)]).tolist() == parts
     for number in range(len(parts)):
@@ -195,7 +195,7 @@ def test_shares_are_kept_and_any_place_is_found_at_once(parts: list[int], start:
         assert own.tolist() == list(range(len(own)))
     counts = order.counts(start)
     assert counts.sum() == start
-    for one, number in zip(*(values.tolist() for values in order.places(start, count)), strict=True):
+    for one, number in zip(*(values.tolist() for values in order.locate(start, count)), strict=True):
         assert number == counts[one]
         counts[one] += 1
     assert counts.tolist() == order.counts(start + count).tolist()
@@ -211,10 +211,10 @@ def test_the_order_is_megatron_cores(data: st.DataObject) -> None:
     parts = np.diff(edges).tolist()
     if total % 2 and len(set(parts)) < len(parts):
         return  # equal weights tie, and floats break ties by their rounding
-    ours = BlendOrder(parts).places(0, total)
+    ours = BlendOrder(parts).locate(0, total)
     assert (ours[0].tolist(), ours[1].tolist()) == megatrons([part / total for part in parts], total)
     # golden: a run that resumes with a newer program must continue the same order
-    assert BlendOrder([6, 3, 1]).places(0, 10)[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 0, 1, 0]
+    assert BlendOrder([6, 3, 1]).locate(0, 10)[0].tolist() == [0, 1, 0, 2, 0, 1, 0, 0, 1, 0]
 
 
 def test_weights_are_exact_as_typed_or_become_parts_of_a_million() -> None:

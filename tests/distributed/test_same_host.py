@@ -27,7 +27,7 @@ from megacp.core.distributed.collectives import (
     start_shift,
 )
 from megacp.core.distributed.grid import Axis, build_grid, split_axis
-from megacp.core.distributed.same_host import connect
+from megacp.core.distributed.same_host import connect_host
 from tests.ranks import RankError, grid, run_ranks
 
 SIZES = (1, 7, 1024, 1025, 3000, 70_001)
@@ -70,7 +70,7 @@ def test_every_call_brings_the_bits_that_gloo_brings(world_size: int) -> None:
 
 
 def gather(value: object) -> list[object]:
-    """What `connect` is given: objects of all ranks, over gloo."""
+    """What `connect_host` is given: objects of all ranks, over gloo."""
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -160,7 +160,7 @@ def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
 
 def _one_cannot_read(rank: int, world_size: int, blind: int) -> bool:
     with mock.patch.object(same_host, "_is_read", lambda process, probe: rank != blind):
-        return connect(rank, gather) is None
+        return connect_host(rank, gather) is None
 
 
 @pytest.mark.parametrize("blind", [0, 2])
@@ -171,7 +171,7 @@ def test_where_one_rank_cannot_read_another_all_use_gloo(blind: int) -> None:
 def _elsewhere(rank: int, world_size: int) -> list[bool]:
     """Ranks 0 and 1 on one machine, 2 and 3 on another."""
     with mock.patch.object(same_host, "_machine", lambda: f"machine {rank // 2}"):
-        found = connect(rank, gather)
+        found = connect_host(rank, gather)
     assert found is not None
     pairs, minute = [(0, 1), (2, 3), (0, 2), (0, 1, 2, 3)], datetime.timedelta(minutes=1)
     return [found.channel("a", ranks, minute) is not None for ranks in pairs if rank in ranks]

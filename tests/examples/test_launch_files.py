@@ -252,7 +252,7 @@ def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None
     )
     assert needed <= 0.9 * float(gib) * 2**30, head
     build, start = (shlex.split(line.removeprefix("#")) for line in commands)
-    made = preprocess.arguments_parser().parse_args(build[2:])
+    made = preprocess.preprocess_parser().parse_args(build[2:])
     own = parse(start[start.index("--config") :])
     assert start[start.index("--config") + 1] == f"examples/recipes/{model}/{grid}.yaml"
     assert (made.tokenizer, made.output) == (own.checkpoint.load_hf, own.data.data_path)

@@ -16,7 +16,7 @@ from megacp.core.training.sources import open_sources
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import FAILED
-from megacp.train import main, prepare
+from megacp.train import main, prepare_run
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses, save
@@ -86,7 +86,7 @@ def test_a_run_resumed_between_skipped_steps_is_the_undisturbed_one(tmp_path: Pa
 
 
 def _save_nan(folder: str) -> None:
-    config, _ = prepare(parse([*TINY, "--save", folder]), 1)
+    config, _ = prepare_run(parse([*TINY, "--save", folder]), 1)
     model = ParallelModel(config, grid())
     model.parameters.buckets[0].parameters[3] = torch.inf
     _, sources = open_sources(config)

@@ -17,7 +17,7 @@ from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.parameter import DATA, ParameterSpec, TensorSlice, attach
 from megacp.core.optim.lr_schedule import learning_rate
-from megacp.core.optim.rules import RULES, AdamW, Group
+from megacp.core.optim.rules import UPDATE_RULES, AdamW, Group
 from megacp.core.optim.sharded import ShardedOptimizer, clip_scale, global_norm, sum_of_squares
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, group_of, local_of, values
@@ -124,7 +124,7 @@ def test_a_rule_steps_what_is_treated_by_it_and_keeps_its_own_kinds_of_state(mon
     monkeypatch.setitem(STEPPED_BY, "vector", "falling")
     monkeypatch.setitem(STATE_KINDS, "falling", ("fallen",))
     falling: Any = lambda groups, *unused: SimpleNamespace(update=lambda lr, scale: fall(groups[0], lr))  # noqa: E731
-    monkeypatch.setitem(RULES, "falling", falling)
+    monkeypatch.setitem(UPDATE_RULES, "falling", falling)
     pieces = [(TensorSlice(name, (2, 2), (0, 0), (2, 2)),) for name in ("m", "v", "t")]
     specs = [ParameterSpec(p, treated=t) for p, t in zip(pieces, ("matrix", "vector", "table"), strict=True)]
     model = torch.nn.ParameterList([attach(torch.nn.Parameter(torch.ones(2, 2)), spec) for spec in specs])

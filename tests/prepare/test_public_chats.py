@@ -15,7 +15,7 @@ from megacp.core.data.manifest import DatasetManifest, thoughts_told
 from megacp.core.data.reader import PackedDataset
 from megacp.core.training.sources import Sources
 from megacp.prepare import command as preprocess
-from megacp.prepare.describe import documents_of, runs_of
+from megacp.prepare.describe import pack_documents, runs_of
 from megacp.prepare.records import read
 from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -59,7 +59,7 @@ def learned(dataset: Path) -> list[list[str]]:
     packs, tokenizer = PackedDataset(dataset), load_tokenizer(str(dataset / "tokenizer" / "tokenizer.json"))
     found = {}
     for pack in map(packs.pack, range(len(packs))):
-        for row, (here, _) in zip(pack.segments, documents_of(pack), strict=True):
+        for row, (here, _) in zip(pack.segments, pack_documents(pack), strict=True):
             assert pack.weights is not None
             tokens, weights = pack.tokens[here], pack.weights[here]
             found[int(row["source_offset"])] = [
@@ -170,7 +170,7 @@ def test_a_share_of_the_records_is_kept_for_validation_and_stays_so(
         (tmp_path / f"{name}.jsonl").write_text("".join(lines[:count]))
         assert build(model, tmp_path / name, tmp_path / f"{name}.jsonl", valid_share=0.2) == 0
         packs, tokenizer = PackedDataset(tmp_path / name / part), load_tokenizer(str(model))
-        taken = (pack.tokens[here] for pack in map(packs.pack, range(len(packs))) for here, _ in documents_of(pack))
+        taken = (pack.tokens[here] for pack in map(packs.pack, range(len(packs))) for here, _ in pack_documents(pack))
         return [tokenizer.decode(tokens) for tokens in taken]
 
     train, valid = texts("a", ".", 200), texts("a", "valid", 200)

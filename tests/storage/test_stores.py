@@ -23,12 +23,12 @@ from werkzeug.wrappers import Request, Response
 
 from megacp.core.data.reader import DataCache, PackedDataset
 from megacp.core.storage.place import (
+    digest_of,
     expanded,
     folders_in,
     open_stream,
     place_of,
     read_content,
-    sha256_of,
     suffix_of,
     write_content,
     write_stream,
@@ -181,7 +181,7 @@ def test_what_is_written_is_read_back(folder: Url, tmp_path: Path) -> None:
     assert folder.sizes_below() == {"a": len(LARGE), "b/c": 5, "d": len(LARGE) + 1}
     assert [child.name for child in folder.children()] == ["a", "b", "d"]
     assert (folder / "a").read(1_000_003, 500) == LARGE[1_000_003:1_000_503]
-    assert sha256_of(folder / "a") == (len(LARGE), hashlib.sha256(LARGE).hexdigest())
+    assert digest_of(folder / "a") == (len(LARGE), hashlib.sha256(LARGE).hexdigest())
     assert (folder / "*").matches() == [folder / "a", folder / "d"]
     assert folder.is_dir() and (folder / "b").exists() and not (folder / "b").parent.name == "b"
 
@@ -236,7 +236,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path):
 def test_what_is_written_at_a_place_is_read_back(place) -> None:
     write_content(place / "a", SMALL)
     assert read_content(place / "a") == SMALL
-    assert sha256_of(place / "a", len(SMALL)) == (len(SMALL), hashlib.sha256(SMALL).hexdigest())
+    assert digest_of(place / "a", len(SMALL)) == (len(SMALL), hashlib.sha256(SMALL).hexdigest())
     with open_stream(place / "a") as stream:
         stream.seek(-300, io.SEEK_END)
         assert stream.read() == SMALL[-300:]
@@ -246,7 +246,7 @@ def test_what_is_written_at_a_place_is_read_back(place) -> None:
 
 def test_a_stream_states_its_size_and_hash(place) -> None:
     stated = write_stream(place / "a", lambda out: [out.write(SMALL[:1000]), out.write(SMALL[1000:])] and None)
-    assert stated == sha256_of(place / "a") == (len(SMALL), hashlib.sha256(SMALL).hexdigest())
+    assert stated == digest_of(place / "a") == (len(SMALL), hashlib.sha256(SMALL).hexdigest())
 
 
 def test_a_file_of_another_size_or_above_the_limit_is_refused_by_name(place) -> None:

@@ -183,7 +183,7 @@ main = runpy.run_path(str(Path(__file__).resolve().parents[2] / "tools" / "check
 def test_a_dry_run_names_every_part_and_measures_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_report, "run", None)
+    monkeypatch.setattr(gpu_report, "run_part", None)
     assert main(["--dry-run"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("float64", "8192", "32768", "Transformer Engine", "2, 4 ranks"))

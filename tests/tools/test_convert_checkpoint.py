@@ -21,7 +21,7 @@ from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert import decoder, verify
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf
-from megacp.huggingface.convert.verify import compare, logits_of, rows_for, tensor_differences
+from megacp.huggingface.convert.verify import compare_logits, logits_of, rows_for, tensor_differences
 from megacp.huggingface.convert_command import main
 from megacp.train import main as train
 from megacp.verify.parity import MODELS as OURS
@@ -145,7 +145,7 @@ def test_rows_of_q_and_k_are_rotated_by_halves_and_another_order_is_seen(
     tensors[name] = tensors[name].view(4, 2, 6, 48).transpose(1, 2).reshape(48, 48).contiguous()
     safetensors.save_file(tensors, path, {"format": "pt"})
     ours, theirs = read_checkpoint(tmp_path / "b", single_axis("world")), read_hf(tmp_path / "a")
-    agrees, words = compare(logits_of(ours), logits_of(theirs), rows_for(ours.config, None)["random text"])
+    agrees, words = compare_logits(logits_of(ours), logits_of(theirs), rows_for(ours.config, None)["random text"])
     assert not agrees and float(words.partition("(")[2].split()[0]) > 1e-2
     assert len(tensor_differences(ours.source, theirs.source)) == 1
 

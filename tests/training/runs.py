@@ -12,7 +12,7 @@ from megacp.core.distributed.launch import run_store
 from megacp.core.training.state import RunState, begin_save
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.trainer import Trainer
-from megacp.train import main, prepare
+from megacp.train import main, prepare_run
 from tests.ranks import grid, run_ranks
 
 TINY = [
@@ -43,7 +43,7 @@ def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) 
     """
     if world_size > 1:
         run_store().delete_key(f"megacp_failure/{rank}")
-    config, sources = prepare(asked if isinstance(asked, RunConfig) else parse(asked), world_size)
+    config, sources = prepare_run(asked if isinstance(asked, RunConfig) else parse(asked), world_size)
     shape = config.grid_shape(world_size)
     place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)
     return Trainer(config, place, sources).run()

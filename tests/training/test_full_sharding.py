@@ -22,7 +22,7 @@ from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.pipeline_parallel.schedules import Kind, schedule, with_parameters
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
-from megacp.train import prepare
+from megacp.train import prepare_run
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches
 from tests.training.runs import TINY, grid_flags, losses, run, save
@@ -157,7 +157,7 @@ def flags_of(case: Case) -> list[str]:
 
 def _read_and_write_again(rank: int, world_size: int, asked: RunConfig, target: str) -> int:
     """Load `--load` on this grid and save it from there; the optimizer's count of updates."""
-    config, sources = prepare(asked, world_size)
+    config, sources = prepare_run(asked, world_size)
     shape = config.grid_shape(world_size)
     model = ParallelModel(config, grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp))
     for part in model.parameters.parameters_held():

@@ -23,7 +23,7 @@ from megacp.core.distributed.grid import single_axis
 from megacp.core.models.language import OutputHead
 from megacp.core.monitor.log import RunLog
 from megacp.core.storage.files import sha256_of
-from megacp.core.training.saving import DONE, FAILED, WRITING
+from megacp.core.training.saving import DONE, SAVE_FAILED, WRITING
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import STOPPED, StopSignal
 from megacp.train import main
@@ -103,7 +103,7 @@ def test_a_failed_write_ends_the_run_on_all_ranks_at_the_next_step(tmp_path: Pat
 
 
 def test_what_ranks_tell_of_their_files_is_ordered() -> None:
-    assert DONE < WRITING < FAILED
+    assert DONE < WRITING < SAVE_FAILED
 
 
 def _clock_of_one_rank(rank: int, world_size: int, flags: Sequence[str]) -> int:

@@ -60,7 +60,7 @@ ENGINE = {
 
 def main(names: list[str]) -> None:
     """Take the step of rank 0 of each case, and those beside it."""
-    fake_cuda.load()
+    fake_cuda.load_fake_cuda()
     from megacp.core.checks import require
     from megacp.core.config.cli import parse
     from megacp.core.distributed.fake_world import differences

@@ -120,7 +120,7 @@ class TiledMLP(nn.Module):
         return out
 
     def gradients(self, x: torch.Tensor, grad: torch.Tensor, wants_input: bool) -> list[torch.Tensor | None]:
-        """Of the input (None unless it is wanted) and of `trained`, for the gradient `[t/tp, h]` of the result."""
+        """Gradients of the input (None unless it is wanted) and of `trained`, of the result's gradient `[t/tp, h]`."""
         trained = self.trained()
         dx = torch.empty_like(x) if wants_input else None
         totals: dict[nn.Parameter, torch.Tensor] = {}

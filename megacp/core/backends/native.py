@@ -50,7 +50,7 @@ class NormSpec:
     size: int
     epsilon: float
     gated: bool = False
-    """Called with a gate, whose SiLU the result is multiplied by; its weight begins at 1 in any model."""
+    """Whether a call has a gate, whose SiLU the result is multiplied by; the weight then begins at 1 in any model."""
 
 
 class RMSNorm(nn.Module):
@@ -80,7 +80,7 @@ def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
     return layer
 
 
-Tower = Literal["vision", "connector"]
+VisionPart = Literal["vision", "connector"]
 AdamWEngine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`.
 
@@ -127,7 +127,7 @@ class NativeBackend:
         self.row_axis = row_axis(grid, parallel)
         self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
         self.local_transport = select_transport("p2p", kernel, single_axis("one"), grid.device)
-        """Of tokens that a rank has to itself: patches."""
+        """Transport of tokens that a rank has to itself: patches."""
         keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
         self._states_by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0
         self._taps = model.linear_conv_kernel_dim
@@ -179,7 +179,7 @@ class NativeBackend:
         """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
         return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std, treated=treated))
 
-    def tower(self, name: Tower) -> NativeBackend:
+    def tower(self, name: VisionPart) -> NativeBackend:
         """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at
         its seams, and the learning rate or the freezing that the config gives this tower."""
         multipliers = {"vision": self.vision.vision_lr_multiplier, "connector": self.vision.connector_lr_multiplier}

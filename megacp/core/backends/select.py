@@ -52,8 +52,8 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
     if not reasons:
         return TransformerEngineBackend(grid, config)
     if wanted:
-        told = [f"  - {problem}" for problem in _refused(wanted, reasons)]
-        raise ValueError("\n".join(["this configuration cannot run:", *told]))
+        lines = [f"  - {problem}" for problem in _refused(wanted, reasons)]
+        raise ValueError("\n".join(["this configuration cannot run:", *lines]))
     backend = NativeBackend(grid, config, _weight_gradients(config, grid))
     backend.tell(f"layers: native, because {'; '.join(reasons)}")
     return backend

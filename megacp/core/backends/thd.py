@@ -1,7 +1,7 @@
 """A row of packed documents in the terms of Transformer Engine: cumulative lengths, true and padded, and its order.
 
 Its packed format (thd) pads each sequence to a multiple of 2 cp and cuts every sequence by itself: rank r holds the
-chunks r and 2 cp - 1 - r of each. Whether a row stands in this order is computed from the plan that every rank holds;
+slices r and 2 cp - 1 - r of each. Whether a row stands in this order is computed from the plan that every rank holds;
 where it does not, the answer is the reason.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.layout import document_bounds, zigzag_chunks
+from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.device import to_device
@@ -44,9 +44,9 @@ class Sequences:
             return np.arange(self.cu_padded[-1])[None]
         ranks: list[list[np.ndarray]] = [[] for _ in range(cp)]
         for start, stop in zip(self.cu_padded[:-1].tolist(), self.cu_padded[1:].tolist(), strict=True):
-            chunks = np.arange(start, stop).reshape(2 * cp, -1)
+            slices = np.arange(start, stop).reshape(2 * cp, -1)
             for rank in range(cp):
-                ranks[rank].append(chunks[list(zigzag_chunks(cp, rank))].reshape(-1))
+                ranks[rank].append(slices[list(zigzag_slices(cp, rank))].reshape(-1))
         return np.stack([np.concatenate(parts) for parts in ranks])
 
     def tokens(self, first: np.ndarray) -> np.ndarray:
@@ -155,7 +155,7 @@ class PackedAttention:
         self.least_sequence = 2 * cp.size if cp.size > 1 else 1
         """Places that a sequence fills at least, and a multiple of which it fills."""
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
-        """What the selector of its kernels is told about context parallelism."""
+        """What the selector of its kernels is given about context parallelism."""
         self.windows = cp.size == 1 or comm_type in ("a2a", "all_gather")
         """Whether rows may have a sliding window."""
         if cp.size == 1:
@@ -176,7 +176,7 @@ class PackedAttention:
         )
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
-        """See `thd_sequences`."""
+        """`thd_sequences` of a plan."""
         if plan.reach.window and not self.windows:
             return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose a2a or all_gather"
         return thd_sequences(plan)

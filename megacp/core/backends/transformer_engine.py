@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from megacp.core.backends.mlp import Save
-from megacp.core.backends.native import NativeBackend, NormSpec, Tower
+from megacp.core.backends.native import NativeBackend, NormSpec, VisionPart
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
@@ -46,8 +46,8 @@ from megacp.core.tensor_parallel.lora import ColumnPairs, RowPair, adapted
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients
 
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
-"""With the first two, attention that cuDNN cannot do raises instead of becoming another kernel; one is read when the
-package is imported. With the third the ring's messages go by the group's communicator, not by one for each pair.
+"""Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming another kernel; one
+is read when the package is imported. By the third the ring's messages use the group's communicator, not each pair's.
 """
 LEAST_RELEASE = (2, 18)
 """The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10 does, under `a2a+p2p`
@@ -255,7 +255,7 @@ def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: fl
 
 
 class TransformerEngineBackend(NativeBackend):
-    """See `NativeBackend`; `config` must have no reason of `support.layer_reasons` against it."""
+    """A `NativeBackend` of the engine's layers; `support.layer_reasons` must have no reason against `config`."""
 
     name = "transformer_engine"
 
@@ -369,7 +369,7 @@ class TransformerEngineBackend(NativeBackend):
         options.attach(layer.weight, self._norm_spec(norm, True if over_heads else None))
         return layer.requires_grad_(options.trained)
 
-    def tower(self, name: Tower) -> NativeBackend:
+    def tower(self, name: VisionPart) -> NativeBackend:
         other = super().tower(name)
         assert isinstance(other, TransformerEngineBackend)
         other.in_tower = other.apart = True

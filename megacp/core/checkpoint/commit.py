@@ -140,7 +140,7 @@ class PendingCheckpoint:
         """Make the folder; rank 0 only."""
         to_json(self._manifest(0, {}))  # refuses an `extra` that is no JSON
         if isinstance(self._root, Url):
-            return self._free_name()  # nothing is renamed there: the manifest alone makes it a checkpoint
+            return self._free_name()  # nothing is renamed there: only the manifest makes it a checkpoint
         folder = temporary(self._root / f"step_{self.step:07d}")
         folder.mkdir(parents=True)
         return folder
@@ -254,7 +254,7 @@ class LoadedCheckpoint:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a read of the payload by this rank alone: what goes wrong becomes a ValueError with one reason."""
+        """Turn what goes wrong inside, where only this rank reads the payload, into a ValueError with one reason."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -303,7 +303,7 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
 def peek(path: StrPath | Url) -> tuple[Place, CheckpointManifest, str] | None:
     """The first step directory that would be loaded, its manifest and its config; None where there is none.
 
-    One rank alone reads it, and no tensors: `load_checkpoint` may yet pass over it.
+    Only one rank reads it, and no tensors: `load_checkpoint` may yet pass over it.
     """
     for folder in _candidates(place_of(path)):
         manifest, config, _ = _opened(folder)

@@ -25,7 +25,7 @@ from typing import Any
 
 from megacp.core.storage import files
 from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import Place, folders_in, place_of, read_content, sha256_of
+from megacp.core.storage.place import Place, digest_of, folders_in, place_of, read_content
 from megacp.core.storage.url import UnreachableError, Url
 
 LATEST_FILE = "latest"
@@ -97,7 +97,7 @@ def damage(folder: Place, records: Mapping[str, FileRecord], names: Iterable[str
     problems = []
     for name in names:
         try:
-            if sha256_of(folder / name, records[name].size)[1] != records[name].sha256:
+            if digest_of(folder / name, records[name].size)[1] != records[name].sha256:
                 problems.append(f"{folder / name} is damaged: its sha256 is not the one in the manifest")
         except UnreachableError:
             raise

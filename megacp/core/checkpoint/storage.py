@@ -35,7 +35,7 @@ _NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 _PART = 64 << 20
 """Bytes that are written at a time: a tensor that is mapped from a file is then never in memory as a whole."""
 _SECONDS = 10.0
-"""For which a folder that another machine has just made is waited for: network file systems show it late."""
+"""Seconds to wait for a folder that another machine has just made: network file systems show it late."""
 
 
 def rank_file(rank: int) -> str:
@@ -252,7 +252,7 @@ class _Read(NamedTuple):
     position: Position
     wanted: TensorBox
     offsets: tuple[int, ...]
-    """In the global tensor."""
+    """Coordinates of its first element in the global tensor."""
     extents: tuple[int, ...]
 
 

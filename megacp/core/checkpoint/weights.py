@@ -62,9 +62,9 @@ def require_one_model(files: Mapping[str, Path], world: Axis) -> None:
     )
     for name in sorted(files):
         read = [(rank, *of_rank[name]) for rank, of_rank in enumerate(found) if name in of_rank]
-        told = {digest: f"{digest[:12]} in {path} on rank {rank} (host {host})" for rank, digest, path, host in read}
-        if len(told) > 1:
-            raise ValueError(f"{name} is not the same on all machines, by sha256: {', '.join(told.values())}")
+        named = {digest: f"{digest[:12]} in {path} on rank {rank} (host {host})" for rank, digest, path, host in read}
+        if len(named) > 1:
+            raise ValueError(f"{name} is not the same on all machines, by sha256: {', '.join(named.values())}")
 
 
 def bare_name(box: TensorBox) -> str:

@@ -62,7 +62,7 @@ def named_folders(path: DataPath | None) -> tuple[str, ...]:
 
 
 def shown_path(path: DataPath | None) -> str:
-    """As it was typed."""
+    """The path as it was typed."""
     return path if isinstance(path, str) else " ".join(path or ())
 
 

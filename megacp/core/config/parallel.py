@@ -67,7 +67,7 @@ class ParallelConfig:
 
     num_distributed_optimizer_instances: Positive[int] = 1
     """Groups of data-parallel ranks that each share among themselves, and hold copies of one another: less memory is
-    saved, and parameters travel inside of a group alone. It divides the data-parallel size."""
+    saved, and parameters travel only inside of a group. It divides the data-parallel size."""
 
     distributed_timeout_minutes: AboveZero[float] = 10.0
     """Minutes after which a collective that a rank did not join ends the run; six times as many for its part of a

@@ -1,6 +1,6 @@
 """The range of a number, written on its field: `lr: NotNegative[float] = 1e-3`.
 
-The type checker and tyro see the plain type. `fields()` reads the range, and the checks tell a value outside of it.
+The type checker and tyro see the plain type. `fields()` reads the range, and the checks report a value outside of it.
 """
 
 from __future__ import annotations

@@ -115,15 +115,15 @@ class FieldInfo:
 
     @property
     def words(self) -> list[str]:
-        """The words that the field may hold, beside a number or alone."""
-        literals = (part for part in parts_of(self.hint) if typing.get_origin(part) is typing.Literal)
+        """The words that the field may hold, beside a number or instead of it."""
+        literals = (part for part in union_types(self.hint) if typing.get_origin(part) is typing.Literal)
         return [word for part in literals for word in typing.get_args(part)]
 
     def problem(self, value: Value) -> str | None:
         """Why the field cannot hold this value: missing, not one of its words, out of range; None when it can."""
         words = self.words
         if value is None:
-            return None if type(None) in parts_of(self.hint) else "needs a value"
+            return None if type(None) in union_types(self.hint) else "needs a value"
         if value in words:
             return None
         if self.range is None:
@@ -137,7 +137,7 @@ class FieldInfo:
         return f"got {' '.join(map(str, numbers))}, it must be {self.range}"
 
 
-def parts_of(hint: Any) -> tuple[Any, ...]:
+def union_types(hint: Any) -> tuple[Any, ...]:
     """The types of a union, or the one type."""
     return typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
 

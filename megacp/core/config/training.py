@@ -37,7 +37,7 @@ class TrainingConfig:
     """Passes over --data-path, in place of --train-iters; the last step takes the packs that are left."""
 
     lr: NotNegative[float] = 1e-3
-    """Highest learning rate. Where no flag says it: 1e-5 from weights alone (--load-hf, --finetune), 1e-4 with low-rank
+    """Highest learning rate. Where no flag says it: 1e-5 from weights only (--load-hf, --finetune), 1e-4 with low-rank
     pairs, and as before where a run goes on."""
 
     min_lr: NotNegative[float] = 0.0

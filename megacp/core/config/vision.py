@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Positive, Range
 
-WINDOW = 4
+POOLED_PATCHES = 4
 """Patches of a planned pooled token: 2 x 2, as images have."""
 
 
@@ -36,13 +36,13 @@ def _pools(width: int, ffn: int, hidden: int) -> ConnectorSizes:
     # q from two layers' outputs, and the output; k and v from those of each patch
     once = 3 * width * width + ffn * (2 * width + hidden)
     each = 4 * width * width
-    kept = (2 + 2 * WINDOW) * width + 3 * ffn
-    return ConnectorSizes(once, each, kept, (2 * WINDOW + 3) * width)
+    kept = (2 + 2 * POOLED_PATCHES) * width + 3 * ffn
+    return ConnectorSizes(once, each, kept, (2 * POOLED_PATCHES + 3) * width)
 
 
 def _merges(width: int, ffn: int, hidden: int) -> ConnectorSizes:
     """A norm of each patch, then an MLP of those of a window side by side."""
-    wide = WINDOW * width
+    wide = POOLED_PATCHES * width
     # kept: the features, those normed and joined, and the two of the MLP
     return ConnectorSizes(wide * (wide + hidden), 0, 2 * wide, 2 * wide)
 
@@ -73,7 +73,7 @@ VISION_FAMILIES: dict[str, VisionFamily] = {
     "molmo2": VisionFamily(_pools, has_feature_layers=True, token_rows=128),
     "qwen3_5": VisionFamily(_merges, has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4),
 }
-"""By the words of --vision-family."""
+"""Families by the words of --vision-family."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class VisionConfig:
     @property
     def smallest_image(self) -> tuple[int, int]:
         """Crops and pooled tokens of the smallest image, with windows of 2 x 2 patches."""
-        return (WINDOW, 1) if self.family.has_grids else (1, (-(-self.patches_per_side // 2)) ** 2)
+        return (POOLED_PATCHES, 1) if self.family.has_grids else (1, (-(-self.patches_per_side // 2)) ** 2)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from megacp.core.config.run import FieldInfo, RunConfig, Value, fields, flag, flatten, parts_of, with_values
+from megacp.core.config.run import FieldInfo, RunConfig, Value, fields, flag, flatten, union_types, with_values
 from megacp.core.storage.files import read_regular
 
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789"))
@@ -136,7 +136,7 @@ def nearest(name: str, names: Iterable[str], as_flag: bool = False) -> str:
 
 def _convert(value: Any, info: FieldInfo) -> Value:
     """The value as the field's type; ValueError says why it is not of it."""
-    parts, words = parts_of(info.hint), info.words
+    parts, words = union_types(info.hint), info.words
     if isinstance(value, bool) and (word := "on" if value else "off") in words:  # YAML 1.1 reads off as false
         return word
     if (value is None and type(None) in parts) or (isinstance(value, str) and value in words):

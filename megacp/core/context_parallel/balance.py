@@ -11,7 +11,7 @@ Eight causal tokens over two ranks see 1 to 8 keys, 36 together. Rank 0 is to ha
     tokens of rank 0          0 1 2 3      0 1 2 7      0 1 6 7      0 5 6 7      4 5 6 7
     area                      10           14           18           22           26
 
-Letters: `T` tokens of the row; a cut at place p stands in front of the token there.
+Letters: `T` tokens of the row; a cut at index p stands in front of that token.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def density_order(metadata: Metadata, cost: np.ndarray) -> np.ndarray:
 
 
 def keys_crossing(metadata: Metadata) -> np.ndarray:
-    """int64 `[T + 1]`: K/V rows that would travel if the tokens were cut in front of each place, for two ranks.
+    """int64 `[T + 1]`: K/V rows that would travel if the tokens were cut in front of each token, for two ranks.
 
-    Documents must be stretches of `metadata[T]`, each in place order. A key travels if a query across the cut sees it.
+    Documents must be stretches of `metadata[T]`, in the row's order. A key travels if a query across the cut sees it.
     """
     n = len(metadata)
     here = np.arange(n)  # [T], as are all arrays but `steps`

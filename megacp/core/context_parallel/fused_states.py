@@ -30,11 +30,11 @@ from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import Rule, convolved_delta_rule, gated_delta_rule
 
-Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
 
 
-def flash_linear_attention() -> Kernel | None:
+def flash_linear_attention() -> Recurrence | None:
     """`chunk_gated_delta_rule`, where the package is installed. In float32 it multiplies in TF32."""
     if find_spec("fla") is None or find_spec("triton") is None:
         return None
@@ -89,7 +89,7 @@ class SegmentLevels:
         self.rows = torch.cat([nothing, *(level.rows for level in self.levels)])
         self.exits = to_device(np.array([last[n] for n in crossing.own_exits], np.int64), device)
 
-    def run(self, kernel: Kernel, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, kernel: Recurrence, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens of `rows` read, and the states of all places that a later level or an exit goes on from."""
         parts = [inputs[2][:0]]  # of v: what a rank without segments reads
         for number, (rows, bounds, on_host, before) in enumerate(self.levels, 1):
@@ -110,7 +110,7 @@ class SegmentLevels:
 _levels_on = once(SegmentLevels)
 
 
-def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
+def fused_recur(kernel: Recurrence, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
     """`recur(gated_delta_rule, plan, axis, *inputs)` by a kernel.
 
     In backward the gradients of all maps are summed over ranks, a message of the size of the forward's.
@@ -141,7 +141,7 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
 
 
 def fused_convolved(
-    kernel: Kernel, plan: AttentionPlan, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rates: Any
+    kernel: Recurrence, plan: AttentionPlan, axis: Axis, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rates: Any
 ) -> torch.Tensor:
     """`recur(convolved_delta_rule, ...)` by a kernel."""
     return fused_recur(kernel, plan, axis, F.silu(q), F.silu(k), F.silu(v), *rates)

@@ -37,7 +37,7 @@ class Exchange:
 
 
 def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
-    """For each rank, bool `[T]` over the row's tokens: keys that some query of this rank sees; equal on all ranks."""
+    """Keys that some query of each rank sees: bool `[T]` over the row's tokens a rank, equal on all ranks."""
     row = plan.metadata.take(plan.order)
     needed = []
     for tokens in plan.indices:

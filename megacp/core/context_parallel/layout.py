@@ -19,10 +19,10 @@ from megacp.core.ops.mask import Metadata
 
 @dataclass(frozen=True)
 class Layout:
-    """A permutation of the padded row; a rank holds `chunks` equal parts of it."""
+    """A permutation of the padded row; a rank holds `slices` equal slices of it."""
 
     name: str
-    chunks: int
+    slices: int
     _deal: Callable[[Metadata, int, Mix], np.ndarray]
     padded: Callable[[Metadata, int], int] = lambda metadata, cp: len(metadata)
     """Least tokens of the padded row, before rounding up to `multiple`."""
@@ -33,7 +33,7 @@ class Layout:
 
     def multiple(self, cp: int, tp: int) -> int:
         """Padded rows have a multiple of this; `tp` > 1 only with sequence parallelism."""
-        return math.lcm(self.chunks * cp, cp * tp)
+        return math.lcm(self.slices * cp, cp * tp)
 
     def padded_length(self, metadata: Metadata, cp: int, tp: int) -> int:
         """Tokens of the row `metadata[T]` after padding, at least T."""
@@ -41,17 +41,17 @@ class Layout:
         return -(-self.padded(metadata, cp) // multiple) * multiple
 
 
-def zigzag_chunks(cp: int, rank: int) -> tuple[int, int]:
-    """The two of 2 cp chunks that a rank holds: equal causal area for one long document.
+def zigzag_slices(cp: int, rank: int) -> tuple[int, int]:
+    """The two of 2 cp slices that a rank holds: equal causal area for one long document.
 
-    On four ranks 0 7, 1 6, 2 5 and 3 4: a chunk from the front, which sees little, with its mirror from the back.
+    On four ranks 0 7, 1 6, 2 5 and 3 4: a slice from the front, which sees little, with its mirror from the back.
     """
     return rank, 2 * cp - 1 - rank
 
 
 def _zigzag(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
-    chunks = np.arange(len(metadata)).reshape(2 * cp, -1)  # [2 cp, T / (2 cp)]
-    return np.stack([chunks[list(zigzag_chunks(cp, rank))].reshape(-1) for rank in range(cp)])
+    slices = np.arange(len(metadata)).reshape(2 * cp, -1)  # [2 cp, T / (2 cp)]
+    return np.stack([slices[list(zigzag_slices(cp, rank))].reshape(-1) for rank in range(cp)])
 
 
 def document_bounds(metadata: Metadata) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +70,7 @@ def _zigzag_document_length(metadata: Metadata, cp: int) -> int:
 
 
 def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
-    """Zigzag within each document, which is filled up at its end; chunk after chunk, document after document.
+    """Zigzag within each document, which is filled up at its end; slice after slice, document after document.
 
     This is the order of Transformer Engine's packed (thd) context parallelism.
     """
@@ -79,12 +79,12 @@ def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     parts: list[list[np.ndarray]] = [[] for _ in range(cp)]
     used = 0
     for first, last in zip(start.tolist(), stop.tolist(), strict=True):
-        missing = -(last - first) % (2 * cp)  # to equal chunks
+        missing = -(last - first) % (2 * cp)  # to equal slices
         tokens = np.concatenate([np.arange(first, last), fillers[used : used + missing]])
         used += missing
-        chunks = tokens.reshape(2 * cp, -1)  # [2 cp, tokens of a chunk]
+        slices = tokens.reshape(2 * cp, -1)  # [2 cp, tokens of a slice]
         for rank in range(cp):
-            parts[rank].append(chunks[list(zigzag_chunks(cp, rank))].reshape(-1))
+            parts[rank].append(slices[list(zigzag_slices(cp, rank))].reshape(-1))
     rest = fillers[used:].reshape(cp, -1)  # [cp, padding left on each rank]
     return np.stack([np.concatenate([*parts[rank], rest[rank]]) for rank in range(cp)])
 

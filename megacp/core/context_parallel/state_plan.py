@@ -84,10 +84,10 @@ class Crossing(NamedTuple):
 
     rank: int
     number: int
-    """Among the exits, or entries, of its rank."""
+    """Index among the exits, or entries, of its rank."""
     other: int
-    """Of an exit: the entry with whose state its rank came there; -1 where the state began on the rank. Of an entry:
-    the exit that it goes on from. Both count over all ranks, by place in the row."""
+    """The entry with whose state its rank came to an exit, -1 where the state began on the rank; of an entry the exit
+    that it goes on from. Both count over all ranks, in the order of the row."""
 
 
 def crossings(segments: list[PathSegment], cp: int) -> tuple[dict[int, Crossing], dict[int, Crossing], list[int]]:
@@ -121,7 +121,7 @@ class CrossingPlan:
         exits, entries, _ = crossings(self.segments, plan.cp)
         self.own_exits = [number for number, one in exits.items() if one.rank == self.rank]
         self.own_entries = [number for number, one in entries.items() if one.rank == self.rank]
-        """As `own_exits`, segments of this rank."""
+        """Segments of this rank that begin with a state from elsewhere."""
         self.exits = list(exits.values())
         self.entries = list(entries.values())
         self.most_exits = 1 + max((one.number for one in self.exits), default=-1)  # of a rank; all send so many

@@ -38,7 +38,7 @@ class StateTransport:
         taps_plan(plan, self.taps)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """See `short_convolution`."""
+        """`short_convolution` of the rank's channels."""
         return short_convolution(x, weight, plan, self.axis)
 
     def move(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:

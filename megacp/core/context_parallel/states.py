@@ -27,8 +27,8 @@ from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import (
+    Indices,
     Level,
-    Rows,
     Rule,
     causal_taps,
     scan,
@@ -40,7 +40,7 @@ from megacp.core.ops.recurrence import (
 )
 
 
-def _rows(numbers: np.ndarray, device: torch.device) -> Rows:
+def _rows(numbers: np.ndarray, device: torch.device) -> Indices:
     """A slice where they follow one another, whose rows are then no copy."""
     if len(numbers) and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[-1]) + 1)

@@ -194,7 +194,7 @@ class DenseAttention:
         self.cap = cap
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:
-        """See `Transport.prepare`: its mask is dense."""
+        """Do nothing: the mask of this kernel is dense."""
 
     def attend(
         self,

@@ -54,33 +54,33 @@ class FeatureRoutes:
         return np.argsort(np.argsort(self.source[self.arriving], kind="stable"), kind="stable")
 
 
-def own_routes(indices: np.ndarray, places: np.ndarray, cp_rank: int) -> FeatureRoutes:
-    """Routes of a rank that encodes every feature itself, for features at `places [n]` of a row dealt as `[cp, t]`."""
+def own_routes(indices: np.ndarray, tokens: np.ndarray, cp_rank: int) -> FeatureRoutes:
+    """Routes of a rank that encodes every feature itself, for features at `tokens [n]` of a row dealt as `[cp, t]`."""
     cp = len(indices)
-    target, row = _holders(indices, places)
+    target, row = _holders(indices, tokens)
     counts = np.zeros((cp, cp), np.int64)
-    counts[cp_rank, cp_rank] = len(places)
-    return FeatureRoutes(cp_rank, np.full(len(places), cp_rank), np.arange(len(places)), target, row, counts)
+    counts[cp_rank, cp_rank] = len(tokens)
+    return FeatureRoutes(cp_rank, np.full(len(tokens), cp_rank), np.arange(len(tokens)), target, row, counts)
 
 
-def _holders(indices: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [n] twice: the rank that holds each of `places`, and its local index there, for `indices [cp, t]`."""
+def _holders(indices: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [n] twice: the rank that holds each of `tokens`, and its local index there, for `indices [cp, t]`."""
     holder = np.empty(indices.size, np.int64)  # of each token of the row: rank x t + local index
     holder[indices.reshape(-1)] = np.arange(indices.size)
-    rank, local = np.divmod(holder[places], indices.shape[1])
+    rank, local = np.divmod(holder[tokens], indices.shape[1])
     return rank, local
 
 
-def feature_routes(indices: np.ndarray, places: np.ndarray, boundaries: np.ndarray, cp_rank: int) -> FeatureRoutes:
-    """Routes of features at `places [n]` of a row, dealt as `indices [cp, t]` and encoded as `boundaries [cp]`."""
+def feature_routes(indices: np.ndarray, tokens: np.ndarray, boundaries: np.ndarray, cp_rank: int) -> FeatureRoutes:
+    """Routes of features at `tokens [n]` of a row, dealt as `indices [cp, t]` and encoded as `boundaries [cp]`."""
     cp = len(indices)
     # [cp]: rank r encodes the features [starts[r], stops[r]), the stretches in the order of the ranks
     starts = boundaries["start_pool_idx"].astype(np.int64)
     stops = boundaries["end_pool_idx"].astype(np.int64)
-    assert (stops - starts).sum() == len(places), "the table counts other features than the row has places"
-    target, row = _holders(indices, places)
+    assert (stops - starts).sum() == len(tokens), "the table counts other features than the row has tokens for"
+    target, row = _holders(indices, tokens)
     source = np.repeat(np.arange(cp), stops - starts)
-    position = np.arange(len(places)) - np.repeat(starts, stops - starts)
+    position = np.arange(len(tokens)) - np.repeat(starts, stops - starts)
     # pairs (source, target) counted as one number
     counts = np.bincount(source * cp + target, minlength=cp * cp).reshape(cp, cp)
     return FeatureRoutes(cp_rank, source, position, target, row, counts)
@@ -156,8 +156,8 @@ def add_features(
         here = np.flatnonzero((rows >= first) & (rows < first + len(x)))
         features = features.index_select(0, to_device(here, x.device))
         rows = rows[here] - first
-    places = to_device(rows, x.device)
-    return (x.index_fill(0, places, 0) if replaces else x).index_add(0, places, features.to(x.dtype))
+    index = to_device(rows, x.device)
+    return (x.index_fill(0, index, 0) if replaces else x).index_add(0, index, features.to(x.dtype))
 
 
 def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> LocalVision:

@@ -73,13 +73,13 @@ class PackedBatch:
     tokens: np.ndarray
     """int64 [T], token ids."""
     labels: np.ndarray
-    """int64 [T], the id to predict at this place; 0 (a valid id) where nothing is predicted."""
+    """int64 [T], the id to predict at this position; 0 (a valid id) where nothing is predicted."""
     loss_weights: np.ndarray
-    """float32 [T], weight of this place's loss term; 0 means ignore."""
+    """float32 [T], weight of this position's loss term; 0 means ignore."""
     position_ids: np.ndarray
     """int64 [T], for the rotary embedding; tokens before this one on the path from its document's beginning."""
     leave: np.ndarray
-    """int32 [T], the place in the row where the part ends that sees this token: of a document's prefix the end of the
+    """int32 [T], the index in the row where the part ends that sees this token: of a document's prefix the end of the
     document, of a branch its own; 0 = padding."""
     span: np.ndarray
     """int32 [T], 0 = text, else the group of image tokens that see each other in both directions."""
@@ -97,10 +97,8 @@ class PackedBatch:
         for name, dtype in _DTYPES.items():
             if (value := getattr(self, name)).dtype != dtype or value.shape != (len(self),):
                 raise ValueError(f"{name} must be {dtype} [{len(self)}], got {value.dtype} {value.shape}")
-        if (axes := self.position_axes) is not None and (axes.dtype, axes.shape) != (
-            np.dtype(np.int64),
-            (len(self), 3),
-        ):
+        axes = self.position_axes
+        if axes is not None and (axes.dtype != np.int64 or axes.shape != (len(self), 3)):
             raise ValueError(f"position_axes must be int64 [{len(self)}, 3], got {axes.dtype} {axes.shape}")
         if not np.isfinite(self.loss_weights).all() or (self.loss_weights < 0).any():
             raise ValueError("loss_weights must be finite and not negative")
@@ -114,19 +112,20 @@ class PackedBatch:
     @property
     def document(self) -> np.ndarray:
         """int64 [T], number of the document in this row; -1 = padding."""
-        real, number = self.leave > 0, np.full(len(self), PADDING, np.int64)
+        real = self.leave > 0
+        number = np.full(len(self), PADDING, np.int64)
         end = np.maximum.accumulate(self.leave)  # nothing in a document ends later than its prefix
         number[real] = np.unique(end[real], return_inverse=True)[1]
         return number
 
     @property
     def token_names(self) -> np.ndarray:
-        """int64 [T]: names a token by its pack and its place in it, whichever packs share the row.
+        """int64 [T]: names a token by its pack and its index in it, whichever packs share the row.
 
         Tokens beyond the last pack count on from it. Dropout is keyed by these names.
         """
         ids, lengths = self.pack_ids or (0,), self.pack_lengths or (len(self),)
-        rest = (*lengths[:-1], len(self) - sum(lengths[:-1]))
+        rest = (*lengths[:-1], len(self) - sum(lengths[:-1]))  # the last pack goes on to the end of the row
         return np.concatenate([np.int64(i) * _NAMES_OF_A_PACK + np.arange(n) for i, n in zip(ids, rest, strict=False)])
 
     @property
@@ -146,8 +145,8 @@ class PackedBatch:
             shared = ("cum_crop_bounds", "cum_token_pooling_bounds", "feature_rows")
             values |= {f"vision.{name}": getattr(self.vision, name) for name in shared}
         for name, value in values.items():
-            digest.update(name.encode() + b"\0")
-            if isinstance(value, np.ndarray):
+            digest.update(name.encode() + b"\0")  # no name runs into its value
+            if isinstance(value, np.ndarray):  # dtype and shape too: equal bytes may be other numbers
                 digest.update(f"{value.dtype.str}{value.shape}".encode())
                 digest.update(np.ascontiguousarray(value).view(np.uint8).data)
             else:
@@ -156,7 +155,7 @@ class PackedBatch:
 
     def without_documents(self, documents: Sequence[int]) -> PackedBatch:
         """This batch with some documents as padding: weight 0, and no token sees them. Ids and images stay."""
-        gone = np.isin(self.document, documents) & (self.leave > 0)
+        gone = np.isin(self.document, documents) & (self.leave > 0)  # [T]
         cleared: dict[str, Any] = {}
         for name in ("leave", "labels", "loss_weights", "span"):
             cleared[name] = getattr(self, name).copy()

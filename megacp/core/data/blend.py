@@ -51,9 +51,10 @@ class BlendOrder:
 
     def __init__(self, parts: Sequence[int]) -> None:
         """`parts`: of each dataset in a period, all above 0."""
-        chosen, lags = array("h"), list(parts)  # weight x samples - samples of the dataset, in units of 1 / total
+        chosen = array("h")
+        lags = list(parts)  # weight x samples - samples of the dataset, in units of 1 / total
         for number in range(total := sum(parts)):
-            pick = lags.index(max(lags))
+            pick = lags.index(max(lags))  # the dataset that is furthest behind, the first of several
             chosen.append(pick)
             if number:  # before the first sample Megatron counts one: the first two see the same weights
                 lags = list(map(operator.add, lags, parts))
@@ -62,9 +63,9 @@ class BlendOrder:
         self._dataset = np.frombuffer(chosen, np.int16)  # [period]
         self._before = np.empty(total, np.int32)  # [period]: earlier samples of the same dataset
         for number, part in enumerate(parts):
-            self._before[self._dataset == number] = np.arange(part)
+            self._before[self._dataset == number] = np.arange(part)  # it has `part` samples in a period
 
-    def places(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    def locate(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Dataset, and number within it, of samples `start` .. `start + count - 1`; int64 [count] each."""
         periods, within = np.divmod(np.arange(start, start + count, dtype=np.int64), len(self._dataset))
         dataset = self._dataset[within].astype(np.int64)
@@ -93,7 +94,9 @@ class PackBlend:
         manifests = [one.manifest for one in datasets]
         if reasons := contradictions(folders, manifests):
             raise ValueError("\n".join(reasons))
-        self.datasets, self._parts = tuple(datasets), whole_parts(weights)
+        self.datasets = tuple(datasets)
+        self._parts = whole_parts(weights)
+        # a dataset is named after its folder, and by the whole path where two folders have one name
         last = [folder.rstrip("/").rpartition("/")[2] for folder in folders]
         self._names = [name if last.count(name) == 1 else folder for name, folder in zip(last, folders, strict=True)]
         self._order = BlendOrder(self._parts)
@@ -114,19 +117,21 @@ class PackBlend:
 
     def samples(self, start: int, count: int, seed: int) -> np.ndarray:
         """Packs of samples `start` .. `start + count - 1`, int64 [count]: each dataset in its own endless order."""
-        dataset, nth = self._order.places(start, count)
+        dataset, nth = self._order.locate(start, count)
         chosen = np.empty(count, np.int64)
         for number in np.unique(dataset).tolist():
             here = dataset == number  # rising numbers without a gap: the dataset's next samples
             # datasets of one length must not be shuffled alike
             digest = hashlib.blake2b(f"{seed} dataset {number}".encode(), digest_size=8).digest()
-            first, own = int(nth[here][0]), int.from_bytes(digest, "little")
-            chosen[here] = self._first[number] + samples(first, int(here.sum()), len(self.datasets[number]), own)
+            own_seed = int.from_bytes(digest, "little")
+            first = int(nth[here][0])
+            found = samples(first, int(here.sum()), len(self.datasets[number]), own_seed)
+            chosen[here] = self._first[number] + found  # from packs of the dataset to packs of the blend
         return chosen
 
     def stored(self, start: int, count: int) -> np.ndarray:
-        """As `samples`, each dataset in stored order; ends before the first pack that would come again."""
-        dataset, nth = self._order.places(start, count)
+        """`samples` with each dataset in stored order; they end before the first pack that would come again."""
+        dataset, nth = self._order.locate(start, count)
         again = np.flatnonzero(nth >= np.diff(self._first)[dataset])
         stop = int(again[0]) if len(again) else count
         return (self._first[dataset] + nth)[:stop]
@@ -134,7 +139,7 @@ class PackBlend:
     def shares(self, consumed: int) -> list[BlendShare]:
         """What each dataset gave to the first `consumed` samples."""
         counts = self._order.counts(consumed).tolist()
-        of = counts if consumed else self._parts
+        of = counts if consumed else self._parts  # of no samples a share is the weight
         return [
             BlendShare(name, part / sum(of), count / len(dataset))
             for name, count, part, dataset in zip(self._names, counts, of, self.datasets, strict=True)
@@ -142,10 +147,9 @@ class PackBlend:
 
     @property
     def fingerprint(self) -> str:
-        """Of the weights and of the datasets as they were built."""
-        return hashlib.sha256(
-            json.dumps([self._parts, [one.fingerprint for one in self.datasets]]).encode()
-        ).hexdigest()
+        """Hash of the weights and of the datasets as they were built."""
+        built = [self._parts, [one.fingerprint for one in self.datasets]]
+        return hashlib.sha256(json.dumps(built).encode()).hexdigest()
 
 
 def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest]) -> list[str]:

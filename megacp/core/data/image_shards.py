@@ -3,8 +3,8 @@
 Of all partitions into ascending ranges, the largest cost of a rank is the least possible. No rank is empty unless there
 are fewer units than ranks. It is a pure function of integers, so ranks agree without a message.
 
-A unit is the smallest thing that one rank may encode alone: a frame of a video, or an image with all its crops. Pooling
-windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
+A unit is the smallest thing that one rank may encode by itself: a frame of a video, or an image with all its crops.
+Pooling windows cross crops, never images or frames. "image" in the columns of a boundary table means crop.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def compute_image_shard_boundaries(
     stops = _stops(np.diff(cum_crop_bounds, prepend=0), cp_size)
     table = np.zeros(cp_size, BOUNDARY_DTYPE)
     for kind, bounds in (("image", cum_crop_bounds), ("pool", cum_token_pooling_bounds)):
-        edge = np.concatenate(([0], bounds))[stops]
-        table[f"end_{kind}_idx"], table[f"start_{kind}_idx"] = edge, np.concatenate(([0], edge[:-1]))
+        edge = np.concatenate(([0], bounds))[stops]  # [cp_size]
+        table[f"end_{kind}_idx"] = edge
+        table[f"start_{kind}_idx"] = np.concatenate(([0], edge[:-1]))  # a rank begins where the one before it ends
     table["max_num_tokens"] = (table["end_pool_idx"] - table["start_pool_idx"]).max()
     return table
 
@@ -42,16 +43,20 @@ def _stops(costs: np.ndarray, cp_size: int) -> list[int]:
     if not len(costs):
         return [0] * cp_size
     running = np.concatenate(([0], np.cumsum(costs, dtype=np.int64))).tolist()
-    heaviest, total = int(costs.max()), running[-1]
-    low = max(heaviest, -(-total // cp_size))
+    heaviest = int(costs.max())
+    total = running[-1]
+    low = max(heaviest, -(-total // cp_size))  # some rank has the heaviest unit, some at least the mean
     high = min(total, total // cp_size + heaviest)  # filling ranks one by one up to this much takes all units
     while low < high:
-        middle, start = (low + high) // 2, 0
+        middle = (low + high) // 2
+        start = 0
         for _ in range(cp_size):  # whether ranks of at most `middle` hold all units
             start = bisect.bisect_right(running, running[start] + middle, start) - 1
         low, high = (low, middle) if start == len(costs) else (middle + 1, high)
-    units, filled = len(costs), min(len(costs), cp_size)
-    stops, start = [], 0
+    units = len(costs)
+    filled = min(units, cp_size)  # ranks with at least one unit
+    stops = []
+    start = 0
     for rank in range(filled):
         room = bisect.bisect_right(running, running[start] + low, start) - 1
         start = min(room, units - (filled - rank - 1))  # a unit is left for each rank that follows

@@ -3,7 +3,7 @@
 The boundary table says which rank encodes which image, so no rank sends pixels to another. A rank that encodes nothing
 (another pipeline stage, more ranks than units) decodes nothing.
 
-A bad image: `fail` ends the run with the record's place. `skip` drops the whole document, on all ranks alike, though
+A bad image: `fail` ends the run and names the record. `skip` drops the whole document, on all ranks alike, though
 one rank alone has seen the fault. That rank reports it (`VisionInputs.bad_documents`), the ranks exchange their reports
 before a step, and each clears the same documents (`training/images.py`).
 """
@@ -72,10 +72,10 @@ class RowUnits:
 
 
 def row_units(images: Sequence[PackImages], num_segments: Sequence[int], begin: np.ndarray) -> RowUnits:
-    """Units of packs with `num_segments` segments each, where segment s of the row begins at place `begin[s]`."""
+    """Units of packs with `num_segments` segments each, where segment s of the row begins at index `begin[s]`."""
     pack = np.repeat(np.arange(len(images)), [len(one.units) for one in images])
     table = np.concatenate([one.units for one in images])
-    table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]
+    table["segment"] += (np.cumsum(num_segments) - num_segments)[pack]  # segments of the packs before
     cumulative = dict[str, np.ndarray]()
     for name in ("image_stop", "pooled_stop"):
         totals = np.array([int(one.units[name][-1]) if len(one.units) else 0 for one in images])
@@ -99,15 +99,16 @@ def vision_inputs(
 
     ValueError names the document that has other image-patch tokens than features, with `packs` its record too.
     """
-    in_row = np.flatnonzero(np.isin(tokens, feature_ids))
+    in_row = np.flatnonzero(np.isin(tokens, feature_ids))  # image-patch tokens
+    # [segments]: image-patch tokens of each, and the features that its units make
     held = np.bincount(np.searchsorted(units.begin, in_row, side="right") - 1, minlength=len(units.begin))
     pooled = np.diff(units.cum_pooled, prepend=0)
     features = np.bincount(units.table["segment"], pooled, len(units.begin)).astype(np.int64)
     for segment in np.flatnonzero(held != features).tolist():
         where = f"{_record(packs, segment)}, " if packs else ""
         ids = ", ".join(map(str, feature_ids))
-        told = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
-        raise ValueError(f"{where}document {segment} of its row: {told}")
+        counts = f"{features[segment]} image features and {held[segment]} image-patch tokens (id {ids})"
+        raise ValueError(f"{where}document {segment} of its row: {counts}")
     patches, pooling = np.zeros((0, 0, 0), np.float32), np.zeros((0, 1), np.int64)
     return VisionInputs(units.cum_crops, units.cum_pooled, in_row, None, patches, pooling)
 
@@ -120,6 +121,7 @@ def spans(units: RowUnits, length: int, image_attention: str) -> np.ndarray:
     """
     span = np.zeros(length, np.int32)
     if image_attention != "causal":
+        # [2, u] -> [u]: units of one part of a document share a number
         parts = np.stack([units.table["segment"], units.table["branch"]])
         together = np.unique(parts, axis=1, return_inverse=True)[1].reshape(-1)
         number = {"example": together, "image": np.arange(len(units.first))}[image_attention]
@@ -133,7 +135,7 @@ def with_images(
 ) -> PackedBatch:
     """The row of `packs` with the spans and bounds of its images, and the pixels that `loading` asks for.
 
-    Segment s begins at place `begin[s]`; without images it is the row itself. ValueError names the record whose
+    Segment s begins at index `begin[s]`; without images it is the row itself. ValueError names the record whose
     image-patch tokens are not as many as its features, and that of a bad image when the policy is `fail`.
     """
     images = [pack.images for pack in packs if pack.images is not None]
@@ -158,11 +160,11 @@ def position_axes(batch: PackedBatch, grids: np.ndarray, vision: VisionInputs) -
     step[rows] = 0
     step[rows[stops - 1]] = grids.max(1)  # the last token of an image, for all of it
     ended = np.cumsum(np.bincount(batch.leave, step, len(batch) + 1))[:-1].astype(np.int64)  # in parts that end before
-    place = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
-    axes = np.repeat(place[:, None], 3, axis=1)
-    pooled = np.diff(stops, prepend=0)
+    position = np.where(batch.leave > 0, np.cumsum(step) - step - ended, batch.position_ids)
+    axes = np.repeat(position[:, None], 3, axis=1)
+    pooled = np.diff(stops, prepend=0)  # [u]: tokens of each image
     columns = np.repeat(grids[:, 1], pooled)  # of the image of each of its tokens
-    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)
+    within = np.arange(len(rows)) - np.repeat(stops - pooled, pooled)  # index in its image, row by row
     axes[rows, 1] += within // columns
     axes[rows, 2] += within % columns
     return axes
@@ -178,7 +180,8 @@ def _with_pixels(
 ) -> VisionInputs:
     """The images of a row with their boundary table for `cp_size` ranks and the pixels that this rank encodes."""
     images = [pack.images for pack in packs if pack.images is not None]
-    shape, table = loading.decoder.patch_shape, units.table
+    shape = loading.decoder.patch_shape
+    table = units.table
     bounds = units.cum_crops, units.cum_pooled
     # a row of several packs has other bounds than each of them
     stored = images[0].boundaries.get(loading.cp_size) if len(images) == 1 and loading.strategy == "stored" else None
@@ -196,7 +199,9 @@ def _with_pixels(
 
     for _, group in itertools.groupby(mine, file):
         item = list(group)
-        first, frames, (crops, pooled) = item[0], table["frame"][item].tolist(), sizes[item].sum(0).tolist()
+        first = item[0]
+        frames = table["frame"][item].tolist()  # -1: an image
+        crops, pooled = sizes[item].sum(0).tolist()
         try:
             data = images[int(units.pack[first])].read(int(table["item"][first]))
             pixels = loading.decoder.video(data, frames) if frames[0] >= 0 else loading.decoder.image(data)
@@ -228,11 +233,11 @@ def _with_pixels(
 def joined(found: Sequence[Pixels], patch_shape: tuple[int, int]) -> Pixels:
     """Pixels of several items as one: windows filled up with -1, indices counted from the first item's patches."""
     patches = np.concatenate([np.zeros((0, *patch_shape), np.float32), *(pixels for pixels, _ in found)])
-    window = max((pooling.shape[1] for _, pooling in found), default=1)
+    window = max((pooling.shape[1] for _, pooling in found), default=1)  # patches of the largest
     rows = [np.zeros((0, window), np.int64)]
     before = 0
     for pixels, pooling in found:
         moved = np.where(pooling >= 0, pooling + before, -1)
         rows.append(np.pad(moved, ((0, 0), (0, window - pooling.shape[1])), constant_values=-1))
-        before += pixels.shape[0] * pixels.shape[1]
+        before += pixels.shape[0] * pixels.shape[1]  # crops x patches of a crop
     return patches, np.concatenate(rows)

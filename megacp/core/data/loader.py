@@ -38,7 +38,7 @@ class PackSource(Protocol):
 
 
 ENDLESS = 1 << 62
-"""Samples of a run that takes whole steps alone."""
+"""Samples of a run that takes only whole steps."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _batches(
     batches = []
     for numbers in mine.tolist():
         present = [i for i in numbers if i >= 0]
-        packs = [source.pack(i) for i in present or [0]]
+        packs = [source.pack(i) for i in present or [0]]  # ranks run in lockstep: none has an empty microbatch
         batch = collate(packs, options.attention_mask, options.image_attention, images)
         weights = batch.loss_weights if present else np.zeros_like(batch.loss_weights)
         batches.append(dataclasses.replace(batch, loss_weights=weights))
@@ -114,9 +114,11 @@ class PackedLoader:
 
         `images`: what this rank decodes; None decodes nothing. `prepare` is called in the threads once for each batch.
         """
-        self._options, self._closed, self._prepare = options, threading.Event(), prepare
+        self._options = options
+        self._prepare = prepare
+        self._closed = threading.Event()
         self._read = functools.partial(step_batches, source, options, data_rank or DataRank(), images=images)
-        self._requested = consumed_samples
+        self._requested = consumed_samples  # where the next step to read begins
         self.consumed_samples = consumed_samples
         """Samples in the steps handed out so far, over all ranks: the loader's whole state."""
         self._pending: deque[Future[list[Any]]] = deque()
@@ -146,7 +148,7 @@ class PackedLoader:
         if self._pool is None:
             made = self._make(self.consumed_samples)
         else:
-            made = self._pending[0].result()
+            made = self._pending[0].result()  # an error stays in front, and is met again
             self._pending.popleft()
             self._request_ahead()
         self.consumed_samples = min(self.consumed_samples + self._options.global_batch_size, self._options.end)

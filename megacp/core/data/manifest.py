@@ -175,8 +175,8 @@ _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     """How many answers of a manifest, or a blend, are learned behind which thought; empty where none is known."""
     counts = [(chat_template or {}).get(name, 0) for name in THOUGHTS]
-    told = "{:,} answers are learned without a thought, {:,} with one, {:,} right behind the prompt"
-    return told.format(*counts) if any(counts[:2]) else ""
+    sentence = "{:,} answers are learned without a thought, {:,} with one, {:,} right behind the prompt"
+    return sentence.format(*counts) if any(counts[:2]) else ""
 
 
 def _checksum(fields: dict[str, Any]) -> str:

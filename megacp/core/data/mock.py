@@ -81,9 +81,9 @@ class MockRules:
                 tree[:] = _nodes(rng, 0, length, TREE_DEPTH)
             elif self.mask in ("branches", "mixed") and length >= 2 and rng.random() >= 0.3:
                 chosen = int(rng.integers(1, min(3, length - 1) + 1))
-                places = np.sort(rng.choice(np.arange(1, length), chosen, replace=False)).tolist()
-                ends = [*places[1:], length]
-                tree[:] = [(0, places[0], length), *zip(places, ends, ends, strict=True)]
+                starts = np.sort(rng.choice(np.arange(1, length), chosen, replace=False)).tolist()
+                ends = [*starts[1:], length]
+                tree[:] = [(0, starts[0], length), *zip(starts, ends, ends, strict=True)]
         runs = [  # (segment, branch, start, stop) of each prefix and branch, tokens within the segment
             (segment, branch, start, stop)
             for segment, tree in enumerate(trees)
@@ -172,27 +172,28 @@ def _with_images(
     items: list[bytes] = []
     crops_so_far = pooled_so_far = 0
     for segment, branch, start, stop in runs:
-        place = start  # of the next image, within the segment
+        at = start  # where the next image begins, within the segment
         while rng.random() < 0.7:
             video = rng.random() < 0.4
             crops, pooled = int(rng.integers(1, 6 if video else 4)), int(rng.integers(1, 5))
-            place += int(rng.integers(0, 4))
+            at += int(rng.integers(0, 4))
             parts = [(1, frame) for frame in range(crops)] if video else [(crops, -1)]
             if images.has_grids:
                 grid = (2, pooled // 2) if pooled > 1 else (1, 1)
                 pooled = grid[0] * grid[1]
                 crops = 4 * pooled
                 parts = [(crops, frame) for _, frame in parts]
-            if place + len(parts) * (pooled + 2) >= stop:
+            if at + len(parts) * (pooled + 2) >= stop:
                 break
             for number, frame in parts:
-                first = before[segment] + place
+                first = before[segment] + at
                 tokens[first : first + pooled + 2] = images.image_patch + 1
                 tokens[first + 1 : first + 1 + pooled] = images.image_patch
-                crops_so_far, pooled_so_far = crops_so_far + number, pooled_so_far + pooled
-                rows.append((segment, len(items), place, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
+                crops_so_far += number
+                pooled_so_far += pooled
+                rows.append((segment, len(items), at, pooled + 2, crops_so_far, pooled_so_far, frame, branch))
                 grids += [grid] if images.has_grids else []
-                place += pooled + 2
+                at += pooled + 2
             items.append(_ITEM.pack(seed, pack, len(items), crops, pooled))
     units = np.array(rows, UNIT_DTYPE)
     bounds = units["image_stop"].astype(np.int64), units["pooled_stop"].astype(np.int64)

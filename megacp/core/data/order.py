@@ -1,6 +1,6 @@
 """The order of samples: a function of the seed and the number of samples before, endless over epochs.
 
-Any place of any epoch costs O(1) time and memory, so a resumed run jumps to its place. A Feistel network permutes the
+Any position of any epoch costs O(1) time and memory, so a resumed run jumps to its own. A Feistel network permutes the
 numbers 0 .. 4^h - 1 whatever its round function; results outside the dataset are sent through again ("cycle walking").
 Numpy's permutation costs 8 bytes a pack in every process, and its stream may change between versions.
 """
@@ -22,13 +22,13 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def permuted(places: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
-    """The sample at each of `places` (int64, 0 <= place < length) of one epoch's permutation of 0..length-1, int64."""
+def permuted(positions: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:
+    """The sample at each of `positions` (int64, 0..length-1) of one epoch's permutation of 0..length-1, int64."""
     half = np.uint64(max(1, -(-(length - 1).bit_length() // 2)))  # bits of each half; 4^half >= length
     mask = np.uint64((1 << int(half)) - 1)
     digest = hashlib.blake2b(f"{seed} {epoch} {length}".encode(), digest_size=8 * _ROUNDS).digest()
     keys = np.frombuffer(digest, "<u8")
-    result = np.asarray(places).astype(np.uint64)
+    result = np.asarray(positions).astype(np.uint64)
     outside = np.arange(len(result))
     while len(outside):
         values = result[outside]
@@ -44,11 +44,11 @@ def permuted(places: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarr
 def samples(start: int, count: int, length: int, seed: int) -> np.ndarray:
     """Samples number `start` .. `start + count - 1` of the endless order over `length` samples, int64 [count].
 
-    Epoch e is the places e*length .. (e+1)*length - 1 and holds each sample once.
+    Epoch e is the positions e*length .. (e+1)*length - 1 and holds each sample once.
     """
-    epochs, places = np.divmod(np.arange(start, start + count, dtype=np.int64), length)
+    epochs, positions = np.divmod(np.arange(start, start + count, dtype=np.int64), length)
     result = np.empty(count, np.int64)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        result[here] = permuted(places[here], length, seed, epoch)
+        result[here] = permuted(positions[here], length, seed, epoch)
     return result

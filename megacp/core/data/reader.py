@@ -50,7 +50,7 @@ class PackImages:
     """The images of one pack, as stored."""
 
     units: np.ndarray
-    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for text alone."""
+    """tables.UNIT_DTYPE [u], with `segment` counted from the first segment of the pack; u = 0 for plain text."""
     boundaries: Mapping[int, np.ndarray]
     """BOUNDARY_DTYPE [P] by CP degree P, for the degrees that were planned."""
     read: Callable[[int], bytes]
@@ -93,7 +93,8 @@ class Shard:
         self, directory: Place, entry: ShardEntry, manifest: DatasetManifest, open_file: OpenFile = StoredFile
     ) -> None:
         """ValueError lists the files that are missing or not as stated."""
-        opened, reasons = dict[str, StoredFile](), []
+        opened = dict[str, StoredFile]()
+        reasons = []
         for file in entry.files:
             try:
                 opened[file.name] = open_file(directory / file.name, file)
@@ -145,12 +146,13 @@ class Shard:
 
     def images_of(self, number: int, feature_ids: tuple[int, ...]) -> PackImages:
         """The images of a pack."""
-        row, grids = self.packs[number], None
+        row = self.packs[number]
         own = slice(int(row["first_unit"]), int(row["first_unit"]) + int(row["num_units"]))
         units = self.units[own].copy()
-        if len(self.grids):
+        grids = None
+        if len(self.grids):  # [u, 2]
             grids = np.stack([self.grids[own][name] for name in ("rows", "columns")], 1).astype(np.int64)
-        units["segment"] -= int(row["first_segment"])
+        units["segment"] -= int(row["first_segment"])  # of the shard -> of the pack
         boundaries = {degree: np.asarray(table[number]) for degree, table in self.boundaries.items()}
         return PackImages(units, boundaries, self.item, feature_ids, grids)
 
@@ -191,7 +193,7 @@ class PackedDataset:
         self.shard: Callable[[int], Shard] = functools.lru_cache(open_shards)(opened)
         """An open shard by its number; the one that was not used for longest is let go when there are too many."""
         self.fingerprint = manifest.fingerprint
-        """Of sizes and hashes of all files. What differs from them is told when it is read."""
+        """Hash of the sizes and hashes of all files. A file that differs from them is refused when it is read."""
         with ThreadPoolExecutor(16) as pool:
             if reasons := list(filter(None, pool.map(self._look, range(len(manifest.shards))))):
                 raise ValueError(listed(reasons, 20, "; "))
@@ -217,12 +219,13 @@ class PackedDataset:
             raise IndexError(f"pack {i} of {self.directory}, which has {len(self)}")
         number = bisect.bisect_right(self._stops, i)
         shard = self.shard(number)
-        within = i - self._stops[number] + len(shard.packs)
+        within = i - self._stops[number] + len(shard.packs)  # the stop lies behind its last pack
         row = shard.packs[within]
         start = int(row["first_segment"])
         segments = shard.segments[start : start + int(row["num_segments"])]
-        branches, count = None, segments["num_branches"]
-        if count.any():
+        branches = None
+        count = segments["num_branches"]
+        if count.any():  # those of neighbouring segments stand side by side
             first = int(segments["first_branch"][count > 0][0])
             branches = shard.branches[first : first + int(count.sum())]
         feature_ids = self.manifest.feature_ids
@@ -235,10 +238,12 @@ class StoredObject(StoredFile):
     """One bin of a packed dataset at a URL, read by offset."""
 
     def __init__(self, url: Url, size: int) -> None:
-        self.path, self.size, self._url = str(url), size, url
+        self.path = str(url)
+        self.size = size
+        self._url = url
 
     def read(self, offset: int, count: int) -> bytes:
-        """As of a file; ValueError when the store is not reached."""
+        """Read a range as from a file; ValueError when the store is not reached."""
         try:
             return self._url.read(offset, count) if count else b""
         except FileNotFoundError as error:
@@ -255,9 +260,9 @@ class DataCache:
     def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
         """What opens the files of a dataset. Each is compared with the size that the store states."""
         bins = sum(file.size for shard in manifest.shards for file in shard.files if file.name.endswith(".bin"))
-        copied = bins <= self._free
+        copied = bins <= self._free  # all bins of a dataset or none
         self._free -= bins if copied else 0
-        sizes = root.sizes_below() if root.lists else None
+        sizes = root.sizes_below() if root.lists else None  # one request instead of one a file
 
         def open_file(url: Url, stated: FileEntry) -> StoredFile:
             try:

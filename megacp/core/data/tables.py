@@ -35,11 +35,11 @@ PACK_DTYPE = np.dtype(
 SEGMENT_DTYPE = np.dtype(
     [
         ("source_offset", "<i8"),  # byte offset of the record in its uncompressed file, or its ordinal
-        ("source_start", "<i8"),  # place of the first token in the whole document; > 0 in later pieces of a split one
+        ("source_start", "<i8"),  # index of the first token in the whole document; > 0 in later pieces of a split one
         ("first_branch", "<i8"),  # row of branches.npy
         ("source_file", "<i4"),  # index into the manifest's sources
         ("true_length", "<i4"),  # tokens stored in tokens.bin
-        ("padded_length", "<i4"),  # places it takes in the pack; the padding itself is not stored
+        ("padded_length", "<i4"),  # tokens it takes in the pack with its padding, which is not stored
         ("prefix_length", "<i4"),  # tokens before the first branch; true_length without branches
         ("num_branches", "<i4"),
         ("flags", "<u4"),  # FLAG_SPLIT | FLAG_TRUNCATED
@@ -73,7 +73,7 @@ FLAG_SPLIT = 1  # of a segment: a piece of a document cut by `--oversize split`
 FLAG_TRUNCATED = 2  # the rest of the document was left out by `--oversize truncate`
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 HEADER = struct.Struct("<9sQBQQ")
-"""Of an .idx: magic, version, dtype code, number of sequences, number of document boundaries."""
+"""Header of an .idx: magic, version, dtype code, number of sequences, number of document boundaries."""
 _DTYPES = ("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2")
 DTYPE_OF_CODE = {code: np.dtype(name) for code, name in enumerate(_DTYPES, 1)}
 CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
@@ -106,19 +106,20 @@ class StoredFile:
 
     def __init__(self, path: files.StrPath, stated: FileEntry | None = None, name: str | None = None) -> None:
         """ValueError: `path` is not there, no regular file, or has not the stated size. `name`: whose copy it is."""
-        told = "" if stated is None else f", the manifest says {stated.size} bytes"
+        expected = "" if stated is None else f", the manifest says {stated.size} bytes"
         try:
             stream = files.open_regular(path)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ValueError(f"{path}: no such file{told}") from error
+            raise ValueError(f"{path}: no such file{expected}") from error
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
         weakref.finalize(self, stream.close)
-        self.path, self._descriptor = str(name or path), stream.fileno()
+        self.path = str(name or path)
+        self._descriptor = stream.fileno()
         self.size = os.fstat(self._descriptor).st_size
         self._sha256 = None if stated is None else stated.sha256
         if stated is not None and self.size != stated.size:
-            raise ValueError(f"{path}: {self.size} bytes{told}")
+            raise ValueError(f"{path}: {self.size} bytes{expected}")
 
     def read(self, offset: int, count: int) -> bytes:
         """`count` bytes from byte `offset` on, from any thread. ValueError when the file ends before."""
@@ -169,16 +170,15 @@ class IndexedReader:
 
     def __init__(self, index_file: StoredFile, bin_file: StoredFile) -> None:
         """Read the index; ValueError names the file that is no index, damaged, or swapped with another one's."""
-        self.bin, index = bin_file, index_file.whole()
+        self.bin = bin_file
+        index = index_file.whole()
         try:
             magic, version, code, count, num_boundaries = HEADER.unpack_from(index)
             self.dtype = DTYPE_OF_CODE[code]
             self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
             starts = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
             self.boundaries = np.frombuffer(index, "<i8", num_boundaries, HEADER.size + 12 * count)
-            self._offsets = np.append(
-                pointers(self.lengths, self.dtype.itemsize), bin_file.size
-            )  # of sequences, the end
+            self._offsets = np.append(pointers(self.lengths, self.dtype.itemsize), bin_file.size)  # [count + 1]
             modes = len(index) - HEADER.size - 12 * count - 8 * num_boundaries
             if (magic, version) != (MAGIC, VERSION) or modes not in (0, count) or (self.lengths < 0).any():
                 raise ValueError(f"it begins with {index[:18]!r} and has {len(index)} bytes")

@@ -149,7 +149,7 @@ class FlatBuckets(ShardedParameters):
 
     Build it once the weights are on their device. With `each_microbatch` gradients are reduced after every backward and
     kept as slices. With `parts`, modules that together run all of the chunks, a part waits for updated parameters of
-    its own buckets alone, right before its forward: the first layers compute while later ones are on their way.
+    only its own buckets, right before its forward: the first layers compute while later ones are on their way.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class FlatBuckets(ShardedParameters):
         plans = plan_buckets(chunks, {name: axis.size for name, axis in self.axes.items()}, bucket_elements)
         self._all = [Bucket(plan, self.axes) for plan in plans]
         self.buckets = [bucket for bucket in self._all if bucket.trained]
-        """Those with gradients; frozen ones are met by what reads and writes checkpoints alone."""
+        """Buckets with gradients; only what reads and writes checkpoints meets frozen ones."""
         self.shards = [bucket.shard for bucket in self.buckets]
         self._each_microbatch, self._ahead = each_microbatch, len(parts) > 0
         self._under_way: dict[int, Pending] = {}  # gathers of updated parameters, by bucket
@@ -207,7 +207,7 @@ class FlatBuckets(ShardedParameters):
                 gather.wait()
 
     def _hook(self, index: int, number: int) -> Callable[[torch.Tensor], None]:
-        """For the parameter in slot `number` of bucket `index`."""
+        """Gradient hook of the parameter in slot `number` of bucket `index`."""
         owner = weakref.ref(self)  # autograd keeps hooks where the collector does not look: a cycle would stay for ever
 
         def accumulate(parameter: torch.Tensor) -> None:
@@ -260,7 +260,7 @@ class FlatBuckets(ShardedParameters):
         self._arrive(list(self._under_way))
 
     def start_backward(self, chunk: int, last: bool) -> None:
-        """From now on gradients of this chunk are to be reduced: complete buckets at once."""
+        """Reduce gradients of this chunk from now on: complete buckets at once."""
         if not (last or self._each_microbatch):
             return
         of_chunk = [index for index, bucket in enumerate(self.buckets) if bucket.plan.chunk == chunk]

@@ -33,8 +33,8 @@ def _slices(spec: ParameterSpec, shape: tuple[int, ...], start: int, values: tor
 class FullShards(ShardedParameters):
     """Shards of the parts that `add` is given while the chunks are built, in order, each chunk last.
 
-    `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed by `unshard` and
-    `reshard` alone, not around each of their parts.
+    `narrow` is the dtype in which the model computes. `by_schedule`: chunks are gathered and freed only by
+    `unshard` and `reshard`, not around each of their parts.
     """
 
     def __init__(

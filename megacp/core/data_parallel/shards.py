@@ -42,7 +42,7 @@ class ParameterShard:
     narrow: torch.dtype
     """Dtype in which the model computes."""
     spec: ParameterSpec
-    """Of one of them: how all are decayed, counted, reduced and stepped."""
+    """Spec of one of them: how all are decayed, counted, reduced and stepped."""
     slices_of: Callable[[torch.Tensor], list[ParameterSlice]]
     """What values shaped like `values` hold, parameter by parameter."""
 

@@ -31,7 +31,7 @@ class Call:
     """Global ranks of the group."""
     dtype: str
     elements: tuple[int, ...]
-    """Of each tensor."""
+    """Elements of each tensor."""
     sent: tuple[int, ...]
     """Rows to each rank of the group, of an uneven exchange."""
     received: tuple[int, ...]
@@ -91,7 +91,7 @@ def differences(one: int, calls: Sequence[Call], other: int, others: Sequence[Ca
 
 
 def _collectives(calls: Sequence[Call], other: int, first: bool) -> list[tuple[object, ...]]:
-    """As both sides must see them; of an uneven exchange what the two send each other, the lower rank's rows first."""
+    """Calls as both sides must see them; an uneven exchange as what the two send each other, the lower rank first."""
     seen: list[tuple[object, ...]] = []
     for call in (call for call in calls if call.peer < 0):
         sizes: tuple[int, ...] = call.elements

@@ -39,7 +39,7 @@ class Axis:
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
     host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Of the world: a gloo group with a timeout of its own (`file_timeout`), for ranks whose own work may take long."""
+    """Gloo group of the world with its own timeout (`file_timeout`), for ranks whose own work may take long."""
     file_timeout: float = field(default=0.0, compare=False, repr=False)
     """Seconds that the ranks of `host_group` wait for one another."""
 
@@ -194,7 +194,7 @@ def _met(world: dist.ProcessGroup, rank: int) -> SameHost | None:
         dist.all_gather_object(values, value, group=world)
         return values
 
-    return same_host.connect(rank, gather)
+    return same_host.connect_host(rank, gather)
 
 
 def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
@@ -220,7 +220,7 @@ def split_axis(axis: Axis, inner: int) -> tuple[Axis, Axis]:
 def new_group(
     members: Sequence[int], timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """The process group of an axis over some global ranks, which alone call it; None: torch's timeout, its backend.
+    """The process group of an axis over some global ranks, and only they call it; None: torch's timeout, its backend.
 
     torch names such a group after how many its rank has made, so all ranks of a world must make equally many.
     """

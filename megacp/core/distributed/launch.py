@@ -1,6 +1,6 @@
 """Where a process learns its rank, meets the others, makes the grid with them, and tells them why it failed.
 
-This file alone reads or writes `os.environ`, so everything else is a function of its arguments. One process needs no
+Only this file reads or writes `os.environ`, so everything else is a function of its arguments. One process needs no
 process group and no torchrun.
 
 A rank that fails leaves its reason in the run's store, which is no part of a collective, so it mostly answers when none
@@ -42,7 +42,7 @@ _CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the run, as torchrun told it."""
+    """This process among all processes of the run, as torchrun set it."""
 
     rank: int = 0
     size: int = 1

@@ -44,7 +44,7 @@ class ParameterSpec:
     """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16)."""
     std: float = 0.02
     treated: Treated = "matrix"
-    """By which the optimizer chooses the rule that steps it."""
+    """Kind of parameter, by which the optimizer chooses the rule that steps it."""
     weight_decay: bool = True
     """False for norm weights and biases."""
     reduced_over: str = DATA

@@ -4,7 +4,7 @@ gloo sends through TCP, whose copies cost both ranks more time than a small mode
 its tensor lies and keeps it until the receiver has said that it was read; small messages travel in the telling. A rank
 that waits takes all messages that have come, so no order of waits can stop two ranks.
 
-Linux alone has the copy (`process_vm_readv`). Every rank tries it with all others of its machine before the first
+Only Linux has the copy (`process_vm_readv`). Every rank tries it with all others of its machine before the first
 message. Where one fails, and between machines, gloo is used.
 """
 
@@ -80,7 +80,7 @@ class _Peer:
     process: int
     connection: socket.socket
     told: dict[int, deque[tuple[int, int, bytes]]] = field(default_factory=lambda: defaultdict(deque))
-    """By channel: address, bytes and small content of what it has sent and nobody has asked for."""
+    """Messages by channel that nobody has asked for yet: address, bytes and small content."""
     receiving: dict[int, deque[tuple[Operation, int, int]]] = field(default_factory=lambda: defaultdict(deque))
     sending: dict[int, deque[Operation]] = field(default_factory=lambda: defaultdict(deque))
     backlog: deque[bytes] = field(default_factory=deque)
@@ -109,12 +109,12 @@ class SameHost:
         if any(rank != self.rank and rank not in self.peers for rank in ranks):
             return None
         kind = f"{name} {tuple(ranks)}"
-        self._made[kind] += 1  # ranks make different channels in between, so the number hangs on the members alone
+        self._made[kind] += 1  # ranks make different channels in between, so the number depends only on the members
         digest = hashlib.blake2b(f"{kind} {self._made[kind]}".encode(), digest_size=8).digest()
         return LocalChannel(self, int.from_bytes(digest, "little"), timeout.total_seconds())
 
     def send(self, peer: _Peer, *words: bytes) -> None:
-        """Now, or when the other side has read what is before it; a rank that is gone hears nothing."""
+        """Send now, or when the other side has read what is before it; a rank that is gone hears nothing."""
         peer.backlog.extend(words)
         try:
             while peer.backlog and not peer.gone:
@@ -131,7 +131,7 @@ class SameHost:
             self._selector.unregister(peer.connection)
 
     def wait(self, operation: Operation, seconds: float) -> None:
-        """See `Operation.wait`. What this rank has not got rid of goes first: it may not wait here again for long."""
+        """Wait as `Operation.wait` says. Unsent bytes of this rank go first: it may not wait here again for long."""
         end = time.monotonic() + seconds
         while True:
             with self.lock:
@@ -211,7 +211,7 @@ class LocalChannel:
         return operation
 
 
-def connect(rank: int, gather: Callable[[object], list]) -> SameHost | None:
+def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None:
     """The other ranks of this machine, or None where there are none, or one cannot read another.
 
     All ranks of the world call it; `gather` brings a small object of every rank, in rank order.

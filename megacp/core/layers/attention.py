@@ -9,7 +9,7 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, norm_weight, output_std
 
-PROJECTED = ("q", "k", "v")
+ATTENTION_PROJECTED = ("q", "k", "v")
 """Linears of the first product."""
 MATH_BLOCK = 1024
 """Query rows of one block of the `math` kernel."""
@@ -59,7 +59,7 @@ def _key_value_share(config: RunConfig) -> float:
 
 
 def _kept(share: Share) -> tuple[int, int]:
-    """Per token, with a heads, g query groups and heads of width d:
+    """Elements per token, with a heads, g query groups and heads of width d:
 
     q, k, v as one product                       (a + 2 g) d / tp     (a view of v keeps the product whole)
     q, k after the rotary embedding              (a + g) d / tp       (+ a + g wide numbers / tp with q/k norm,
@@ -78,7 +78,7 @@ def _kept(share: Share) -> tuple[int, int]:
         columns += heads * model.head_dim  # the output on both sides of the swap
     wide_heads = heads + (norms == "head") * (heads + groups)
     wide = share.tokens * wide_heads // share.tp + 2 * share.tokens * (norms == "all_heads")
-    return share.tokens * columns // share.tp - share.unread(PROJECTED), wide
+    return share.tokens * columns // share.tp - share.unread(ATTENTION_PROJECTED), wide
 
 
 def _work(share: Share) -> int:
@@ -111,4 +111,4 @@ def _work(share: Share) -> int:
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
-ATTENTION = LayerKind("attention", _linears, (PROJECTED, ("output",)), _kept, _work, _norms, _mixing)
+ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _kept, _work, _norms, _mixing)

@@ -9,7 +9,7 @@ from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, ou
 
 CHUNK = 64
 """Tokens of a chunk, in which a state moves."""
-PROJECTED = ("q", "k", "v", "z", "b", "a")
+DELTA_PROJECTED = ("q", "k", "v", "z", "b", "a")
 """Linears of one product: what the convolution is given, the gate of the output, and two rates of each value head."""
 
 
@@ -47,27 +47,27 @@ def chunk_heads(share: Share) -> int:
 
 
 def _kept(share: Share) -> tuple[int, int]:
-    """Per token: the product of its projection, what the convolution gives, the rates of writing, what is read, and
-    that normed and gated; wide ones are the logs of the decay and what they are made of, and a scale for each head.
+    """Elements per token: the product of its projection, what the convolution gives, the rates of writing, what is
+    read, and that normed and gated; wide ones are the logs of the decay, what they are made of, and a scale a head.
 
     Besides them the states before all chunks, and the rates of the heads.
     """
     model, linears, heads = share.model, _linears(share.model), share.model.linear_num_value_heads
-    projected = sum(linears[name].outputs for name in PROJECTED)
+    projected = sum(linears[name].outputs for name in DELTA_PROJECTED)
     channels = sum(linears[name].outputs for name in "qkv")
     columns = projected + channels + heads + (1 + share.cheap) * linears["output"].inputs
     states = chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
     wide = share.tokens * 4 * heads // share.tp + states + 2 * heads // share.tp
-    return share.tokens * columns // share.tp - share.unread(PROJECTED), wide
+    return share.tokens * columns // share.tp - share.unread(DELTA_PROJECTED), wide
 
 
 def _work(share: Share) -> int:
-    """For all chunks of C tokens at once: C x C of what is solved or seen, rows of keys and values, maps, states, and
-    gradients; the factors are fitted to measured peaks.
+    """Bytes for all chunks of C tokens at once: C x C of what is solved or seen, rows of keys and values, maps, states,
+    and gradients; the factors are fitted to measured peaks.
     """
     keys, values = share.model.linear_key_head_dim, share.model.linear_value_head_dim
     each = CHUNK * (3 * CHUNK + 15 * keys + 8 * values) + 10 * keys * keys // 3 + 3 * keys * values
     return chunk_heads(share) * each * share.wide_size
 
 
-GATED_DELTA = LayerKind("linear_attention", _linears, (PROJECTED, ("output",)), _kept, _work, _others, _mixing)
+GATED_DELTA = LayerKind("linear_attention", _linears, (DELTA_PROJECTED, ("output",)), _kept, _work, _others, _mixing)

@@ -17,7 +17,7 @@ from megacp.core.layers.mamba2 import MAMBA2
 from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight
 
 STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
-"""By --linear-attention-rule."""
+"""Layers with a state by the words of --linear-attention-rule."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class Flops:
 
     @property
     def passing(self) -> float:
-        """Forward and the gradient of the input alone: frozen weights with trained ones before them."""
+        """Forward and the gradient of only the input: frozen weights with trained ones before them."""
         return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
 
     def __add__(self, other: Flops) -> Flops:
@@ -116,7 +116,7 @@ class Share:
         self.config, self.granularity, self.model = config, granularity, config.model
         self.tp = config.parallel.tensor_model_parallel_size
         self.tokens = tokens_per_rank(config)
-        """Of heads and the MLP's hidden layer."""
+        """Tokens of heads and the MLP's hidden layer."""
         self.residual = self.tokens * self.model.hidden_size // (self.tp if config.parallel.sequence_parallel else 1)
         """Elements of a block's input."""
         self.rows = self.residual // self.model.hidden_size
@@ -152,7 +152,7 @@ class LayerKind:
     name: str
     """Name of its tensors, behind `layers.{i}.`."""
     linears: Callable[[ModelConfig], Mapping[str, Linear]]
-    """By the last part of their names."""
+    """Linears by the last part of their names."""
     products: tuple[tuple[str, ...], ...]
     """The linears of each product, in the order in which it holds them."""
     kept: Callable[[Share], tuple[int, int]]

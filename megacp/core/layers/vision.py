@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.config.vision import WINDOW, VisionConfig
+from megacp.core.config.vision import POOLED_PATCHES, VisionConfig
 from megacp.core.layers.table import Linear, Tensor, output_std
 
 
@@ -38,7 +38,7 @@ def _pooling(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
 
 def _merging(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
     """An MLP of the patches of a window together."""
-    joined, std = WINDOW * v.vision_hidden_size, model.init_method_std
+    joined, std = POOLED_PATCHES * v.vision_hidden_size, model.init_method_std
     down = Linear(joined, model.hidden_size, std, True, "columns")
     return {"mlp.up": Linear(joined, joined, std, bias=True), "mlp.down": down}
 

@@ -13,7 +13,7 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.layers.attention import ATTENTION, PROJECTED
+from megacp.core.layers.attention import ATTENTION, ATTENTION_PROJECTED
 from megacp.core.layers.stack import layers_of
 from megacp.core.ops.mask import Reach
 from megacp.core.ops.pointwise import sigmoid_gate
@@ -41,9 +41,9 @@ class SelfAttention(nn.Module):
         epsilon = config.norm_epsilon
         self.qkv = backend.norm_column_linear(
             NormSpec(f"{prefix}_norm", config.hidden_size, epsilon) if config.norm_position != "after" else None,
-            LinearSpec.of(prefix, linears, *PROJECTED),
+            LinearSpec.of(prefix, linears, *ATTENTION_PROJECTED),
         )
-        self.widths = [linears[name].outputs // backend.tp.size for name in PROJECTED]
+        self.widths = [linears[name].outputs // backend.tp.size for name in ATTENTION_PROJECTED]
         self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
         self.norms, self.column_norms = nn.ModuleList(), nn.ModuleList()
         for tensor in ATTENTION.others(config):

@@ -40,7 +40,7 @@ class BlockInputs:
 
     plan: AttentionPlan
     rotary: tuple[Angles, Angles]
-    """Of layers without a window, and of those with one."""
+    """Angles of layers without a window, and of those with one."""
     token_names: torch.Tensor
     """int64 `[t/tp]`: names of the tokens of the residual stream on this rank."""
     all_token_names: torch.Tensor
@@ -64,7 +64,7 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = (
             nn.Identity() if position == "before" else backend.norm(NormSpec(name, hidden, epsilon)) for name in after
         )
-        """Of the outputs, where norms stand after attention and MLP."""
+        """Norms of the outputs, where they stand after attention and MLP."""
         self.mlp = backend.norm_mlp(
             None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
             *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.config.vision import WINDOW, ConnectorSizes
+from megacp.core.config.vision import POOLED_PATCHES, ConnectorSizes
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
 from megacp.core.layers.table import Flops, tokens_per_rank
 from megacp.core.layers.vision import connector_tensors, tower_tensors
@@ -93,7 +93,7 @@ def run_parameters(config: RunConfig) -> int:
 
 
 def trained_parameters(config: RunConfig) -> int:
-    """Those of them that are not frozen."""
+    """Parameters that are not frozen."""
     model, frozen = config.model, config.frozen_parts
     pairs = sum(pair.size for pair in pair_tensors(model))
     text, vision = model_parameters(model) - pairs, tower_parameters(config)
@@ -109,14 +109,14 @@ def crop_flops(config: RunConfig) -> Flops:
     return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches * v.patches_per_crop * width)
 
 
-def pooled_flops(config: RunConfig, window: int = WINDOW) -> Flops:
+def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:
     """The connector's forward over one pooled token of `window` patches."""
     sizes = connector_sizes(config)
     scores = 4.0 * window * config.vision.vision_hidden_size if sizes.each else 0.0
     return Flops(2.0 * (sizes.once + window * sizes.each), scores)
 
 
-def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = WINDOW) -> float:
+def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = POOLED_PATCHES) -> float:
     """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out."""
     frozen = config.frozen_parts
     tower, connector = crop_flops(config).times(crops), pooled_flops(config, window).times(pooled)
@@ -150,7 +150,7 @@ def planned_images(config: RunConfig) -> tuple[int, int]:
 
 
 def encoders(config: RunConfig, world_size: int) -> tuple[int, int]:
-    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank alone."""
+    """Packs whose images are encoded together, and by how many ranks; replicated ones by each rank for itself."""
     p = config.parallel
     replicates = p.vision_shards == "replicate"
     return (packs_in_a_row(config, world_size), 1) if replicates else (1, p.context_parallel_size)

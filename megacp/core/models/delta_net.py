@@ -15,7 +15,7 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.layers.gated_delta import GATED_DELTA, PROJECTED
+from megacp.core.layers.gated_delta import DELTA_PROJECTED, GATED_DELTA
 from megacp.core.models.attention import Angles
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.recurrence import convolved_delta_rule
@@ -34,9 +34,9 @@ class GatedDeltaNet(nn.Module):
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
             norm if config.norm_position != "after" else None,
-            LinearSpec.of(prefix, linears, *PROJECTED),
+            LinearSpec.of(prefix, linears, *DELTA_PROJECTED),
         )
-        self.widths = [linears[name].outputs // backend.tp.size for name in PROJECTED]
+        self.widths = [linears[name].outputs // backend.tp.size for name in DELTA_PROJECTED]
         *convolutions, bias, rate, _ = GATED_DELTA.others(config)
         self.convolution = row_parameter(prefix, convolutions, backend.options)
         self.dt_bias = row_parameter(prefix, [bias], backend.options)

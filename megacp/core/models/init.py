@@ -28,7 +28,7 @@ DRAWS: dict[str, Draw] = {
     "uniform": lambda *shape, generator: (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0),
     "log_rate": lambda *shape, generator: torch.log(0.01 + 15.99 * torch.rand(*shape, generator=generator)),
 }
-"""By `ParameterSpec.init`."""
+"""Draws by the name in `ParameterSpec.init`."""
 
 
 def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:

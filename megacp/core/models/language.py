@@ -26,7 +26,7 @@ from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, Vocabulary
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]
-"""Called with each part as soon as it is built, in the order of the forward pass, and last with the chunk: for the
+"""Callback for each part as soon as it is built, in the order of the forward pass, and last for the chunk: for the
 parameters that are in no other part.
 """
 

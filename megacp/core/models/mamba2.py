@@ -14,7 +14,7 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.layers.mamba2 import CONVOLVED, MAMBA2, PROJECTED
+from megacp.core.layers.mamba2 import CONVOLVED, MAMBA2, MAMBA_PROJECTED
 from megacp.core.models.attention import Angles
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.recurrence import state_space_dual
@@ -34,9 +34,9 @@ class Mamba2(nn.Module):
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
             norm if config.norm_position != "after" else None,
-            LinearSpec.of(prefix, linears, *PROJECTED),
+            LinearSpec.of(prefix, linears, *MAMBA_PROJECTED),
         )
-        self.widths = [linears[name].outputs // backend.tp.size for name in PROJECTED]
+        self.widths = [linears[name].outputs // backend.tp.size for name in MAMBA_PROJECTED]
         others = list(MAMBA2.others(config))
         parts = len(CONVOLVED)
         self.convolution = row_parameter(prefix, others[:parts], backend.options)

@@ -177,7 +177,7 @@ class Passage:
             return content.view(held.dtype).as_strided(held.shape, held.stride, held.offset)
 
     def close(self) -> None:
-        """The block's forward is done: from here on its storages belong to autograd alone."""
+        """The block's forward is done: from here on its storages belong only to autograd."""
         self._open.clear()
 
     def leave(self) -> None:

@@ -85,6 +85,6 @@ def run_block(
         with recomputation.active():
             return body(*inputs, recomputation)
     with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
-        if granularity == "full":  # checkpoint's own hooks lie inside: of these it asks for the block's input alone
+        if granularity == "full":  # checkpoint's own hooks lie inside: of these it asks only for the block's input
             return checkpoint(body, *inputs, keep, use_reentrant=False, preserve_rng_state=False)
         return body(*inputs, keep)

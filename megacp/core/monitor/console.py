@@ -1,6 +1,6 @@
 """Standard output of one rank, which may go away under a run: a closed pipe, a full disk, a lost terminal.
 
-A line that cannot be printed ends nothing. The first one of a row is told on another channel; the next is tried again.
+A line that cannot be printed ends nothing. The first one of a row is reported on another channel; the next is tried.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def warn(text: str) -> None:
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """For what only prints: a reader that closes the pipe (`| head`) ends the process in silence, by SIGPIPE."""
-    if threading.current_thread() is not threading.main_thread():  # it alone may set what a signal does
+    """Let a reader that closes the pipe (`| head`) end the process in silence, by SIGPIPE: for what only prints."""
+    if threading.current_thread() is not threading.main_thread():  # only it may set what a signal does
         yield
         return
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -1,6 +1,6 @@
 """What a run says: one console line a step, the same numbers as JSON lines, TensorBoard, W&B and Trackio when asked.
 
-No place ends a run: one that cannot be written is told once on the others, and tried again with the next line.
+No place ends a run: one that cannot be written is reported once on the others, and tried again with the next line.
 
 The JSONL file is only ever appended to, a whole line at a time. A run that goes on in a file that has lines begins with
 one of kind `run`, whose `step` is the last one before it: of what stands above, later steps count no more.
@@ -51,7 +51,7 @@ class StepRecord:
     epoch: float
     """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets."""
     seconds_left: float
-    """Until the last step, by the median time from step to step."""
+    """Seconds until the last step, by the median time from step to step."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,8 @@ class RunLog:
                 if sink.name not in self._silent:
                     self._silent.add(sink.name)
                     reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-                    told = f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
-                    self.note(self._step, told)
+                    warning = f"{sink.name} cannot be written ({reason}): the run goes on without its lines"
+                    self.note(self._step, warning)
                     self._silent.add(sink.name)  # this line may have been short enough
             else:
                 self._silent.discard(sink.name)
@@ -158,7 +158,7 @@ class JsonlSink:
     """One JSON object a line: `{"kind": "train", "step": 3, "loss": ...}`, in the file at once.
 
     Floats keep all their digits; nan and inf are written as strings (JSON has no word for them). `name`: what it is
-    called where it is told that it cannot be written. `kind`: train, valid, blend, attention or timing.
+    called where it is reported that it cannot be written. `kind`: train, valid, blend, attention or timing.
     """
 
     def __init__(self, path: Path, resume_step: int = 0) -> None:

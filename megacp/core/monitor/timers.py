@@ -40,7 +40,7 @@ class WallClock:
 
 
 class EventClock:
-    """Of a GPU: marks are events in its queue, so reading them waits for nothing."""
+    """Clock of a GPU: marks are events in its queue, so reading them waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -63,7 +63,7 @@ class BlockCover:
 
 @dataclass(frozen=True)
 class _Stretches:
-    """Weights on lines of numbered places: `weight` on every place of `[start, stop)` of a line; int64 arrays."""
+    """Weights on lines of numbered positions: `weight` on each of `[start, stop)` of a line; int64 arrays."""
 
     line: np.ndarray
     start: np.ndarray
@@ -74,16 +74,16 @@ class _Stretches:
         return _Stretches(self.line[index], self.start[index], self.stop[index], self.weight[index])
 
     def summed(self, width: int) -> _Stretches:
-        """The same sums by disjoint stretches of positive weight, sorted; places lie in `[0, width)`, weights >= 0.
+        """The same sums by disjoint stretches of positive weight, sorted; positions lie in `[0, width)`, weights >= 0.
 
         On one line 2 on `[0, 3)` and 1 on `[2, 5)` become 2 on `[0, 2)`, 3 on `[2, 3)` and 1 on `[3, 5)`.
         """
-        # [2 n]: where a weight begins and ends, as one number for (line, place); a line has width + 1 places for ends
+        # [2 n]: where a weight begins and ends, as one number for (line, position); a line has width + 1 for ends
         at = np.concatenate([self.line, self.line]) * (width + 1) + np.concatenate([self.start, self.stop])
         at, event = np.unique(at, return_inverse=True)
         change = np.zeros(len(at), np.int64)
         np.add.at(change, event, np.concatenate([self.weight, -self.weight]))
-        total = np.cumsum(change)  # the weight from each place to the next; 0 at the end of every line
+        total = np.cumsum(change)  # the weight from each position to the next; 0 at the end of every line
         kept = np.flatnonzero(total)
         line, start = np.divmod(at[kept], width + 1)
         # a stretch ends at the next event, which is on its line: the total is 0 at the end of each
@@ -116,7 +116,7 @@ def _in_blocks(line: np.ndarray, start: np.ndarray, stop: np.ndarray, size: int)
 
 
 def _of_full_tiles(table: TileTable, size: int) -> _Stretches:
-    """Allowed pairs of the full tiles: lines are query blocks, places key blocks.
+    """Allowed pairs of the full tiles: lines are query blocks, positions key blocks.
 
     The keys of a row are summed first, so that a tall row of many tiles costs its blocks once.
     """
@@ -146,7 +146,7 @@ def _of_triangles(table: TileTable, size: int, kind: int) -> _Stretches:
     # [tiles x their query blocks]: the part of a triangle in one query block, `height` queries from `top` on
     top = np.maximum(block * size, q_start[owner])
     height = np.minimum((block + 1) * size, q_stop[owner]) - top
-    corner = k_start[owner] + top - q_start[owner]  # the key at the place of the first query
+    corner = k_start[owner] + top - q_start[owner]  # the key at the index of the first query
     beside = (k_start[owner], corner) if kind == CAUSAL else (corner + height, table.k_stop[tile][owner])
     whole = _in_blocks(np.arange(len(block)), *beside, size)
     # a line was a part of a tile; from here on it is that part's query block

@@ -1,6 +1,6 @@
 """What differs between devices: arrays that travel to a GPU, and chains of elementwise passes that become one kernel.
 
-`@fused` compiles arithmetic alone: functions of tensors without autograd, messages or plans, so a graph never breaks.
+`@fused` compiles only arithmetic: functions of tensors without autograd, messages or plans, so a graph never breaks.
 On a CPU the functions run as they are, since compiling there needs a C++ compiler at run time.
 """
 
@@ -18,7 +18,7 @@ import torch
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-FORMS = 64
+COMPILED_FORMS = 64
 """Most compiled forms of one function: dtypes, number of dims, lengths fixed or free make about a dozen; torch's limit
 is 8."""
 BACKEND: str | Callable = "inductor"
@@ -44,17 +44,17 @@ def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 def whole_graph(
     function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:
-    """The function as one graph, in up to `FORMS` forms; a function that cannot be compiled raises."""
+    """The function as one graph, in up to `COMPILED_FORMS` forms; a function that cannot be compiled raises."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        limit: dict[str, Any] = {"recompile_limit": FORMS}  # torch's stubs do not know it
+        limit: dict[str, Any] = {"recompile_limit": COMPILED_FORMS}  # torch's stubs do not know it
         return torch.compile(function, fullgraph=True, backend=backend, **limit)
     graph = torch.compile(function, fullgraph=True, backend=backend)
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
         # before 2.13 torch has one limit for all functions, and 2.12 one for each thread, as autograd's on CUDA
-        if torch._dynamo.config.recompile_limit != FORMS:
-            torch._dynamo.config.recompile_limit = FORMS  # not at each call: what is set leaks and costs
+        if torch._dynamo.config.recompile_limit != COMPILED_FORMS:
+            torch._dynamo.config.recompile_limit = COMPILED_FORMS  # not at each call: what is set leaks and costs
         return graph(*args, **options)
 
     return call
@@ -63,8 +63,8 @@ def whole_graph(
 def lend_scratch(device: torch.device) -> None:
     """Give the Triton kernels that this thread launches memory for their TMA descriptors.
 
-    Triton keeps the allocator in a ContextVar, which is unset in every new thread. From 2.13 on torch sets it at the
-    first launch of a kernel alone, and a recomputation is a later launch, in autograd's thread.
+    Triton keeps the allocator in a ContextVar, which is unset in every new thread. From 2.13 on torch sets it only
+    at the first launch of a kernel, and a recomputation is a later launch, in autograd's thread.
     """
     triton = sys.modules.get("triton")  # there before anything is launched
     if triton is not None:

@@ -104,7 +104,7 @@ class HostMask:
     content: np.ndarray
     """int32: all arrays one after the other, each from a multiple of `_ALIGNED` on."""
     lengths: tuple[int, ...]
-    """Of the columns of `_rule`, then of `_lists` by queries (partial blocks, full blocks) and by keys."""
+    """Lengths of the columns of `_rule`, then of `_lists` by queries (partial blocks, full blocks) and by keys."""
     reach: Reach
 
 
@@ -184,8 +184,8 @@ def _columns(table: TileTable, size: int) -> Iterator[np.ndarray]:
 
 
 def _lists(cover: BlockCover, by_keys: bool) -> Iterator[np.ndarray]:
-    """Of the partial and then the full blocks: how many each block of queries sees, or each block of keys is seen by;
-    then `[rows, columns]` of the other side's blocks in rising order, filled up with 0, as narrow as the longest row.
+    """Counts of the partial and then of the full blocks that each block of queries sees, or of keys is seen by; then
+    `[rows, columns]` of the other side's blocks in rising order, filled up with 0, as narrow as the longest row.
 
     Both have the same columns: before 2.12 torch's kernels stepped through both with the partial ones' strides.
     """
@@ -255,7 +255,7 @@ def _tokens_first(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class FlexKernel:
-    """See `WholeKernel`; for float32 and bfloat16, as FlexAttention adds up in float32.
+    """A `WholeKernel` for float32 and bfloat16, as FlexAttention adds up in float32.
 
     `functions` take the place of the compiled `flex_attention` and `flex_backward`, `size` is the side of a block, and
     `whole_backend` is the kernel of a row whose keys are all here (`FLASH`: FlashAttention 4, which gives no gradient

@@ -14,10 +14,10 @@ from megacp.core.ops.tile_kernels import FlashKernel, MathKernel
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A row of the table of kernels: how to build it, and where alone it runs."""
+    """A row of the table of kernels: how to build it, and the only device it runs on."""
 
     build: Callable[[float], Kernel]
-    """With a cap of scores, or 0."""
+    """Builder, given a cap of scores, or 0."""
     device: str = ""
     """The only device type, or any."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")

@@ -34,7 +34,7 @@ FULL = 1
 CAUSAL = 2
 """A square tile of which a triangle is allowed: `k_index - k_start <= q_index - q_start`."""
 WINDOW = 3
-"""Likewise the other triangle: `k_index - k_start >= q_index - q_start`."""
+"""A square tile of which the other triangle is allowed: `k_index - k_start >= q_index - q_start`."""
 
 _PART = 64
 """Queries of a window's rows are cut to a multiple of it, which kernels like."""

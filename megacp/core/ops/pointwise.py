@@ -52,7 +52,7 @@ def _norm_backward(
 
 
 class FromInputs(torch.autograd.Function):
-    """`forward(*inputs)`, which saves them alone; `backward(grad, *inputs)` gives the gradients of all."""
+    """`forward(*inputs)`, which saves only them; `backward(grad, *inputs)` gives the gradients of all."""
 
     @staticmethod
     def forward(ctx: Any, forward: Pass, backward: Pass, *inputs: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _swiglu_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_gradient(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor]:
-    """On a CPU written to the halves of the result: a quarter of `_swiglu_backward`'s time, 5 % of a block's step.
+    """Gradient; on a CPU written to the halves of the result: a quarter of `_swiglu_backward`'s time, 5 % of a step.
 
     A graph cannot write so: its halves are no dense tensors.
     """
@@ -184,7 +184,7 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
-"""By the words of --mlp-activation, which are Transformer Engine's too."""
+"""Activations by the words of --mlp-activation, which are Transformer Engine's too."""
 
 
 _MASK32 = 0xFFFFFFFF

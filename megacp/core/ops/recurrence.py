@@ -28,23 +28,23 @@ from megacp.core.ops.pointwise import FromInputs
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Rule = Callable[..., Iterator[Pair]]
-"""Of inputs `[n, C, ...]` of n chunks, in the accumulation dtype: yields A, B, and then R, O, all `[n, heads, ...]`.
+"""A function of inputs `[n, C, ...]`, in the accumulation dtype, that yields A, B, then R, O, all `[n, heads, ...]`.
 Tokens of zeros fill a chunk up, and must leave the state as it is. Maps come first: they travel while the rest is
 computed."""
-Rows = slice | torch.Tensor
+Indices = slice | torch.Tensor
 
 
 class Level(NamedTuple):
     """Chunks that can be computed together: all chunks before them on their paths are done."""
 
-    rows: Rows
-    before: Rows
+    rows: Indices
+    before: Indices
     """The chunk before each of them."""
 
 
 def _decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of logs `[n, C, heads]`: what is left at token i of what token j wrote, `[n, heads, C, C]` (0 for a later j); at
-    token i of the state before the chunk, and behind the chunk of what token i wrote, `[n, heads, C, 1]`.
+    """What logs `[n, C, heads]` leave at token i of what token j wrote, `[n, heads, C, C]` (0 for a later j); at token
+    i of the state before the chunk, and behind the chunk of what token i wrote, `[n, heads, C, 1]`.
     """
     decay = log_decay.transpose(1, 2).cumsum(-1)  # from the beginning of the chunk through token i
     past = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device).tril()

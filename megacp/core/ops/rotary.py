@@ -29,7 +29,7 @@ class RotaryScaling:
 
     @property
     def attention_factor(self) -> float:
-        """On cosines and sines, and so on q and k (YaRN: Peng et al., 2023)."""
+        """Factor of cosines and sines, and so of q and k (YaRN: Peng et al., 2023)."""
         return 0.1 * math.log(self.factor) + 1.0 if self.kind == "yarn" else 1.0
 
 

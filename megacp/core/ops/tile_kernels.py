@@ -64,7 +64,7 @@ class KernelCall:
         return Allowed(self.kind != FULL, None if self.bias is None else to_device(self.bias, device))
 
     def turned(self, *tensors: torch.Tensor) -> Any:
-        """As many tensors as a kernel takes or gives them: read backwards, a window's triangle is a causal one."""
+        """Tensors that a kernel takes or gives, read backwards for a window's triangle: then it is a causal one."""
         return tuple(x.flip(0) for x in tensors) if self.kind == WINDOW else tensors
 
 

@@ -27,7 +27,7 @@ class Group:
     """What the rule keeps of each slice: tensors like it by `STATE_KINDS`, zero before the first update."""
 
 
-class Rule(Protocol):
+class UpdateRule(Protocol):
     """One way to step groups of slices; made once for all of a rank that it steps."""
 
     def update(self, lr: float, scale: float) -> None:
@@ -78,5 +78,5 @@ class AdamW:
         self._kernel.step()
 
 
-RULES: dict[str, Callable[[Sequence[Group], TrainingConfig, AdamWEngine | None], Rule]] = {"adamw": AdamW}
-"""By the names in `STEPPED_BY`."""
+UPDATE_RULES: dict[str, Callable[[Sequence[Group], TrainingConfig, AdamWEngine | None], UpdateRule]] = {"adamw": AdamW}
+"""Rules by the names in `STEPPED_BY`."""

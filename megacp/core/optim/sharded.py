@@ -19,7 +19,7 @@ from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, Sha
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import Axis
 from megacp.core.monitor.timers import Phase, unmeasured
-from megacp.core.optim.rules import RULES, Group
+from megacp.core.optim.rules import UPDATE_RULES, Group
 
 _ROW = 4096
 """Elements of a partial sum of squares."""
@@ -87,7 +87,7 @@ class ShardedOptimizer:
             group = groups.setdefault(spec.rule, {}).setdefault((spec.weight_decay, spec.lr_multiplier), alone)
             group.slices.append(x)
             group.state.append(state)
-        self._rules = [RULES[name](list(alike.values()), settings, engine) for name, alike in groups.items()]
+        self._rules = [UPDATE_RULES[name](list(alike.values()), settings, engine) for name, alike in groups.items()]
 
     def grad_norm(self, phase: Phase = unmeasured) -> float:
         """The global norm of the summed gradients, equal on all ranks; call it after `ShardedParameters.finish`."""

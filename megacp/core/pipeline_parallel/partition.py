@@ -38,13 +38,15 @@ def _smallest_limit(costs: list[int], num_parts: int) -> int:
 
     At most is enough: with at least `num_parts` layers a part can always be split further, and costs do not grow by it.
     """
-    low, high = max(costs), sum(costs)
+    low, high = max(costs), sum(costs)  # one layer in a part, all layers in one
     while low < high:
         middle = (low + high) // 2
-        parts, filled = 1, 0
+        parts = 1
+        filled = 0  # cost of the last part so far
         for cost in costs:
             if filled + cost > middle:
-                parts, filled = parts + 1, 0
+                parts += 1
+                filled = 0
             filled += cost
         if parts <= num_parts:
             high = middle

@@ -83,8 +83,9 @@ def open_channels(grid: ProcessGrid, num_chunks: int) -> None:
         for source in range(num_stages):
             destination = (source + step) % num_stages
             if destination != source + step and num_chunks == 1:
-                continue  # around the end go the messages from one chunk to the next alone
-            axis, one = grid.pipeline_channel(direction, source), torch.zeros(1, device=grid.device)
+                continue  # around the end go only the messages from one chunk to the next
+            axis = grid.pipeline_channel(direction, source)
+            one = torch.zeros(1, device=grid.device)
             if rank == source:
                 isend(one, axis, destination).wait()
             elif rank == destination:
@@ -121,7 +122,8 @@ def run(
     if deferred is not None:
         deferred.begin()
     for action in actions:
-        key, last = (action.microbatch, action.chunk), final[action.kind, action.chunk] == action
+        key = action.microbatch, action.chunk
+        last = final[action.kind, action.chunk] == action  # of its chunk in this step
         match action.kind:
             case Kind.FORWARD:
                 with phase("shard"):

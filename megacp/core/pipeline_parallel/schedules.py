@@ -63,7 +63,7 @@ class Action:
     SEND_FORWARD sends the output of `chunk`, RECV_FORWARD receives its input. SEND_BACKWARD sends the gradient of its
     input, RECV_BACKWARD receives that of its output.
     WEIGHTS computes the weight gradients that BACKWARD of the same microbatch and chunk has deferred.
-    UNSHARD starts to gather the parameters of `chunk`, RESHARD frees them (full sharding alone).
+    UNSHARD starts to gather the parameters of `chunk`, RESHARD frees them (only full sharding).
     """
 
     kind: Kind
@@ -174,7 +174,7 @@ def defers(stage: int, num_chunks: int) -> bool:
 
 
 def forward_only(stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-    """Forwards alone, for evaluation, in the order training runs them."""
+    """Only forwards, for evaluation, in the order training runs them."""
     order = _forward_order(num_stages, num_microbatches, num_chunks)
     return [Action(Kind.FORWARD, microbatch, chunk) for microbatch, chunk in order if microbatch >= 0]
 

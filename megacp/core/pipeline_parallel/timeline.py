@@ -18,7 +18,7 @@ class Span:
 
 
 def timeline(stages: Sequence[Sequence[Action]], num_chunks: int, times: Mapping[Kind, float]) -> list[list[Span]]:
-    """When the computes `stages[i]` of each stage i run: as early as their order allows; a message takes no time.
+    """Spans of the computes `stages[i]` of each stage i, as early as their order allows; a message takes no time.
 
     `times` are a whole stage's for one microbatch, of which a chunk takes its share. A backward takes the time of the
     weights too where its stage defers none.

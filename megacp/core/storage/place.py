@@ -78,7 +78,7 @@ def read_content(place: Place, limit: int = files.TEXT_LIMIT) -> bytes:
     return place.content(limit) if isinstance(place, Url) else files.read_regular(place, limit)
 
 
-def sha256_of(place: Place, size: int | None = None) -> tuple[int, str]:
+def digest_of(place: Place, size: int | None = None) -> tuple[int, str]:
     """Size in bytes and sha256 (hexadecimal) of a file. Raises as `open_stream`."""
     if isinstance(place, Path):
         return files.sha256_of(place, size)
@@ -96,7 +96,7 @@ def write_content(place: Place, data: bytes) -> None:
 
 
 def write_stream(place: Place, fill: Callable[[BinaryIO], None], seconds: float = 0.0) -> tuple[int, str]:
-    """As `write_content` with what `fill` writes; size and sha256. A local folder is waited for `seconds`."""
+    """Write what `fill` writes, as `write_content` does; size and sha256. A local folder is waited for `seconds`."""
     if isinstance(place, Url):
         return place.stream(fill)
     with files.new_file(place, seconds) as stream:

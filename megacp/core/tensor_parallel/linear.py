@@ -23,7 +23,7 @@ from megacp.core.distributed import collectives
 from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.core.large_blocks import product as large_product
+from megacp.core.large_blocks import large_product
 from megacp.core.layers.table import Linear, Tensor
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
@@ -67,7 +67,7 @@ class LinearOptions:
     dtype: torch.dtype
     device: torch.device
     trained: bool = True
-    """False for a frozen tower: its parameters take part in the forward pass alone."""
+    """False for a frozen tower: its parameters take part only in the forward pass."""
     lr_multiplier: float = 1.0
     weight_gradients: WeightGradients | None = None
     """Takes the weight gradients of linears to the buckets; None leaves that to autograd."""

@@ -34,7 +34,7 @@ class LoraSpec:
     rank: int
     scale: float
     dropout: float = 0.0
-    """Of what the pairs are given, in training."""
+    """Dropout of the inputs of the pairs, in training."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ from megacp.core.distributed import collectives
 from megacp.core.distributed.differentiable import reduce_from, reduce_scatter_to
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
-from megacp.core.large_blocks import empty, product, zeros
+from megacp.core.large_blocks import empty, large_product, zeros
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import LinearOptions, column_product
 
@@ -147,7 +147,7 @@ class _ChunkedLoss(torch.autograd.Function):
         losses = torch.empty_like(weights)
         for start in range(0, tokens, step):
             part = slice(start, start + step)
-            logits = product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
+            logits = large_product(x_all[part], weight.t())  # [c, h] x [h, rows] -> [c, rows]
             true = logits[:, : table.true_rows]
             scaled = scale[part] if for_x or for_weight else None
             losses[part] = cross_entropy(true, target.labels[part], table.first, tp, scaled)

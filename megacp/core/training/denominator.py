@@ -35,7 +35,7 @@ class RankReport:
     data_wait: float = 0.0
     """Seconds it waited for its packs."""
     save_state: int = 0
-    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `FAILED`)."""
+    """How far its files of a checkpoint in the background are (`saving.DONE`, `WRITING`, `SAVE_FAILED`)."""
     image_documents: int = 0
     """Documents with images in its packs; reported by one rank of each replica."""
 
@@ -70,7 +70,7 @@ def agree_on_step(
     """
     fingerprint = 0
     for batch in batches:
-        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)
+        fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)  # exact in float64
     weights = sum(batch.weight_sum for batch in batches)
     tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
     own = dataclasses.astuple(report or RankReport())
@@ -88,8 +88,8 @@ def agree_on_step(
             )
     first = list(leaders.values())
     weight, total = table[first, 2:4].sum(0).tolist()
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     for field, column in zip(dataclasses.fields(RankReport), table[:, 4:].T, strict=True):
         value = column.sum() if field.name in _SUMMED else column.max()
-        told[field.name] = type(getattr(RankReport, field.name))(value.item())
-    return StepAgreement(weight, int(total), RankReport(**told))
+        reported[field.name] = type(getattr(RankReport, field.name))(value.item())
+    return StepAgreement(weight, int(total), RankReport(**reported))

@@ -1,4 +1,4 @@
-"""What every rank states before the run depends on it, and how a difference is told.
+"""What every rank states before the run depends on it, and how a difference is reported.
 
 Statements are compared in the run's store before any process group of the grid exists. Another grid, size or timeout on
 one rank is then a message and not a hang.
@@ -62,29 +62,29 @@ def require_equal_start(rendezvous: Rendezvous, stated: dict[str, str] | None, p
 
 def _differences(values: list[str]) -> str:
     """What the ranks do not agree on, in words; empty when they do."""
-    told = [json.loads(value) for value in values]
+    reports = [json.loads(value) for value in values]
     problems: dict[str, list[int]] = {}
-    for rank, one in enumerate(told):
+    for rank, one in enumerate(reports):
         if one["problem"]:
             problems.setdefault(one["problem"], []).append(rank)
     if problems:
-        if len(problems) == 1 and len(*problems.values()) == len(told):
+        if len(problems) == 1 and len(*problems.values()) == len(reports):
             return next(iter(problems))
-        return "\n".join(f"{_places(ranks, told)}: {text}" for text, ranks in problems.items())
+        return "\n".join(f"{_ranks_and_hosts(ranks, reports)}: {text}" for text, ranks in problems.items())
     lines = []
-    for name in dict.fromkeys(name for one in told for name in one["stated"]):
+    for name in dict.fromkeys(name for one in reports for name in one["stated"]):
         groups: dict[str, list[int]] = {}
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(reports):
             groups.setdefault(one["stated"].get(name, "absent"), []).append(rank)
         if len(groups) > 1:
             usual, *others = sorted(groups, key=lambda value: -len(groups[value]))
-            odd = ", ".join(f"{value} on {_places(groups[value], told)}" for value in others)
-            lines.append(f"  - {name}: {odd}; {usual} on {_places(groups[usual], told)}")
-    head = f"the {len(told)} ranks of this run were not started alike; give all of them the same flags and software:"
+            odd = ", ".join(f"{value} on {_ranks_and_hosts(groups[value], reports)}" for value in others)
+            lines.append(f"  - {name}: {odd}; {usual} on {_ranks_and_hosts(groups[usual], reports)}")
+    head = f"the {len(reports)} ranks of this run were not started alike; give all of them the same flags and software:"
     return "\n".join([head, *lines]) if lines else ""
 
 
-def _places(ranks: list[int], told: list[dict[str, str]]) -> str:
+def _ranks_and_hosts(ranks: list[int], reports: list[dict[str, str]]) -> str:
     """`rank 3 (host b)`."""
-    hosts = list(dict.fromkeys(told[rank]["host"] for rank in ranks))
+    hosts = list(dict.fromkeys(reports[rank]["host"] for rank in ranks))
     return f"{named(ranks)} ({'host' if len(hosts) == 1 else 'hosts'} {listed(hosts, 4)})"

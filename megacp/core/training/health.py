@@ -5,7 +5,7 @@ and a resumed run decides like an uninterrupted one. The rules, in this order:
 
 * Images of too many documents could not be decoded: the run ends.
 * A step that learns from no token, or whose loss or gradient is not finite, is skipped.
-* A loss or gradient norm far above its running median is told, the next only far above the one told, or once the
+* A loss or gradient norm far above its running median is logged, the next only far above the one logged, or once the
   median is half or twice what it was.
 * Too many skipped steps in a row end the run.
 
@@ -93,7 +93,7 @@ class Health:
         state = {**_FRESH, **(state or {})}
         self._losses = deque(map(float, state["losses"]), _WINDOW)
         self._norms = deque(map(float, state["grad_norms"]), _WINDOW)
-        self._told: dict[str, list[float]] = dict(state["told"])  # of the last spike: the value and the median
+        self._logged: dict[str, list[float]] = dict(state["told"])  # of the last spike: the value and the median
         self.skipped_in_a_row: int = state["skipped_in_a_row"]
         """Steps without an update since the last one with an update."""
         self._image_documents: int = state["image_documents"]
@@ -104,7 +104,7 @@ class Health:
         return {
             "losses": list(self._losses),
             "grad_norms": list(self._norms),
-            "told": dict(self._told),
+            "told": dict(self._logged),
             "skipped_in_a_row": self.skipped_in_a_row,
             "image_documents": self._image_documents,
             "left_out": self._left_out,
@@ -147,10 +147,10 @@ class Health:
         usual = statistics.median(before)
         if usual <= 0.0 or value <= factor * usual:
             return ""
-        last, median = self._told.get(name, (0.0, 0.0))
+        last, median = self._logged.get(name, (0.0, 0.0))
         if value <= factor * last and 0.5 * median < usual < 2.0 * median:
             return ""
-        self._told[name] = [value, usual]
+        self._logged[name] = [value, usual]
         return f"the {name} {value:.4g} is {value / usual:.3g} times the median {usual:.4g} of {len(before)} updates"
 
     def _bad_images(self, numbers: StepNumbers) -> str:
@@ -160,7 +160,7 @@ class Health:
         if self._image_documents < IMAGE_DOCUMENTS:
             return ""
         seen, left_out = self._image_documents, self._left_out
-        self._image_documents = self._left_out = 0
+        self._image_documents = self._left_out = 0  # the next ones are counted anew
         if left_out <= MOST_LEFT_OUT * seen:
             return ""
         return f"{left_out} of the last {seen} documents with images were left out: an image could not be decoded"
@@ -168,8 +168,6 @@ class Health:
 
 _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "told": {}}
 _FRESH |= {"skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
-
-
 _MOST, _MOST_TENSORS = 64, 4
 
 
@@ -179,7 +177,7 @@ def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], f
     `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
     step's loss and gradient are.
     """
-    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]
+    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]  # this rank's
     found = gather_objects((_ids(bad), _ids(packs)), world)
     ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
     if ranks:
@@ -200,7 +198,7 @@ def named_packs(packs: Collection[int]) -> str:
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:
     """Which tensors hold a number that is not finite, in words equal on all ranks; empty when none does. Collective."""
-    ends = [torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()]
+    ends = [torch.stack(box.tensor.detach().aminmax()) for box in boxes if box.tensor.numel()]  # NaN goes through
     finite = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
     names = [box.name for box in boxes if box.tensor.numel()]
     bad = sorted({name for name, sound in zip(names, finite, strict=True) if not sound})

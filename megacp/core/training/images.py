@@ -2,7 +2,7 @@
 
 With `--on-bad-image skip` all ranks that hold a row leave the same documents out. Each rank reports before a step what
 it could not decode, and all clear the union of the reports: packs, weights and masks stay equal. One small all-reduce a
-step tells whether there is a report at all.
+step says whether there is a report at all.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def image_loading(
 
 def image_documents(batches: Sequence[PackedBatch]) -> int:
     """Documents of these rows that hold images."""
-    rows = [(batch.document, batch.vision.feature_rows) for batch in batches if batch.vision is not None]
-    return sum(len(np.unique(document[places])) for document, places in rows if len(places))
+    features = [(batch.document, batch.vision.feature_rows) for batch in batches if batch.vision is not None]
+    return sum(len(np.unique(document[rows])) for document, rows in features if len(rows))
 
 
 def without_bad_images(

@@ -27,7 +27,7 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
     """FLOPs of training on a row, attention counted by the allowed pairs of its mask, vision by its images."""
     metadata, images = row.share.plan.metadata, row.batch.vision
     mix = mix_of(config.model)
-    area = row_area(metadata, mix).sum() / max(1, sum(mix.values()))
+    area = row_area(metadata, mix).sum() / max(1, sum(mix.values()))  # of the mean layer
     total = text_flops(config, int((metadata.leave > 0).sum()), int(area))
     if images is not None:
         total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
@@ -36,15 +36,16 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
 
 def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
     """The log of this rank of a run that has done `step` steps; ValueError on all ranks when rank 0 cannot open it."""
-    targets, log = LogTargets(), config.log
+    targets = LogTargets()  # of other ranks: nowhere
     if grid.rank == 0:
+        log = config.log
         projects = log.wandb_project, log.trackio_project
         targets = LogTargets(True, config.log_path, log.tensorboard_dir, *projects, log.log_interval)
-    settings, opened = flatten(config), list[RunLog]()
+    opened = list[RunLog]()
 
     def opens() -> None:
         try:
-            opened.append(RunLog(targets, config.training.train_iters, step, settings))
+            opened.append(RunLog(targets, config.training.train_iters, step, flatten(config)))
         except OSError as error:
             raise ValueError(f"the log cannot be written: {error}") from error
 
@@ -55,11 +56,9 @@ def open_log(config: RunConfig, grid: ProcessGrid, step: int) -> RunLog:
 def heading(config: RunConfig, grid: ProcessGrid) -> str:
     """One line: what runs where."""
     shape, training, parallel = grid.shape, config.training, config.parallel
-    instances = parallel.num_distributed_optimizer_instances
-    ranks = shape.dp * shape.cp // instances
-    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(
-        parallel.data_parallel_sharding_strategy
-    )
+    ranks = shape.dp * shape.cp // parallel.num_distributed_optimizer_instances
+    strategy = parallel.data_parallel_sharding_strategy
+    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(strategy)
     shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
     return (
         f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
@@ -72,18 +71,18 @@ def opening_lines(
     config: RunConfig, grid: ProcessGrid, sources: Sources, chosen: Sequence[str], start: Start, resumed: Resumed | None
 ) -> list[str]:
     """What runs where, what it starts from, and what is not as it was."""
-    lines, source = [heading(config, grid), *chosen], sources.train
+    lines = [heading(config, grid), *chosen]
+    source = sources.train
     if isinstance(source, PackBlend):
-        firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]
+        firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]  # [datasets + 1]: pack numbers
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
-            told = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
-            lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {told}")
+            words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
+            lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
     lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
-        return lines + [f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"] * (
-            rank > 0
-        )
+        random = f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"
+        return [*lines, random] if rank else lines
     step, last = resumed.state.step, config.training.train_iters
     fresh = f"weights of {resumed.path}; this run starts at step 0 with a fresh optimizer"
     lines.append(fresh if start.weights_only else f"resumed from {resumed.path} after step {step}")
@@ -100,15 +99,15 @@ def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) 
     figures: dict[str, float] = {}
     for one in shares:
         figures |= {f"{one.name}/share": one.share, f"{one.name}/epoch": one.epoch}
-    told = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
-    return (f"blend: after {consumed:,} samples {told}" if any(begun) or is_last else ""), figures
+    words = ", ".join(f"{one.name} {one.share:.2%}, epoch {one.epoch:.2f}" for one in shares)
+    return (f"blend: after {consumed:,} samples {words}" if any(begun) or is_last else ""), figures
 
 
 def _trained(config: RunConfig) -> str:
     """How many of them are trained, where some are frozen."""
-    model, pairs = config.model, ""
-    if model.lora_rank:
-        pairs = f" in low-rank pairs of rank {model.lora_rank} on {', '.join(model.lora_linears)}"
+    pairs = ""
+    if rank := config.model.lora_rank:
+        pairs = f" in low-rank pairs of rank {rank} on {', '.join(config.model.lora_linears)}"
     return f" ({human_count(trained_parameters(config))} trained{pairs})" if config.frozen_parts else ""
 
 

@@ -46,7 +46,8 @@ class PlannedRow:
 
 def rows_of(config: RunConfig, grid: ProcessGrid) -> Rows:
     """The rows of a rank of `grid`."""
-    packs, axis = config.training.micro_batch_size, row_axis(grid, config.parallel)
+    axis = row_axis(grid, config.parallel)
+    packs = config.training.micro_batch_size
     if axis is grid.cp:
         return Rows(axis, DataRank(grid.dp.rank, grid.dp.size), packs)
-    return Rows(axis, DataRank(0, 1), packs * grid.dp.size)
+    return Rows(axis, DataRank(0, 1), packs * grid.dp.size)  # dynamic: a row is dealt over dp x cp

@@ -23,10 +23,8 @@ from megacp.core.training.health import AnomalyError, damaged_tensors
 from megacp.core.training.state import RunState, begin_save, saved_boxes
 from megacp.core.training.step import ParallelModel
 
-DONE, WRITING, FAILED = 0, 1, 2
-"""What a rank tells the others of its files; of several ranks the highest counts."""
-
-
+DONE, WRITING, SAVE_FAILED = 0, 1, 2
+"""What a rank reports to the others of its files; of several ranks the highest counts."""
 _LATE_SECONDS = 40.0
 """How long another machine may see a file late on NFS: its caches of names hold for 30 s."""
 
@@ -86,10 +84,10 @@ class Saver:
 
     @property
     def save_state(self) -> int:
-        """DONE, WRITING or FAILED on this rank."""
+        """DONE, WRITING or SAVE_FAILED on this rank."""
         if self._pending is None:
             return DONE
-        return WRITING if self._pending.writing else FAILED if self._pending.failed else DONE
+        return WRITING if self._pending.writing else SAVE_FAILED if self._pending.failed else DONE
 
     def settle(self, of_all: int, say: Callable[[str], None]) -> None:
         """Commit what is pending, given the highest `save_state`; SaveError on all ranks when it failed on any."""

@@ -30,7 +30,7 @@ from megacp.core.training.stored import progress
 
 @dataclass(frozen=True)
 class Sources:
-    """Training and validation packs, and by what they are told from others."""
+    """Training and validation packs, and what sets them apart from others."""
 
     train: PackSource
     valid: PackSource | None
@@ -95,8 +95,8 @@ def open_sources(config: RunConfig) -> tuple[RunConfig, Sources]:
             reasons += _misfits(flag, str(dataset.directory), dataset, config)
     both = {"--data-path": _members(train), "--valid-data-path": _members(valid)}
     names, manifests = zip(*((flag, one.manifest) for flag, of in both.items() for one in of), strict=True)
-    told = contradictions(names, manifests) if valid is not None else []
-    reasons += [text for text in told if "--seq-length" not in text and "--pad-multiple" not in text]
+    contradicting = contradictions(names, manifests) if valid is not None else []
+    reasons += [text for text in contradicting if "--seq-length" not in text and "--pad-multiple" not in text]
     rules = [one.manifest.image_rules for one in (*_members(train), *_members(valid))]
     values = next((one for one in rules if one is not None), None)
     if values is not None and importlib.util.find_spec("PIL") is None:
@@ -122,23 +122,26 @@ _FEW_UPDATES = 20
 def with_stored_length(config: RunConfig, given: Collection[str], flags: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the row length of --data-path where no flag in `given` says it, with --train-epochs in steps, and
     a note, also of a new run that is short or warms up for most of its steps; both as they were where there is no such
-    dataset, which is told later. ValueError for no step, and for a length that `flags` of the command line, or else
+    dataset, which is reported later. ValueError for no step, and for a length that `flags` of the command line, or else
     files, say twice.
     """
     try:
         manifests = [DatasetManifest.read(one) for one in named_folders(config.data.data_path)]
     except ValueError:
         manifests = []
-    found, training = dict[str, Value](), config.training
+    training = config.training
+    found = dict[str, Value]()  # flags that the dataset says
     if manifests and "seq_length" not in given and manifests[0].seq_length != config.data.seq_length:
         found["seq_length"] = manifests[0].seq_length
-    epochs, lengths = training.train_epochs, {"train_epochs", "train_iters"}
+    epochs = training.train_epochs
+    lengths = {"train_epochs", "train_iters"}
     if epochs is not None and lengths <= {*given}:
         if len(lengths & {*flags}) != 1:
             both = f"--train-epochs {epochs:g} and --train-iters {training.train_iters}"
             raise ValueError(f"{both} are two lengths of the run: give one of them")
         if "train_iters" in flags:  # in place of a file's epochs
-            epochs, config = None, with_values(config, {"train_epochs": None})
+            epochs = None
+            config = with_values(config, {"train_epochs": None})
     if manifests and epochs is not None:
         packs = sum(one.num_packs for one in manifests)
         found["train_iters"] = steps = whole_run(training, packs, *progress(config))[0]
@@ -156,7 +159,7 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
 
 
 def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedDataset | PackBlend | None]:
-    """The training and the validation packs. ValueError tells what is wrong with both."""
+    """The training and the validation packs. ValueError says what is wrong with both."""
     opened: list[PackedDataset | PackBlend | None] = []
     reasons: list[str] = []
     cache = DataCache()
@@ -173,7 +176,7 @@ def _open_datasets(data: DataConfig) -> tuple[PackedDataset | PackBlend, PackedD
 
 
 def _opened(flag: str, path: DataPath, cache: DataCache) -> PackedDataset | PackBlend:
-    """The packs of one flag. ValueError tells what is wrong with each dataset, then what they do not agree in."""
+    """The packs of one flag. ValueError says what is wrong with each dataset, then what they do not agree in."""
     parts = weighted_folders(flag, path)
     datasets, reasons = [], []
     for part in parts:

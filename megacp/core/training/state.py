@@ -37,7 +37,7 @@ class RunState:
     seed: int = 0
     tokenizer_sha256: str = ""
     image_rules: dict[str, Any] | None = None
-    """By which images became tokens: with them a checkpoint can be asked about images without its dataset."""
+    """Rules by which images became tokens: with them a checkpoint can be asked about images without its dataset."""
     document_start: dict[str, Any] | None = None
     """`{"token": id}` that every document of the training data begins with, or `{"token": null}`; None: not known."""
     document_end: dict[str, Any] | None = None
@@ -71,7 +71,7 @@ class Start:
     path: str | None = None
     """A checkpoint or a directory of them; None for step 0."""
     weights_only: bool = False
-    """Take the weights alone, and start at step 0."""
+    """Take only the weights, and start at step 0."""
     note: str = ""
     """What there is to say about the choice."""
 
@@ -135,7 +135,7 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 
     `state` is that of a fresh run. Raises ValueError with all reasons when the checkpoint is of another model, of other
     data or another seed: the run would be another one, or repeat some samples and miss others, without saying so.
-    Weights alone may meet any data and need no optimizer state.
+    A start from weights only may meet any data and need no optimizer state.
     """
     start = start or Start(config.checkpoint.load, config.checkpoint.finetune)
     assert start.path is not None
@@ -143,7 +143,8 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
     loaded = load_checkpoint(start.path, model.grid.world, is_shared=start.path == config.checkpoint.save)
     stored = stored_config(loaded)
     before, now = flatten(stored), flatten(config)
-    reasons, was = list[str](), stored_state(loaded)
+    was = stored_state(loaded)
+    reasons = list[str]()
     if not start.weights_only and not {"updates", "data_fingerprint"} <= set(loaded.extra):
         reasons = [f"{loaded.path} holds weights without the state of a run: start from them by --finetune"]
     elif not start.weights_only:
@@ -176,7 +177,7 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 
 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
-    """Fill the model as `load` does with the weights of a checkpoint alone. Collective over all ranks."""
+    """Fill the model as `load` does with only the weights of a checkpoint. Collective over all ranks."""
     require_one_model(weights.files, model.grid.world)
     for box in _cleared(model, lambda name: name in weights.known_rows):
         fill(box, weights.source, weights.known_rows.get(bare_name(box)))
@@ -198,7 +199,7 @@ def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[Te
 
 
 def stored_state(loaded: LoadedCheckpoint) -> RunState:
-    """What a checkpoint says of its run; weights alone say less."""
+    """What a checkpoint says of its run; a file of weights says less."""
     names = {field.name for field in dataclasses.fields(RunState)}
     return RunState(**{name: value for name, value in loaded.extra.items() if name in names})
 
@@ -230,8 +231,8 @@ def other_meaning(loaded: LoadedCheckpoint, state: RunState) -> tuple[str, ...]:
         if not was or not now or was == now:  # equal, or not known on one side
             continue
         if name == "chat_template":
-            told = "messages of the data are written by another chat template than before"
-            notes += [told] * (was["default"] != now["default"])
+            note = "messages of the data are written by another chat template than before"
+            notes += [note] * (was["default"] != now["default"])
             continue
         pairs = {key: (was[key], now[key]) for key in was if key in now} if isinstance(was, dict) else {"": (was, now)}
         notes += [f"{name} {key}: now {b}, was {a}".replace(" :", ":") for key, (a, b) in pairs.items() if a != b]

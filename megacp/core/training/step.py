@@ -63,7 +63,8 @@ class ParallelModel:
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedOptimizer(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         self.rows = rows_of(config, grid)
-        self.layout, self.mix = LAYOUTS[parallel.cp_layout], mix_of(config.model)
+        self.layout = LAYOUTS[parallel.cp_layout]
+        self.mix = mix_of(config.model)
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         width = config.model.hidden_size
         self.hidden = HiddenStates(lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype)
@@ -95,7 +96,7 @@ class ParallelModel:
         return row if isinstance(row, PlannedRow) else self.plan(row)
 
     def _moved(self, share: LocalBatch, step: int) -> LocalBatch:
-        """With a dropout key that names seed and step, not ranks; `token_names` name the packs."""
+        """The share on its device, with a dropout key of seed and step, not of ranks; `token_names` name the packs."""
         text = f"{self.config.training.seed}/{step}"
         key = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
         return share.to(self.grid.device, key)
@@ -103,7 +104,7 @@ class ParallelModel:
     def _refuse_foreign_ids(self, batch: PackedBatch) -> None:
         """An id outside the tables would be looked up on no tp rank and silently become a zero row."""
         model = self.config.model
-        counted = batch.labels[batch.loss_weights > 0]
+        counted = batch.labels[batch.loss_weights > 0]  # others are 0, or ids that nothing looks up
         for name, ids, rows in (("token", batch.tokens, model.embedding_rows), ("label", counted, model.vocab_size)):
             if len(ids) and ids.max() >= rows:
                 raise ValueError(
@@ -117,8 +118,10 @@ class ParallelModel:
         self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
-        loss, norm = self._total(losses), self.optimizer.grad_norm(self.phase)
-        lr, decision = learning_rate(step, self.config.training), check(loss, norm)
+        loss = self._total(losses)
+        norm = self.optimizer.grad_norm(self.phase)
+        lr = learning_rate(step, self.config.training)
+        decision = check(loss, norm)  # from numbers that all ranks hold: all decide alike
         if decision.update:
             self.optimizer.update(lr, norm, self.phase)
         self.parameters.zero()
@@ -141,8 +144,7 @@ class ParallelModel:
         return self._total(losses)
 
     def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
-        """Loss and summed gradients without an update: `parameters.grad_shard` is valid until
-        `parameters.zero`."""
+        """Loss and summed gradients without an update; `parameters.grad_shard` is valid until `parameters.zero`."""
         losses = self._pipeline(rows, step, denominator, training=True)()
         self.parameters.finish()
         return self._total(losses)
@@ -158,7 +160,7 @@ class ParallelModel:
             name = f"first {name}"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
-        if self.parameters.by_schedule:
+        if self.parameters.by_schedule:  # full shards: the list gathers and frees parameters too
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None
         hidden = dataclasses.replace(self.hidden, move=partial(self._moved, step=step))

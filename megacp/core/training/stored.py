@@ -24,7 +24,7 @@ FREEZING = {"freeze"}
 LORA = {"lora_rank", "lora_alpha", "lora_targets"}
 """What a run adds to weights without low-rank pairs when only the weights are taken."""
 FINETUNING_RATE, FINETUNING_RATE_OF_PAIRS = 1e-5, 1e-4
-"""Rates of a run that starts from weights alone without --lr: that of a training from nothing undoes them."""
+"""Rates of a run that starts from weights only, without --lr: that of a training from nothing undoes them."""
 
 
 def stored_config(loaded: LoadedCheckpoint) -> RunConfig:
@@ -42,7 +42,7 @@ def other_function(before: RunConfig, now: RunConfig, weights_only: bool) -> lis
 
 
 def _new_to(before: RunConfig) -> set[str]:
-    """What a run may change that takes the weights of `before` alone."""
+    """What a run may change that takes only the weights of `before`."""
     return FREEZING | (LORA if before.model.lora_rank == 0 else set())
 
 
@@ -63,10 +63,11 @@ def progress(config: RunConfig) -> tuple[int, int]:
 def with_stored_model(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, str]:
     """The config with the model of the checkpoint it loads, as far as no flag in `given` says what it is; a note.
 
-    Without a checkpoint to load it stays as it is, and the note is empty. A run that starts from weights alone keeps
+    Without a checkpoint to load it stays as it is, and the note is empty. A run that starts from weights only keeps
     its own dropout, learning rates of parts and frozen parts. Raises ValueError that names each flag which contradicts.
     """
-    checkpoint, goes_on = config.checkpoint, resumes(config)
+    checkpoint = config.checkpoint
+    goes_on = resumes(config)
     place = checkpoint.save if goes_on else checkpoint.load
     found = peek(place) if place is not None else None
     if found is None:
@@ -89,7 +90,7 @@ def with_model_of(
     before, now = flatten(stored), flatten(config)
     asked = (name for name in now if _is_of_the_model(name) or name == "image_attention")
     taken = {name: before[name] for name in asked if name not in own}
-    taken = {name: value for name, value in taken.items() if value != now[name]}
+    taken = {name: value for name, value in taken.items() if value != now[name]}  # only these are worth a note
     config = with_values(config, taken)
     if wrong := other_function(stored, config, weights_only):
         raise ValueError("\n".join(misfit(folder, name, before[name], now[name]) for name in wrong))

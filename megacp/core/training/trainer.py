@@ -48,7 +48,7 @@ class Trainer:
         self.saver = Saver(config, grid.world)
         try:
             self._begin(config, grid, sources, weights)
-        except BaseException:
+        except BaseException:  # the directory is another run's again, and signals the process's
             self.saver.close()
             self.stop.release()
             raise
@@ -62,8 +62,9 @@ class Trainer:
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
         self.model = ParallelModel(config, grid, self.timers.phase)
-        self.rows = self.model.rows
-        self.state, start = fresh_state(config, sources), starting_point(config, grid.world)
+        self.rows = self.model.rows  # how the rows of a step are dealt to ranks
+        self.state = fresh_state(config, sources)
+        start = starting_point(config, grid.world)
         resumed: Resumed | None = None
         if start.path is not None:
             resumed = load(self.model, self.state, config, start)
@@ -75,8 +76,8 @@ class Trainer:
                 self.state = resumed.state
                 self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
             if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
-                told = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
-                raise ValueError(told)
+                message = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"
+                raise ValueError(message)
         # of a checkpoint: it may be an older one than was counted with before
         done = self.state.step, self.state.consumed_samples
         last, self.end = whole_run(config.training, len(sources.train), *done)
@@ -84,23 +85,23 @@ class Trainer:
         self.health = Health(self.state.health)
         self.trace: Trace | None = None
         if (profiled := config.log.profile) is not None:
-            rank, steps = grid.rank, profiled_steps(profiled)
-            self.trace = Trace(config.profile_path, steps, rank, rank == 0, self.timers)
+            steps = profiled_steps(profiled)
+            self.trace = Trace(config.profile_path, steps, grid.rank, grid.rank == 0, self.timers)
         self.log = open_log(config, grid, self.state.step)
-        for line in opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed):
-            self.log.say(line)
-        for line in self.saver.notes:
+        lines = opening_lines(config, grid, sources, [chosen] if chosen else [], start, resumed)
+        for line in (*lines, *self.saver.notes):
             self.log.say(line)
         self.images = image_loading(config, grid, self.rows, sources.decoder)
-        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0
+        self.leads_replica = grid.tp.rank == self.rows.axis.rank == grid.pp.rank == 0  # counts what all of it share
         one = cuda_peak(grid.device, config.training.dtype) if grid.device.type == "cuda" else None
         self.peak_flops = one * grid.world.size if one is not None else None
 
     def run(self) -> int:
         """Train to the end or until asked to stop; the exit status."""
-        training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        options, consumed = loader_options(self.config, self.rows.packs), self.state.consumed_samples
-        options = dataclasses.replace(options, end=self.end)
+        training = self.config.training
+        save_interval = self.config.checkpoint.save_interval
+        consumed = self.state.consumed_samples
+        options = dataclasses.replace(loader_options(self.config, self.rows.packs), end=self.end)
         self.pace = Pace()
         try:
             with PackedLoader(
@@ -112,7 +113,8 @@ class Trainer:
                         self._save(REASONS[reason])
                         self.saver.finish(self.log.say)
                         return STOPPED
-                    step, last = step + 1, step + 1 == training.train_iters
+                    step += 1
+                    last = step == training.train_iters
                     if training.eval_interval and (step % training.eval_interval == 0 or last):
                         self._validate()
                     if save_interval and step % save_interval == 0 and not last:
@@ -154,9 +156,8 @@ class Trainer:
                 pairs = zip(planned, batches, strict=True)
                 rows = [row if row.batch is batch else self._plan(batch) for row, batch in pairs]
             with self.timers.phase("agreement"):
-                agreed = agree_on_step(
-                    batches, self.grid, self._rank_report(read, rows), replica=self.rows.data_rank.index
-                )
+                report = self._rank_report(read, rows)
+                agreed = agree_on_step(batches, self.grid, report, replica=self.rows.data_rank.index)
             self.saver.settle(agreed.report.save_state, self.log.say)
             if agreed.report.stop_reason:
                 return agreed.report.stop_reason
@@ -207,14 +208,16 @@ class Trainer:
     def _report(self, result: StepResult, agreed: StepAgreement, before: int) -> None:
         """All that is said of a step that began after `before` samples; AnomalyError when the run ends with it."""
         step, consumed = self.state.step, self.state.consumed_samples
-        decision, taken = result.decision, self.timers.take()
+        decision = result.decision
+        taken = self.timers.take()  # seconds by phase; the timers begin again
         for line in self.model.backend.warnings():
             self.log.say(line)
         if decision.findings:
             what = "; ".join(decision.findings) + ("" if decision.update else ", all ranks skipped the update")
             self.log.note(step, what + (f"; {result.suspects}" if result.suspects else ""))
-        self.saver.keeps_all = not decision.update
-        seconds, left = taken["step"], self.config.training.train_iters - step
+        self.saver.keeps_all = not decision.update  # an older checkpoint may be what the run needs next
+        seconds = taken["step"]
+        left = self.config.training.train_iters - step  # steps to come
         self.log.step(
             StepRecord(
                 step=step,

@@ -1,7 +1,7 @@
 """The chat template of an exported model: that of training, or one of records with `messages` in megacp's own form.
 
 A build tokenizes each header and content alone, a template is one string. So the template of megacp's form is written
-only where it gives the ids of a build on a probe of conversations; with other tokenizers it is refused, or told.
+only where it gives the ids of a build on a probe of conversations; with other tokenizers it is refused, or reported.
 """
 
 from __future__ import annotations

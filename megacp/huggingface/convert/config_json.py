@@ -1,7 +1,7 @@
 """A config.json being read: each field by its dotted path, every fault gathered, and what nobody asked for refused.
 
 A field that no family reads is refused by its name. Otherwise a sliding window or a scaled rotary embedding would be
-lost in silence. One that the library's own code does not name either changes nothing there: it is told and left out.
+lost in silence. One that the library's own code does not name either has no effect there: it is reported and left out.
 """
 
 from __future__ import annotations

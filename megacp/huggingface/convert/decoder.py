@@ -111,7 +111,7 @@ SIZES: Values = {
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
 }
-"""Of transformers' LlamaConfig; None: hidden size / heads, and as many groups as heads."""
+"""Defaults of transformers' LlamaConfig; None: hidden size / heads, and as many groups as heads."""
 _PLAIN: Values = {
     **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), False),
     **{"norm_position": "before", "qk_layernorm": "off", "no_rope_freq": None},
@@ -250,7 +250,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Olmo3Words(Words):
-    """Of a class that names the rotary embedding of each kind of layer; an older config's stretches full ones alone."""
+    """Words of a class that names each kind of layer's rotary embedding; older configs stretch only full ones."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -267,7 +267,7 @@ class Olmo3Words(Words):
 
 @dataclass(frozen=True)
 class Gemma3Words(Olmo3Words):
-    """Of a class that scales its embedding, says its scale of scores, and gates by GELU."""
+    """Words of a class that scales its embedding, says its scale of scores, and gates by GELU."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -287,7 +287,7 @@ class Gemma3Words(Olmo3Words):
 
 @dataclass(frozen=True)
 class Qwen35Words(Words):
-    """Of a class in whose layers a gated delta rule takes the place of attention."""
+    """Words of a class in whose layers a gated delta rule may stand instead of attention."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -337,7 +337,7 @@ QWEN2 = {name: value for name, value in QWEN3.items() if name != "head_dim"}
 
 @dataclass(frozen=True)
 class LlamaWords(Words):
-    """Of a class that asks for whole heads."""
+    """Words of a class that asks for whole heads."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -358,7 +358,7 @@ def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
 
 @dataclass(frozen=True)
 class SmolLM3Words(Words):
-    """Of a class with layers that have no rotary embedding."""
+    """Words of a class with layers that have no rotary embedding."""
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
@@ -470,7 +470,7 @@ class Family:
 
 
 _NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
-"""Without a meaning while `use_sliding_window` is false."""
+"""Keys without a meaning while `use_sliding_window` is false."""
 
 
 def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
@@ -504,7 +504,7 @@ _GEMMA3 = Gemma3Words(
     fixed={"norm_position": "both", "qk_layernorm": "head", "apply_layernorm_1p": True, "mlp_activation": "geglu"},
 )
 QWEN3_5_SILENT = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
-"""Of layers that predict further tokens, which the library leaves out as well, and of a dtype that is ours."""
+"""Keys of layers that predict further tokens, which the library leaves out as well, and of a dtype that is ours."""
 QWEN3_5_WORDS = Qwen35Words(
     QWEN3_5_SIZES,
     head_dim=True,

@@ -302,14 +302,14 @@ def _resolved(loaded: Loaded, request: Request) -> tuple[Loaded, Request]:
 
 
 def _verified(loaded: Loaded, folder: Path, request: Request) -> bool:
-    from megacp.huggingface.convert.verify import verify
+    from megacp.huggingface.convert.verify import verify_conversion
 
     after = read_hf(folder) if request.target == "hf" else read_checkpoint(folder, single_axis("world"))
     tokenizer = None
     if loaded.checkpoint is not None and request.tokenizer not in (None, "none"):
         own = load_tokenizer(request.tokenizer, engine="reference")
         tokenizer = _given(loaded, own)
-    return verify(loaded, after, request.dtype, tokenizer)
+    return verify_conversion(loaded, after, request.dtype, tokenizer)
 
 
 def _export_pairs(loaded: Loaded, request: Request) -> None:

@@ -29,7 +29,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {name: dtype for name, dtype in storage.STORED_DTYPES.items() if dtype.is_floating_point}
 MIB = 1 << 20
 SECONDS = 10.0
-"""For which a file that another machine has just made is waited for."""
+"""Seconds to wait for a file that another machine has just made."""
 _T = TypeVar("_T")
 
 
@@ -80,7 +80,7 @@ class SafetensorsFolder:
     """The weights of a folder as a Source: one file, or several with an index."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads headers alone. ValueError when there are no safetensors, or index and files disagree."""
+        """Reads only headers. ValueError when there are no safetensors, or index and files disagree."""
         self.folder = folder
         self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}
@@ -130,7 +130,7 @@ class SafetensorsFolder:
         return self._infos
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """As Source; the file is mapped, so a row is read from disk when it is used."""
+        """Rows of a tensor, as of any `Source`; the file is mapped, so a row is read from disk when it is used."""
         return self.files[self._places[name]].get_slice(name)[start:stop]
 
 

@@ -26,7 +26,7 @@ from megacp.huggingface.convert.tensors import Info, Link, Named, Source, whole
 from megacp.prepare.tokenize.beside import read_object
 
 _BEGIN = "base_model.model."
-"""Of names in an adapter: peft's model around the library's."""
+"""Prefix of names in an adapter: peft's model around the library's."""
 READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
     *("target_modules", "exclude_modules", "init_lora_weights"),

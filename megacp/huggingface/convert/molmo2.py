@@ -92,7 +92,7 @@ RELEASED_TABLE: dict[str, str | tuple[str, ...]] = {
 
 _TEXT = {**SIZES, "num_hidden_layers": 36, "intermediate_size": 12288, "num_key_value_heads": 8, "head_dim": 128}
 _TEXT |= {"vocab_size": 151936, "max_position_embeddings": 36864}
-"""Of transformers' Molmo2TextConfig."""
+"""Defaults of transformers' Molmo2TextConfig."""
 _TOWER = {
     "vision_config.num_hidden_layers": ("vision_num_layers", 25),
     "vision_config.hidden_size": ("vision_hidden_size", 1152),
@@ -104,7 +104,7 @@ _TOWER = {
 """Their size -> our flag and the library's default."""
 
 
-def from_hf(c: ConfigJson) -> Values:
+def _from_hf(c: ConfigJson) -> Values:
     v = sizes_from_hf(c, _TEXT, "text_config.")
     v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before"}
     v |= {"qk_layernorm": "head", "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
@@ -157,7 +157,7 @@ def _twins(v: Values) -> dict[str, tuple[int, int]]:
     return found
 
 
-def to_hf(v: Values) -> Values:
+def _to_hf(v: Values) -> Values:
     sizes = {path: v["ffn_hidden_size"] if v[ours] is None else v[ours] for path, (ours, _) in _TOWER.items()}
     sizes |= {path: one for path, (_, one) in _twins(v).items()}
     content: Values = {"text_config": {"model_type": "molmo2_text"} | sizes_to_hf(v)}
@@ -245,7 +245,7 @@ class Molmo2(Family):
 
 
 MOLMO2 = Molmo2(
-    *("molmo2", "Molmo2ForConditionalGeneration", _TEXT, from_hf, to_hf, NATIVE_TABLE),
+    *("molmo2", "Molmo2ForConditionalGeneration", _TEXT, _from_hf, _to_hf, NATIVE_TABLE),
     frozenset({"float32_attention", "use_frame_special_tokens"}),
     ("text_config", "vision_config", "adapter_config"),
     _TOKEN_FIELDS,

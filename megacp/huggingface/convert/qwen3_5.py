@@ -57,8 +57,8 @@ _TOKEN_FIELDS = {
 }
 
 
-def from_hf(c: ConfigJson) -> Values:
-    """Of a config whose `text_config` stands at the top."""
+def _from_hf(c: ConfigJson) -> Values:
+    """Flags of a config whose `text_config` stands at the top."""
     v = QWEN3_5_WORDS.from_hf(c)
     v |= {"vision_family": "qwen3_5", "image_attention": "causal", "connector_ffn_hidden_size": None}
     v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)
@@ -80,7 +80,7 @@ def from_hf(c: ConfigJson) -> Values:
     return v
 
 
-def to_hf(v: Values) -> Values:
+def _to_hf(v: Values) -> Values:
     """The inverse."""
     vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
     vision |= {"model_type": "qwen3_5_vision", "out_hidden_size": v["hidden_size"], "hidden_act": "gelu_pytorch_tanh"}
@@ -111,7 +111,7 @@ class Qwen35(Family):
 
 
 QWEN3_5_VL = Qwen35(
-    *("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_SIZES, from_hf, to_hf, TABLE),
+    *("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_SIZES, _from_hf, _to_hf, TABLE),
     QWEN3_5_SILENT | {"language_model_only"},
     ("vision_config",),
     _TOKEN_FIELDS,

@@ -29,7 +29,7 @@ from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, problems, whole
+from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, tensor_problems, whole
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -39,19 +39,19 @@ _COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
 """Files that may lie beside a tokenizer and go with it."""
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
-HEAD = "lm_head.weight"
+LM_HEAD = "lm_head.weight"
 CONFIG = "config.json"
 
 
 def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
     """ValueError that lists every tensor that is missing, unexpected or of another shape."""
     wanted = [named for link in links for named in (link.theirs if to_ours else link.ours)]
-    found = problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
+    found = tensor_problems(infos, wanted, IGNORED_TENSORS if to_ours else ())
     if found:
-        raise ValueError(f"{where} does not hold the tensors of its config: {listed(found)}")
+        raise ValueError(f"{where} does not hold the tensors of its config: {in_brief(found)}")
 
 
-def listed(lines: Sequence[str]) -> str:
+def in_brief(lines: Sequence[str]) -> str:
     """The first lines in one, and how many more there are."""
     return wording.listed(lines, _TOLD, "; ")
 
@@ -92,7 +92,7 @@ class Loaded:
     files: Sequence[str] = ()
     """Names of a folder's files of weights."""
     pairs: Pairs | None = None
-    """Of a checkpoint with low-rank pairs; `source` and `config` are without, the pairs folded into the weights."""
+    """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into the weights."""
     left_out: Sequence[str] = ()
     """Fields of the config.json that change nothing in the library."""
 
@@ -155,10 +155,10 @@ def _of_folder(path: Path) -> Loaded:
     # of layers that predict further tokens, which the library leaves out too
     infos = {name: info for name, info in weights.infos.items() if not name.startswith("mtp.")}
     if not values["untie_embeddings_and_output_weights"]:
-        head = [whole(weights, name) for name in ("model.embed_tokens.weight", HEAD) if name in infos]
+        head = [whole(weights, name) for name in ("model.embed_tokens.weight", LM_HEAD) if name in infos]
         if len(head) == 2 and not torch.equal(*head):
             raise ValueError(f"{path}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
-        infos.pop(HEAD, None)  # some files hold a tied head all the same
+        infos.pop(LM_HEAD, None)  # some files hold a tied head all the same
     links = family.links(values, family.layout_of(infos), infos)
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)

@@ -111,7 +111,7 @@ class FolderStart:
 
 
 def _adapter(config: RunConfig, links: list[Link], given: Collection[str]) -> Adapter:
-    """That of --load-adapter. ValueError where a flag in `given` says otherwise than it."""
+    """The adapter of --load-adapter. ValueError where a flag in `given` contradicts it."""
     path = config.checkpoint.load_adapter
     try:
         adapter = Adapter(Path(str(path)), links)

@@ -59,7 +59,7 @@ def whole(source: Source, name: str) -> torch.Tensor:
     return source.rows(name, 0, source.infos[name].shape[0])
 
 
-def problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()) -> list[str]:
+def tensor_problems(infos: Mapping[str, Info], wanted: Iterable[Named], ignored: Sequence[str] = ()) -> list[str]:
     """Tensors that are missing, unexpected or of another shape, a line each, but for ends of names in `ignored`."""
     shapes = {named.name: named.shape for named in wanted}
     found = [f"{name} is missing" for name in shapes if name not in infos]

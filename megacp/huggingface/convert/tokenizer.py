@@ -19,7 +19,7 @@ from typing import Any
 from megacp.core.storage.files import read_regular
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import copy_companions
-from megacp.prepare.tokenize.beside import OLDER_NAME, read_object, settings_of, text_of
+from megacp.prepare.tokenize.beside import OLDER_NAME, read_object, settings_of, token_text
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 CLASS = "PreTrainedTokenizerFast"
@@ -194,18 +194,18 @@ def _settings(given: Given) -> dict[str, Any]:
     """Settings beside a tokenizer.json. A named word that is no added token stays where a template wrote it so."""
 
     def stays(token: Any) -> bool:
-        return given.templated or text_of(token) is None or text_of(token) in given.added
+        return given.templated or token_text(token) is None or token_text(token) in given.added
 
     kept: dict[str, Any] = {}
     for key, value in settings_of(given.file.parent).items():
         if key in _KEPT:
             kept[key] = value
         elif key.endswith(_NAMING) and isinstance(value, list):
-            kept[key] = [text_of(each) or each for each in value if stays(each)]
+            kept[key] = [token_text(each) or each for each in value if stays(each)]
         elif key.endswith(_NAMING) and isinstance(value, dict) and "content" not in value:
-            kept[key] = {name: text_of(each) or each for name, each in value.items() if stays(each)}
+            kept[key] = {name: token_text(each) or each for name, each in value.items() if stays(each)}
         elif key.endswith(_NAMING) and stays(value):
-            kept[key] = text_of(value) or value
+            kept[key] = token_text(value) or value
     return kept
 
 

@@ -8,8 +8,8 @@ several images, images beside a video (on one image alone no plan sorts, and a w
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
 from megacp.huggingface.convert.decoder import resolved
-from megacp.huggingface.convert.source import Loaded, listed
+from megacp.huggingface.convert.source import Loaded, in_brief
 from megacp.huggingface.convert.tensors import Source, in_dtype, whole
 from megacp.huggingface.convert.tokenizer import Given, refuse_difference
 from megacp.prepare.tokenize.tokenizer import PROBE
@@ -140,7 +140,7 @@ def library_logits(folder: Path, cls: str, rounded_to: torch.dtype | None = None
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, attn_implementation="eager"
     )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    if wrong := [f"{kind}: {listed(sorted(map(str, info[kind])))}" for kind in kinds if info.get(kind)]:
+    if wrong := [f"{kind}: {in_brief(sorted(map(str, info[kind])))}" for kind in kinds if info.get(kind)]:
         raise ValueError(f"the transformers library reads {folder} with {'; '.join(wrong)}")
     for parameter in model.parameters() if rounded_to is not None else ():
         parameter.data = parameter.data.to(rounded_to).float()
@@ -185,7 +185,7 @@ def rounding(loaded: Loaded, dtype: torch.dtype | None, row: PackedBatch) -> flo
     return float((narrow - wide).abs().max())
 
 
-def compare(
+def compare_logits(
     first: Logits, second: Logits, row: PackedBatch, rounded: Callable[[], float] = lambda: 0.0
 ) -> tuple[bool, str]:
     """Whether two models agree on a row, and how far their logits are apart; `rounded` is asked where it decides."""
@@ -198,7 +198,7 @@ def compare(
     return agrees, f"{words}, same likeliest token at {100 * agreement:.2f} %"
 
 
-def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None) -> bool:
+def verify_conversion(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: Given | None) -> bool:
     """Print how far the result is from what was read, cast to `dtype`; whether it is the same model."""
     given = in_dtype(before.source, dtype)
     wrong = tensor_differences(given, after.source)
@@ -210,17 +210,17 @@ def verify(before: Loaded, after: Loaded, dtype: torch.dtype | None, tokenizer: 
         if name != "seq_length" and first[name] != second[name]  # rows are the run's
     ]
     if wrong:
-        print(f"verify: {len(wrong)} of {len(given.infos)} tensors are not those of what was read: {listed(wrong)}")
+        print(f"verify: {len(wrong)} of {len(given.infos)} tensors are not those of what was read: {in_brief(wrong)}")
     else:
         print(f"verify: all {len(given.infos)} tensors are those of what was read, bit for bit")
-    print(f"verify: {listed(fields)}" if fields else "verify: all fields of the model are those of what was read")
+    print(f"verify: {in_brief(fields)}" if fields else "verify: all fields of the model are those of what was read")
     if wrong or fields:
         return False
     rows = rows_for(before.config, before.rules)
     if before.config.vision.vision_num_layers and before.rules is None:
         print("verify: no images are compared: the folder has no processor that says how they become tokens")
     models = logits_of(before, dtype), logits_of(after)
-    found = {name: compare(*models, row, functools.partial(rounding, before, dtype, row)) for name, row in rows.items()}
+    found = {name: compare_logits(*models, row, partial(rounding, before, dtype, row)) for name, row in rows.items()}
     for name, (_, words) in found.items():
         print(f"verify: {name}: {words}")
     if tokenizer is not None:

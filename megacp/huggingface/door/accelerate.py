@@ -24,7 +24,7 @@ from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels
 from megacp.huggingface.door.mask import DocumentIds, documents_of, trees_of
 from megacp.huggingface.door.model_rules import stock_model
-from megacp.huggingface.door.multimodal import cut_multimodal, parts_of
+from megacp.huggingface.door.multimodal import cut_multimodal, find_towers
 from megacp.huggingface.door.transformers import register_with_transformers
 
 _PAD = {"input_ids": 0, "labels": -100, "shift_labels": -100, "attention_mask": 0, "position_ids": 0}
@@ -97,7 +97,7 @@ def shard_sequences(
         )
 
     def prepare(*args: Any) -> tuple[Any, ...]:
-        """In the place of Accelerate's, which would drop the masks of the model."""
+        """Prepare instead of Accelerate, which would drop the masks of the model."""
         for module in (x for x in args if isinstance(x, torch.nn.Module)):
             if (stock := stock_model(module)) is not None:
                 stock.set_attn_implementation(register_with_transformers())
@@ -166,11 +166,11 @@ def _block_of_inputs(
 ) -> contextlib.AbstractContextManager[Any]:
     """A block for the inputs of a model, which it completes.
 
-    A model with towers takes the whole batch, and its labels alone are cut.
+    A model with towers takes the whole batch, and only its labels are cut.
     """
     for name in _OF_PACKING:
         inputs.pop(name, None)
-    towers, ids, labels = parts_of(model) is not None, inputs.get("input_ids"), inputs.get("labels")
+    towers, ids, labels = find_towers(model) is not None, inputs.get("input_ids"), inputs.get("labels")
     strange = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and name not in _PAD]
     if ids is None or ids.dim() != 2 or (labels is None if towers else strange):
         raise ValueError(
@@ -234,7 +234,7 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
         raise ValueError(f"{', '.join(given)} would shift the labels of one rank's tokens alone: leave it out")
     predict, accelerator, counted = trainer.prediction_step, trainer.accelerator, not trainer.model_accepts_loss_kwargs
     of_trl = hasattr(trainer, "_total_train_tokens")
-    if trees and parts_of(accelerator.unwrap_model(trainer.model)):
+    if trees and find_towers(accelerator.unwrap_model(trainer.model)):
         raise ValueError("trees are rows of text: for those with images give context_parallel a Metadata")
     if counted and accelerator.unwrap_model(trainer.model).config.model_type not in _HANDS_ON:
         raise ValueError(
@@ -253,7 +253,7 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
 
         @contextlib.contextmanager
         def both() -> Iterator[None]:
-            with cut as context, cut_multimodal(bare, context) if parts_of(bare) else contextlib.nullcontext():
+            with cut as context, cut_multimodal(bare, context) if find_towers(bare) else contextlib.nullcontext():
                 yield
 
         return both, found

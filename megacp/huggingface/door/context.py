@@ -51,7 +51,7 @@ class LayerRule(NamedTuple):
     """What a layer's attention has beside the mask of the block."""
 
     reach: Reach = Reach()
-    """How far it looks; for causal layers alone."""
+    """How far it looks; only for causal layers."""
     cap: float = 0.0
     """Scores become `cap * tanh(score / cap)`; 0: as they are."""
     sinks: torch.Tensor | None = None
@@ -69,22 +69,22 @@ class ContextParallel:
 
     axis: Axis
     mask: BatchMask
-    """Of the whole rows, padding included."""
+    """Mask of the whole rows, padding included."""
     length: int
     """Tokens of a whole row, without that padding."""
     places: np.ndarray
     """int64 `[1 or B, ranks, s]`: the places of a row that each rank holds, in the order of the buffers."""
     transport: str | Transport
     plans: dict[tuple[int, bool, bool], AttentionPlan] = field(default_factory=dict)
-    """By batch rows, `is_causal` and `spans`; made by the first call and used by all layers."""
+    """Plans by batch rows, `is_causal` and `spans`; made by the first call and used by all layers."""
     modules: set[int] = field(default_factory=set)
     """Ids of the modules of the model that runs here."""
     language: torch.nn.Module | None = None
     """The part of the model that is called with this rank's tokens; None: the model itself is."""
     outside: int = 0
-    """Above 0 while a part runs that has nothing to do with the sequence: then the block is not there."""
+    """Parts under way that have nothing to do with the sequence: while one runs, the block is not there."""
     noted: list[str] = field(default_factory=list)
-    """What this rank alone has seen, until the next attention call tells all."""
+    """What this rank alone has seen, until the next attention call reports it to all."""
     _transports: dict[tuple[torch.device, str, float], Transport] = field(default_factory=dict)
     _longest: int = 0
     _unsettled: bool = True
@@ -189,7 +189,7 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Inside, attention and states of `model` belong to the block, and its calls are checked."""
+        """Give attention and states of `model` to the block while it lasts, and check its calls."""
         self.modules |= {id(module) for module in model.modules()}
         stock = stock_model(model)
         hook = None if stock is None else stock.register_forward_pre_hook(self.check_call, with_kwargs=True)
@@ -275,7 +275,7 @@ def block_of(module: torch.nn.Module) -> ContextParallel | None:
 
 @dataclass(eq=False)
 class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
-    """In the block, `buffers` hold this rank's tokens and attention of `model` runs over all ranks of `axis`.
+    """A block in which `buffers` hold this rank's tokens and attention of `model` runs over all ranks of `axis`.
 
     Every rank enters with the same whole sequence; forward and backward belong inside. Raises ValueError before a
     message is sent; a second block inside is refused. What one rank alone can see (the values of positions and masks)
@@ -286,7 +286,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     axis: Axis
     _: KW_ONLY
     model: torch.nn.Module | None = None
-    """Of transformers, loaded with the registered attention; it may be wrapped. None: the caller calls `attend`."""
+    """Model of transformers with the registered attention; it may be wrapped. None: the caller calls `attend`."""
     buffers: Sequence[torch.Tensor]
     """Tensors to cut: token ids, position ids, shifted labels, tables of rotary angles over the sequence. The object
     stays, its data becomes that of S / ranks tokens, and comes back at the end, also after an exception."""
@@ -298,7 +298,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
     """Values that fill each buffer up where the layout needs a longer sequence. Added tokens belong to no document: no
     token sees them and their attention is zero. Give labels a value that the loss ignores."""
     document_ids: DocumentIds = None
-    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see their own document alone. None: each
+    """Int tensor `[B, S]` or `[S]` of the whole sequence, -1 = padding; tokens see only their own document. None: each
     batch row is one document. A `Metadata` of S (or B * S) tokens adds branches and spans."""
     transport: str | Transport = "p2p"
     """p2p, all_gather, a2a or kv_exchange, or what `select_transport` built. Build `a2a+p2p` once with

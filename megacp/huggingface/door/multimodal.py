@@ -48,7 +48,7 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
     Raises ValueError for a model without such parts, and for an argument of its language model that lies along the
     sequence in a way that is not known.
     """
-    parts = parts_of(model)
+    parts = find_towers(model)
     if parts is None:
         raise ValueError(f"{type(model).__name__} has no towers beside a language model: call it in the block as it is")
     language, towers = parts
@@ -84,7 +84,7 @@ def cut_multimodal(model: torch.nn.Module, context: ContextParallel, vision: str
         yield
 
 
-def parts_of(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]] | None:
+def find_towers(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]] | None:
     """The language model, and what stands beside it on the way there but heads; None where either is missing."""
     stock: Any = model
     language = stock.get_decoder() if hasattr(model, "get_decoder") else None
@@ -114,7 +114,7 @@ def _sharded_features(
     grid: torch.Tensor | None = None,
     **options: Any,
 ) -> Any:
-    """In the place of a model's method `name`: this rank computes the features of its images and is given all others'.
+    """Compute the features of this rank's images and gather all others', instead of a model's method `name`.
 
     `pixels[images, ...]`, or `[patches, ...]` with `grid[images, 3]` -> what `stock` gives for all images.
     """

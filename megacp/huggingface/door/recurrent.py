@@ -113,7 +113,7 @@ _OURS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def ours_in(model: torch.nn.Module, along: Along, axis: Axis) -> Iterator[None]:
-    """Inside, the modules of the library that hold layers of `model` have our functions for theirs, and no cache."""
+    """Give the library's modules that hold layers of `model` our functions instead of theirs, and no cache."""
     layers = {type(layer).__module__: vars(sys.modules[type(layer).__module__]) for layer in model.modules()}
     stock = [(home, found) for home in layers.values() if (found := {n: home[n] for n in _OURS if n in home})]
     if not stock:

@@ -17,7 +17,7 @@ from megacp.huggingface.door.model_rules import refuse
 _NOWHERE = {"sinks": "sinks of each token", "indices": "indexed attention", "block_indices": "indexed attention"}
 """Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave them out."""
 _NO_SDPA = {"s_aux": "attention sinks", "softcap": "a soft cap"}
-"""Those that a block has and `sdpa` has not."""
+"""Arguments that a block can follow and `sdpa` cannot."""
 _NOT_SHARDED = ("position_bias", "cache", "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions")
 """Arguments that `sdpa` answers for a whole sequence and a block cannot."""
 _OVERLAY = (
@@ -83,7 +83,7 @@ attention.is_sharded = True
 
 @torch.compiler.disable
 def _mask(batch_size: int, q_length: int, kv_length: int, **kwargs: Any) -> torch.Tensor | None:
-    """Outside of a block the stock mask; inside the block's rule holds, and a model's other rule is refused.
+    """The stock mask outside of a block; inside the block's rule holds, and a model's other rule is refused.
 
     Inside it is None or int64 `[1, 1, 1, 2]`, a `Reach`: as a model cuts masks `[B, 1, queries, keys]`, it stays whole.
     """

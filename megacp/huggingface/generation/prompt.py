@@ -23,7 +23,7 @@ from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.data.vision.rules import Pixels, VisionRules
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.chat_template import ChatTemplate
-from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, Part, SegmentUnit
+from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, RecordPart, SegmentUnit
 from megacp.prepare.records.record import FOR_PROMPTS, Media, RecordError, SamplePart
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Prompt:
     units: tuple[SegmentUnit, ...] = ()
     """Its images and frames."""
     encoded: tuple[tuple[bytes, int], ...] = ()
-    """Of the units, in order: a file, and the number among its taken frames (-1: it is an image)."""
+    """Sources of the units, in order: a file, and the index among its taken frames (-1: it is an image)."""
     question: str = ""
     """The texts before the answer as they are tokenized; images and tokens that no text spells are left out."""
     expected: str | None = None
@@ -88,7 +88,7 @@ class PromptMaker:
         texts = [pieces for pieces in (prefix, branch) if pieces]
         media = [piece.media for pieces in texts for piece in pieces if piece.media is not None]
         items: list[bytes] = []
-        parts: list[Sequence[Part]] = [*texts]
+        parts: list[Sequence[RecordPart]] = [*texts]
         if self._media is not None:
             parts = [self._media.expand(pieces, {}, items) for pieces in texts]
         elif media:

@@ -1,6 +1,6 @@
 """Answers from a checkpoint on one process: load whole tensors by global name, continue prompts token by token.
 
-The chunk class is that of training, on a grid of one rank. Prompts are documents of one row, and their images are
+The model's class is that of training, on a grid of one rank. Prompts are documents of one row, and their images are
 encoded once. The text of the row is computed again for every token, which is enough to look at a model and too slow to
 serve it.
 """
@@ -91,7 +91,7 @@ class Generator:
         return logits if logits.dtype == torch.float64 else logits.float()
 
     def answer(self, prompts: Sequence[Prompt], sampling: Sampling, names: Sequence[str] = ()) -> Iterator[np.ndarray]:
-        """For each prompt in order the new tokens of its answer, int64.
+        """The new tokens of each prompt's answer, in order, int64.
 
         ValueError for a prompt that leaves no room in a row of the model's length, by its name if it has one.
         """

@@ -19,7 +19,7 @@ from megacp.core.data.vision.decoding import load_pixels, video_info, video_pixe
 from megacp.core.data.vision.rules import ImageError, VisionRules
 from megacp.core.storage.files import read_regular
 from megacp.core.storage.url import UnreachableError, Url, is_url
-from megacp.prepare.records.documents import Part, Placed
+from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePart
 
 ALLOWED = "allowed are URLs below --image-urls"
@@ -67,16 +67,16 @@ class MediaReader:
         pieces: Iterable[SamplePart],
         members: Mapping[str, bytes],
         items: list[bytes],
-        seen: dict[Media, list[Part]] | None = None,
-    ) -> tuple[Part, ...]:
+        seen: dict[Media, list[RecordPart]] | None = None,
+    ) -> tuple[RecordPart, ...]:
         """`pieces` with each image and video replaced by its units and the texts between them.
 
         The bytes to store are appended to `items`. RecordError names the place in the record and what is wrong.
         `seen`: what images and videos of the record became before; those that are named alike are the same again.
         """
         seen = {} if seen is None else seen
-        parts: list[Part] = []
-        found: list[list[Part]] = []
+        parts: list[RecordPart] = []
+        found: list[list[RecordPart]] = []
         for piece in pieces:
             if piece.media is None:
                 parts.append(piece)
@@ -101,7 +101,7 @@ class MediaReader:
             parts += [part for of_place in found for part in of_place if isinstance(part, Placed)]
         return tuple(parts)
 
-    def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[Part]:
+    def _expanded(self, media: Media, members: Mapping[str, bytes], items: list[bytes]) -> list[RecordPart]:
         data = self._bytes(media, members)
         items.append(data)
         if media.kind == "image":
@@ -110,7 +110,7 @@ class MediaReader:
         num_frames, fps = video_info(data, self._rules)
         sizes = {frame.shape[1::-1] for frame in video_pixels(data, self._rules)}  # every taken frame can be decoded
         taken = self._rules.sampled(num_frames, fps)
-        parts: list[Part] = []
+        parts: list[RecordPart] = []
         for i, (text, layout) in enumerate(self._rules.layouts_of_video(taken, fps, sizes)):
             if text:
                 parts.append(SamplePart(text, 0.0))
@@ -173,7 +173,7 @@ class MediaReader:
             raise ImageError(f"it {str(error).removeprefix(path).strip()}") from error
 
 
-def _with_times(rendered: Rendered, found: Sequence[Sequence[Part]]) -> Rendered:
+def _with_times(rendered: Rendered, found: Sequence[Sequence[RecordPart]]) -> Rendered:
     """A conversation in which each unit of a video has the place of the video, behind its time, which is not learned.
 
     `found`: what became of the image or video at each place.

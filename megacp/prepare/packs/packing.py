@@ -32,7 +32,7 @@ class Packing:
 
 
 def _packing(pack_of: np.ndarray) -> Packing:
-    """From the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
+    """A packing by the pack number of each item, int64 [n], numbers 0..packs-1 all present."""
     items = np.argsort(pack_of, kind="stable")  # [n]; stable: arrival order within a pack
     counts = np.bincount(pack_of) if len(pack_of) else np.zeros(0, np.int64)
     return Packing(items.astype(np.int64), np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
@@ -41,7 +41,7 @@ def _packing(pack_of: np.ndarray) -> Packing:
 def cut_oversize(lengths: np.ndarray, longest: int, truncate: bool) -> np.ndarray:
     """Documents of `lengths` [d] >= 1 as pieces of at most `longest` tokens: int64 [n, 3], document, start and stop.
 
-    Longer documents are cut from the front; with `truncate`, their first piece alone is kept.
+    Longer documents are cut from the front; with `truncate`, only their first piece is kept.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     counts = np.ones_like(lengths) if truncate else -(-lengths // longest)  # [d]: pieces of each document

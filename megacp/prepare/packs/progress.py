@@ -13,7 +13,7 @@ from megacp.prepare.packs.unit import UnitResult
 
 _BATCH = TrainingConfig.global_batch_size
 _EVERY_SECONDS = 10.0
-"""Between two lines when the stream is no terminal."""
+"""Seconds between two lines when the stream is no terminal."""
 
 
 class BuildProgress:

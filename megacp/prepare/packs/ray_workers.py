@@ -1,6 +1,6 @@
 """Runs tasks on all CPUs of a Ray cluster, where `workers.run_tasks` runs them on those of this machine.
 
-A task returns a summary, and this process alone keeps the journal, so the bytes are those of the local pool. A task is
+A task returns a summary, and only this process keeps the journal, so the bytes are those of the local pool. A task is
 tried again when its worker or its node was lost, and for no other reason. Ray's own retries would try a task that fills
 the memory without end. A worker with other packages or another source ends the build.
 """
@@ -38,7 +38,7 @@ def run_on_ray(
     workers: int,
     address: str | None = None,
 ) -> Iterator[Any]:
-    """As `workers.run_tasks`, on the cluster at `address`, or on a Ray of `workers` CPUs that lives as long as this.
+    """`workers.run_tasks` on the cluster at `address`, or on a Ray of `workers` CPUs that lives as long as this.
 
     ValueError: Ray is not installed, cannot start, a worker is not like this process, or what a handler raised.
     WorkerFailed: a task lost its worker too often, or raised.
@@ -58,7 +58,7 @@ def run_on_ray(
     except Exception as error:  # Ray raises bare ones too
         where = "Ray cannot start here" if address is None else f"no Ray is reached at --ray-address {address}"
         raise ValueError(f"--executor ray: {where}: {' '.join(str(error).split())}") from error
-    known = pickle.dumps((start, settings)), os.getcwd(), statement()
+    known = pickle.dumps((start, settings)), os.getcwd(), versions_here()
     work = ray.remote(_work).options(num_cpus=1, max_retries=0)
     errors = ray.exceptions
     lost = errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError, errors.ObjectLostError
@@ -88,7 +88,7 @@ def run_on_ray(
 
 
 @functools.cache
-def statement() -> dict[str, str]:
+def versions_here() -> dict[str, str]:
     """What must be equal in this process and in all workers."""
     found = {"the source of megacp (sha256)": source_digest(), "the version of Python": platform.python_version()}
     for package in _PACKAGES:
@@ -109,7 +109,7 @@ def _handler(packed: bytes, folder: str) -> Handler:
 
 def _work(packed: bytes, folder: str, here: dict[str, str], task: Any) -> tuple[str, Any]:
     """One task in a worker process: what became of it, and its result or why there is none."""
-    there = statement()
+    there = versions_here()
     if other := [name for name in {**here, **there} if here.get(name) != there.get(name)]:
         reasons = [f"{name} is {there.get(name, 'absent')} there, {here.get(name, 'absent')} here" for name in other]
         where = f"--executor ray: {platform.node()} is not like this process: "

@@ -147,7 +147,7 @@ def _build(
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
-    """Input bytes of a shard: about 1024 records, told from the beginning of the first plain file that is not empty.
+    """Input bytes of a shard: about 1024 records, estimated from the start of the first plain file that is not empty.
 
     A record that names a file is far smaller than its image, so the rule for text would put all into one shard.
     """

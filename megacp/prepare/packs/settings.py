@@ -1,6 +1,6 @@
 """Everything a build depends on, and all that can be wrong with it before a record is read.
 
-Every reason is found before anything is written, and all are told at once.
+Every reason is found before anything is written, and all are reported at once.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class BuildSettings:
             try:
                 return load_chat_template("auto", tokenizer, self.chat_template_date)
             except ValueError as error:
-                told = f"there are records with messages, and {tokenizer.chat_template} has a chat template"
-                raise ValueError(f"{told}: {error}; or --chat-template {HOUSE_FORM} leaves it out") from error
+                reason = f"there are records with messages, and {tokenizer.chat_template} has a chat template"
+                raise ValueError(f"{reason}: {error}; or --chat-template {HOUSE_FORM} leaves it out") from error
 
         return None if tokenizer.chat_template is None else load
 

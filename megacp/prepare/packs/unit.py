@@ -27,13 +27,13 @@ from megacp.prepare.packs.packing import best_fit_decreasing, cut_oversize, two_
 from megacp.prepare.packs.settings import BuildSettings
 from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.chat_template import Template, loaded
-from megacp.prepare.records.documents import Document, DocumentMaker, Part, learned_tokens
+from megacp.prepare.records.documents import Document, DocumentMaker, RecordPart, learned_tokens
 from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent
 from megacp.prepare.records.record import Media, RecordError, RecordRules, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
-_CHUNK_CHARACTERS = 1 << 20
-CHUNK_RECORDS = 4096
+_BATCH_CHARACTERS = 1 << 20
+BATCH_RECORDS = 4096
 WINDOW_DOCUMENTS = 1 << 18
 """Most documents packed at a time: tiny ones take 500 bytes each, whatever their tokens."""
 
@@ -55,7 +55,7 @@ class UnitResult:
     in_context: int = 0
     """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
     before_answers: str | None = None
-    """As of a Sample."""
+    """`Sample.before_answers`."""
     empty_thoughts: int = 0
     real_thoughts: int = 0
     no_thoughts: int = 0
@@ -82,8 +82,8 @@ class _Entry(NamedTuple):
 
     place: _Place
     parents: tuple[int, ...]
-    """As of its sample, whose prefix and branches the parts are."""
-    parts: tuple[tuple[Part, ...], ...]
+    """Parents of its sample, whose prefix and branches the parts are."""
+    parts: tuple[tuple[RecordPart, ...], ...]
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""
 
@@ -134,9 +134,9 @@ class _UnitRun:
         sizes = maker.num_token_ids, settings.seq_length, settings.pad_multiple
         owner = f"{platform.node()}-{os.getpid()}"  # a node that was given up may still write the same unit
         with ShardWriter(directory, *sizes, settings.cp_degrees, owner) as writer:
-            for chunk in self._chunks():
-                made = maker.encode([entry.parts for entry in chunk], [entry.parents for entry in chunk])
-                for entry, document in zip(chunk, made, strict=True):
+            for batch in self._batches():
+                made = maker.encode([entry.parts for entry in batch], [entry.parents for entry in batch])
+                for entry, document in zip(batch, made, strict=True):
                     if self._is_kept(entry.place, document):
                         window.append((entry, document))
                         tokens += len(document.tokens)
@@ -159,9 +159,9 @@ class _UnitRun:
             raise ValueError(str(refusal))
         self._refusals.append(refusal)
 
-    def _chunks(self) -> Iterator[list[_Entry]]:
+    def _batches(self) -> Iterator[list[_Entry]]:
         """Parsed records in the input's order, some at a time."""
-        settings, chunk, characters = self._settings, list[_Entry](), 0
+        settings, batch, characters = self._settings, list[_Entry](), 0
         for extent in self._unit.extents:
             for item in read_extent(extent, settings.max_record_bytes, self._media is not None):
                 is_valid = False
@@ -179,29 +179,29 @@ class _UnitRun:
                     sample = parse_record(item.value, self._rules, self._builder.template)
                     if sample.talks and self._written_by is None:
                         self._written_by = writer_of(self._builder.template)
-                    chunk.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
+                    batch.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
                     self._answers.update(sample.answers)
                     self._before_answers = max(self._before_answers, sample.before_answers)
                 except RecordError as error:
                     self._refuse(place, str(error))
                     continue
                 characters += item.size
-                if characters >= _CHUNK_CHARACTERS or len(chunk) >= CHUNK_RECORDS:
-                    yield chunk
-                    chunk, characters = [], 0
-        if chunk:
-            yield chunk
+                if characters >= _BATCH_CHARACTERS or len(batch) >= BATCH_RECORDS:
+                    yield batch
+                    batch, characters = [], 0
+        if batch:
+            yield batch
 
     def _expanded(
         self, sample: Sample, members: dict[str, bytes]
-    ) -> tuple[tuple[tuple[Part, ...], ...], tuple[tuple[int, int], ...]]:
+    ) -> tuple[tuple[tuple[RecordPart, ...], ...], tuple[tuple[int, int], ...]]:
         """Prefix and branches with their images as units, and offset and size of the bytes of those in the spool."""
         texts = sample.prefix, *sample.branches
         if self._media is None:
             return texts, ()
         if lost := unnamed_members((piece for text in texts for piece in text), members):
             raise RecordError(f"the record does not name its member {lost[0]!r}; images are never paired by order")
-        items, seen = list[bytes](), dict[Media, list[Part]]()
+        items, seen = list[bytes](), dict[Media, list[RecordPart]]()
         parts = tuple(self._media.expand(text, members, items, seen) for text in texts)
         stored = []
         for data in items:

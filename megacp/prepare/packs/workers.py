@@ -71,7 +71,7 @@ def _begin(start: Callable[[Any], Handler], settings: Any) -> None:
 
 
 def _work(task: Any) -> tuple[str, Any]:
-    return answer_of(lambda each: _handlers[0]()(each), task)  # what `start` refuses is told by the first task
+    return answer_of(lambda each: _handlers[0]()(each), task)  # what `start` refuses is raised by the first task
 
 
 def answer_of(handler: Handler, task: Any) -> tuple[str, Any]:

@@ -2,7 +2,7 @@
 
 The ids are those of `apply_chat_template(tokenize=True)`: one text, tokenized whole. The library itself takes seconds
 to import in each worker, its clock would give a resumed build other tokens, and it loses a generation block within a
-macro. Here blocks are marked by characters that Unicode gives to programs alone; the marks are taken out again.
+macro. Here blocks are marked by characters that Unicode gives only to programs; the marks are taken out again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megacp.prepare.tokenize.beside import (
     read_beside,
     read_object,
     settings_of,
-    text_of,
+    token_text,
 )
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -41,9 +41,9 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
-"""Around a thought, as templates write it."""
+"""Marks around a thought, as templates write them."""
 THINKS = "enable_thinking"
-"""The variable by which a template is told whether to think."""
+"""The variable by which a template knows whether to think."""
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """A block of a template that says by itself what is learned."""
 LONGEST = 10.0
@@ -108,7 +108,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether it writes arguments of a tool call that are an object; some take a string of JSON alone."""
+        """Whether it writes arguments of a tool call that are an object; some take only a string of JSON."""
         function = {"name": "look", "arguments": {"place": PLACE}}
         calls = [{"id": "call00001", "type": "function", "function": function}]
         asked = {"role": "user", "content": "?"}
@@ -122,7 +122,7 @@ class ChatTemplate:
             return False
 
     def is_added(self, text: str) -> bool:
-        """Whether a text consists of added tokens alone, which are cut out of every text around them."""
+        """Whether a text consists only of added tokens, which are cut out of every text around them."""
         return re.fullmatch(f"(?:{_any_of(token.content for token in self._added).pattern})+", text) is not None
 
     def render(
@@ -223,7 +223,7 @@ def template_of(text: str, tokenizer: Tokenizer, today: str | None, before_answe
     ValueError: the settings name tokens that it does not have.
     """
     settings = settings_of(tokenizer.files[0].parent)
-    named = {name: content for name in _NAMED if (content := text_of(settings.get(name))) is not None}
+    named = {name: content for name in _NAMED if (content := token_text(settings.get(name))) is not None}
     return ChatTemplate(text, today, named, _model_of(tokenizer.files[0], settings, named.values()), before_answers)
 
 
@@ -274,7 +274,7 @@ def _model_of(path: Path, settings: Mapping[str, Any], named: Iterable[str]) -> 
     tokens = {token["content"]: tokenizers.AddedToken(**token) for _, token in listed}
     known = {token.content for token in model.get_added_tokens_decoder().values()} | tokens.keys()
     further = [settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")]
-    texts = [text_of(each) for more in further for each in (more.values() if isinstance(more, dict) else more)]
+    texts = [token_text(each) for more in further for each in (more.values() if isinstance(more, dict) else more)]
     for text in (*named, *filter(None, texts)):
         if text not in known:
             tokens[text] = tokenizers.AddedToken(text, special=True, normalized=False)

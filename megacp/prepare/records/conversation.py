@@ -45,9 +45,9 @@ _LINKS = ("role", "type", "id", "index", "tool_call_id")
 _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
 _EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
-"""At the beginning of a content, whatever the template makes of it."""
+"""An empty thought at the beginning of a content, whatever the template makes of it."""
 _UNASKED = re.compile(rf"{THOUGHT}\s*{THOUGHT_END}\s*\Z")
-"""At the end of a prompt that asks for no thought."""
+"""An empty thought at the end of a prompt that asks for none."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
@@ -395,7 +395,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 _WORD = "Certainly"
 _DAY = "2026-01-31"
-"""For templates that write a date: no answer ends with it."""
+"""Day for templates that write a date: no answer ends with it."""
 _ASK: dict[str, Any] = {"role": "user", "content": "Why?"}
 _TELL: dict[str, Any] = {"role": "assistant", "content": _WORD}
 _CALLED = {"name": "look", "arguments": {"place": _WORD}}

@@ -33,7 +33,7 @@ class Placed:
     """Number among the taken frames of its video; -1 for an image."""
 
 
-Part = SamplePart | Placed
+RecordPart = SamplePart | Placed
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class DocumentMaker:
         self._first = None if tokenizer.begins_with is None else np.array([tokenizer.begins_with], dtype=np.int32)
 
     def encode(
-        self, records: Sequence[Sequence[Sequence[Part]]], parents: Sequence[Sequence[int]] = ()
+        self, records: Sequence[Sequence[Sequence[RecordPart]]], parents: Sequence[Sequence[int]] = ()
     ) -> Iterator[Document]:
         """The document of each record, which is a prefix and branches, in order; `parents`: those of the samples."""
         parts = [part for record in records for text in record for part in text if type(part) is SamplePart]
@@ -134,7 +134,7 @@ class DocumentMaker:
                 yield self._document(made, above, problem)
 
     def _stretches(
-        self, record: Sequence[Sequence[Part]], above: Sequence[int], encoded: Iterator[np.ndarray]
+        self, record: Sequence[Sequence[RecordPart]], above: Sequence[int], encoded: Iterator[np.ndarray]
     ) -> tuple[list[list[Stretch]], str | None]:
         """The tokens of a prefix and branches, and what is wrong with them; `encoded`: of the texts that come."""
         if self._template is not None and isinstance(record[0][0], Rendered):
@@ -187,7 +187,7 @@ class DocumentMaker:
 
 
 def _conversation(
-    record: Sequence[Sequence[Part]], above: Sequence[int], template: ChatTemplate
+    record: Sequence[Sequence[RecordPart]], above: Sequence[int], template: ChatTemplate
 ) -> tuple[list[list[Stretch]], str | None]:
     """A record that a chat template wrote: texts of which each begins with that of number `above`; what is wrong."""
     texts: list[np.ndarray] = []

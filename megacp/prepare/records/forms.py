@@ -107,7 +107,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
             raise RecordError(f"`{where}` has no `content`{calls}")
         (role, learned), content = role_and_weight(message, where, rules), message["content"]
         rules.refuse_lost(message, (*MESSAGE_KEYS, *(["name"] if role == "tool" else [])), f"`{where}`")
-        pieces.append(header(role, first=not i))
+        pieces.append(turn_header(role, first=not i))
         if isinstance(content, list):
             said = from_content(content, f"{where}.content", rules)
             pieces += [SamplePart(piece.text, learned * piece.weight, piece.media) for piece in said]
@@ -118,7 +118,7 @@ def from_messages(talk: Talk, rules: RecordRules) -> list[SamplePart]:
     return pieces
 
 
-def header(role: str, first: bool) -> SamplePart:
+def turn_header(role: str, first: bool) -> SamplePart:
     """What stands before a message in the house's own form."""
     return SamplePart(("" if first else "\n") + f"<|{role}|>\n", 0.0)
 

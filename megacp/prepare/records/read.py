@@ -119,7 +119,7 @@ def _is_array(path: str) -> bool:
     try:
         with _opened(path) as stream:
             return stream.read(SAMPLED_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-    except (EOFError, OSError, zlib.error):  # told where its lines are read
+    except (EOFError, OSError, zlib.error):  # reported where its lines are read
         return False
 
 

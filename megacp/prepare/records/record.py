@@ -165,11 +165,11 @@ class RecordRules:
                 lost |= {key: reason} if reason else {}
         if lost:
             keys = [key for key in found if key in lost]
-            told = "; ".join(f"`{key}` {lost[key]} and would be lost" for key in keys)
+            note = "; ".join(f"`{key}` {lost[key]} and would be lost" for key in keys)
             others = [key for key in keys if lost[key] != _IMAGES]
             advice = [f"--ignore-keys {','.join(others)} leaves it out"] if others else []
             advice += [_TAKEN] if len(others) < len(keys) else []
-            raise RecordError(f"{where and f'{where}: '}{told}. {'. '.join(advice)}")
+            raise RecordError(f"{where and f'{where}: '}{note}. {'. '.join(advice)}")
 
 
 FOR_PROMPTS = RecordRules(media=True, ignore_keys=("*",), context_roles=("*",), ignore_weights=True, asks=True)

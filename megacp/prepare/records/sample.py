@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.conversation import WrittenTalk
-from megacp.prepare.records.forms import Said, Talk, from_messages, header, plain_text, said_by, weight_of
+from megacp.prepare.records.forms import Said, Talk, from_messages, plain_text, said_by, turn_header, weight_of
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     RecordError,
@@ -117,7 +117,7 @@ def _pieces(said: Said, rules: RecordRules, ends: bool) -> tuple[SamplePart, ...
     if not ends:
         return tuple(pieces)
     if rules.asks and isinstance(said, Talk) and said.messages[-1]["role"] not in LEARNED_ROLES:
-        pieces = [*pieces, header(LEARNED_ROLES[0], first=False)]
+        pieces = [*pieces, turn_header(LEARNED_ROLES[0], first=False)]
     if pieces[-1].is_end:  # an assistant's last word ends the document too
         return tuple(pieces)
     return (*pieces, SamplePart(None, pieces[-1].weight))

@@ -81,7 +81,7 @@ def _value(value: Any, kind: Any) -> Any:
 
 
 def _size(value: Any) -> int:
-    """About the bytes of a value."""
+    """Estimated bytes of a value."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict | list):

@@ -42,7 +42,7 @@ def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
     return value
 
 
-def text_of(token: Any) -> str | None:
+def token_text(token: Any) -> str | None:
     """The text of a token as a config names it, by itself or in an object; None when it names none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
@@ -74,7 +74,7 @@ def tokens_beside(folder: Path) -> set[str]:
 
 def _texts(value: Any) -> set[str]:
     """Texts of a token, of a list of tokens, or of an object of them."""
-    if (text := text_of(value)) is not None:
+    if (text := token_text(value)) is not None:
         return {text}
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return {text for part in parts for text in _texts(part)}

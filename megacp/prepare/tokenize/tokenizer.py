@@ -32,7 +32,7 @@ from megacp.prepare.tokenize.beside import (
     Surroundings,
     read_beside,
     surroundings_of,
-    text_of,
+    token_text,
     tokens_beside,
 )
 
@@ -229,12 +229,12 @@ class PackageTokenizer(Tokenizer):
         for field, names in (("eos", EOS_NAMES), ("bos", BOS_NAMES), ("pad", PAD_NAMES)):
             found = next((special[name] for name in names if name in special), None)
             if f"{field}_token" in beside.values:
-                text = text_of(beside.values[f"{field}_token"])
+                text = token_text(beside.values[f"{field}_token"])
                 found = None if text is None else self.token_id(text)
             setattr(self, f"{field}_id", found)
 
     def token_id(self, token: str) -> int | None:
-        """As Tokenizer.token_id."""
+        """Id of a token, as of any `Tokenizer`."""
         return self.model.token_to_id(token)
 
     def encode_reference(self, text: str) -> np.ndarray:

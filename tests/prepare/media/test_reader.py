@@ -12,7 +12,7 @@ import pytest
 
 from megacp.core.data.vision.molmo2 import frame_layout, image_layout
 from megacp.prepare.media.reader import MediaReader
-from megacp.prepare.records.documents import Part, Placed
+from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import RecordError, RecordRules, SamplePart
 from megacp.prepare.records.sample import parse_record
 from tests.data.streams import coded, damaged
@@ -41,7 +41,7 @@ def root(tmp_path: Path) -> Path:
 
 def expand(
     content: list[dict[str, Any]], root: Path | None, members: dict[str, bytes] | None = None, **changes: Any
-) -> tuple[tuple[Part, ...], list[bytes]]:
+) -> tuple[tuple[RecordPart, ...], list[bytes]]:
     content = [{k: v.replace("ROOT", str(root)) if isinstance(v, str) else v for k, v in p.items()} for p in content]
     pieces = parse_record({"content": content}, RecordRules(media=True)).prefix
     items: list[bytes] = []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megacp.prepare import command as preprocess
-from megacp.prepare.packs.ray_workers import run_on_ray, statement
+from megacp.prepare.packs.ray_workers import run_on_ray, versions_here
 from megacp.prepare.packs.run import build
 from megacp.prepare.packs.workers import WorkerFailed
 from tests.prepare.packs.builds import files, run, settings, visible, write_records
@@ -80,7 +80,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRay]:
     """Ray as a fake; what workers keep in their processes is forgotten."""
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
-    statement.cache_clear()
+    versions_here.cache_clear()
     yield ray
 
 

@@ -23,7 +23,7 @@ from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.data.vision.rules import ImageLayout
 from megacp.prepare.command import main
 from megacp.prepare.describe import describe_pack, statistics
-from megacp.prepare.records.documents import Document, DocumentMaker, Part, Placed, learned_tokens
+from megacp.prepare.records.documents import Document, DocumentMaker, Placed, RecordPart, learned_tokens
 from megacp.prepare.records.record import FOR_PROMPTS, RecordError, RecordRules, SamplePart
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
@@ -63,7 +63,7 @@ def pack_of(document: Document) -> Pack:
     return Pack(0, tokens, weights, segment, np.array([*rows], BRANCH_DTYPE) if starts else None)
 
 
-def made(maker: DocumentMaker, parts: Sequence[Sequence[Part]], parents: Sequence[int] = ()) -> Document:
+def made(maker: DocumentMaker, parts: Sequence[Sequence[RecordPart]], parents: Sequence[int] = ()) -> Document:
     (document,) = maker.encode([parts], [parents])
     return document
 

@@ -43,11 +43,11 @@ _VIDEO = re.compile(
 _COLOURS = ("1", "L", "P", "RGB", "RGBX", "CMYK", "YCbCr", "RGBA", "LA", "PA", "RGBa", "La")
 _GREY_16 = ("I;16", "I;16L", "I;16B", "I;16N")
 _RATE_TOLERANCE = 0.1
-"""Part by which the rate in a header may differ from that of the frames before it is not believed."""
+"""Relative difference up to which the rate in a header is believed beside that of the frames."""
 _CUT_SECONDS, _CUT_SHARE = 1.0, 0.02
-"""By how much headers are off in whole files."""
+"""Seconds, and share of the length, by which headers are off in whole files."""
 KEPT_BYTES = 512 << 20
-"""Of videos and their frames that a decoder keeps beside the last."""
+"""Bytes of videos and their frames that a decoder keeps beside the last."""
 _SEEKABLE = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 """Containers, as FFmpeg calls them, in which every frame has its true time and key frames are what they claim."""
 
@@ -114,9 +114,10 @@ def _rgb(image: Any) -> np.ndarray:
     from PIL import Image
 
     if image.mode in _GREY_16:
-        grey, key = np.asarray(image), image.info.get("transparency")
+        grey = np.asarray(image)
+        key = image.info.get("transparency")
         high = (grey >> 8).astype(np.uint8)
-        if isinstance(key, int):
+        if isinstance(key, int):  # the grey that stands for nothing, which white shows through
             high[grey == key] = 255
         return np.repeat(high[..., None], 3, axis=2)  # [h, w] -> [h, w, 3]
     if image.mode in ("RGBa", "La"):  # colours multiplied by alpha
@@ -155,7 +156,10 @@ def _timeline(data: bytes, rules: VisionRules) -> tuple[list[int], list[int], fl
 
     From the packets, none of which is decoded. ImageError, also for half a file that FFmpeg opens nevertheless.
     """
-    name, times, keys, end = _kind(data, _VIDEO), set[int](), set[int](), 0.0
+    name = _kind(data, _VIDEO)
+    times = set[int]()
+    keys = set[int]()
+    end = 0.0  # seconds at which the last packet ends
     with _opened(data, rules) as (container, stream):
         begin = min(container.start_time or 0, 0) / 1e6  # headers count from 0, also where the first frame comes later
         for packet in container.demux():
@@ -168,16 +172,18 @@ def _timeline(data: bytes, rules: VisionRules) -> tuple[list[int], list[int], fl
             times.add(packet.pts)
             if packet.is_keyframe:
                 keys.add(packet.pts)
-        seconds, size = (container.duration or 0) / 1e6, 8 + int.from_bytes(data[4:8], "little")
+        seconds = (container.duration or 0) / 1e6
         if name in ("matroska", "flv") and seconds - end > max(_CUT_SECONDS, _CUT_SHARE * seconds):
             raise ImageError(f"the {name} video is cut short: it ends at {end:.1f} s, its header says {seconds:.1f} s")
+        size = 8 + int.from_bytes(data[4:8], "little")  # of a RIFF file, by its header
         if name == "avi" and len(data) < size < 0xFFFFFFFF:
             raise ImageError(f"the avi video is cut short: it has {len(data)} bytes, its header says {size}")
         if name == "gif" and not data.rstrip(b"\0").endswith(b";"):  # GIF89a, 27
             raise ImageError("the gif video is cut short: it does not end with its trailer")
         if not times:
             raise ImageError("the video has no frames")
-        rising, fps = sorted(times), float(stream.average_rate or 0.0) or rules.video_fps
+        rising = sorted(times)
+        fps = float(stream.average_rate or 0.0) or rules.video_fps
         if len(rising) > 1 and stream.time_base:
             true = (len(rising) - 1) / float((rising[-1] - rising[0]) * stream.time_base)
             fps = fps if abs(fps / true - 1) <= _RATE_TOLERANCE else true
@@ -229,7 +235,7 @@ def _decoded(
     number_at = {time: number for number, time in enumerate(times)}
     with _opened(data, rules) as (container, stream):
         if key is not None:
-            # a stream names its writer in its first frame alone, and FFmpeg mends the errors of known ones
+            # a stream names its writer only in its first frame, and FFmpeg mends the errors of known ones
             next(container.decode(stream), None)
             container.seek(key, stream=stream)
         for count, frame in enumerate(container.decode(stream)):
@@ -261,7 +267,8 @@ class RulesDecoder:
     """
 
     def __init__(self, rules: VisionRules) -> None:
-        self._rules, self._lock = rules, threading.Lock()
+        self._rules = rules
+        self._lock = threading.Lock()
         self._videos: dict[bytes, dict[int, np.ndarray]] = {}  # the file -> its fitted frames, uint8 [h, w, 3]
         self.patch_shape = rules.patch_shape
 
@@ -274,7 +281,8 @@ class RulesDecoder:
 
         Units behind the last are left out; of one that is not full, the last frame is shown again.
         """
-        rules, step = self._rules, self._rules.frames_of_unit
+        rules = self._rules
+        step = rules.frames_of_unit
         with self._lock:  # the one asked for last stands last
             known = self._videos[data] = self._videos.pop(data, {})
         if missing := [i for unit in frames for i in range(unit * step, (unit + 1) * step) if i not in known]:

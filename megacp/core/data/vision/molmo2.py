@@ -1,4 +1,4 @@
-"""Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what is known from its size alone.
+"""Molmo2's geometry: an image as crops cut into patches, pooled into tokens; what follows from its size.
 
 Tokens and pooling indices are those of the transformers library (models/molmo2); pixels differ by at most one of 255
 levels, where a resized value lies on a rounding edge. Each size is a number in `Molmo2Rules`.
@@ -93,7 +93,7 @@ class Molmo2Rules(VisionRules):
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """As of `VisionRules`, as is all that follows."""
+        """`VisionRules.patch_shape`; what follows implements that protocol too."""
         return self.patches_per_crop, self.patch_dim
 
     def misfit(self, vision: VisionConfig) -> str | None:
@@ -116,20 +116,20 @@ class Molmo2Rules(VisionRules):
         return [(time_text(i, number / fps, self), frame_layout(self)) for i, number in enumerate(frames)]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
-        """At most `video_fps` a second, and `max_frames` in all.
+        """Frames of a video: at most `video_fps` a second, and `max_frames` in all.
 
-        As Molmo2's processor, with its float32 (its rule can name one frame behind the last: that one is left out).
+        Molmo2's processor has the rule, in float32 (which can name one frame behind the last: that one is left out).
         """
         target = self.max_frames
         if fps > self.video_fps:
             target = min(target, int(num_frames / fps * self.video_fps))
-        step = num_frames / max(min(target, num_frames), 1)
+        step = num_frames / max(min(target, num_frames), 1)  # frames from one taken to the next
         numbers = (np.arange(math.ceil(num_frames / step)) * step).astype(np.float32).astype(np.int64)
         kept: list[int] = numbers[numbers < num_frames].tolist()
         return kept
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """In the size of a crop."""
+        """Frames resized to a crop."""
         return resized(pixels, self.image_size, self.image_size)
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
@@ -139,7 +139,9 @@ class Molmo2Rules(VisionRules):
 
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
         """A crop each."""
-        patches, window = patches_of(frames[:, 0], self), frame_layout(self).pooling
+        patches = patches_of(frames[:, 0], self)
+        window = frame_layout(self).pooling
+        # [frames, 1, 1]: patches of the frames before, since windows count over all of them
         begin = np.arange(len(patches))[:, None, None] * self.patches_per_crop
         # [frames, pooled, window] -> [frames * pooled, window]
         return patches, np.where(window >= 0, window + begin, -1).reshape(-1, window.shape[1])
@@ -158,6 +160,7 @@ def _tiling(width: int, height: int, rules: Molmo2Rules) -> tuple[int, int]:
     margin = sum(rules.overlap_margins) * rules.patch_size
     most = rules.max_crops
     tilings = [(h, w) for h in range(1, most + 1) for w in range(1, most // h + 1)]
+    # of equally good tilings the first wins: the one of fewer crops, then of fewer rows
     tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
     with np.errstate(divide="ignore"):
         canvas = (np.array(tilings) * (rules.image_size - margin)).astype(np.float32)
@@ -181,13 +184,13 @@ def pooling_windows(grid: np.ndarray, pool: tuple[int, int]) -> tuple[np.ndarray
 
 
 def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
-    """Index of the patch shown at each place of the canvas, int64 [canvas rows, canvas columns], low-res crop counted.
+    """Index of the patch shown at each position, int64 [rows of the canvas, its columns], the low-res crop counted.
 
     Where crops overlap, each shows the half on its side.
     """
     side = rules.patches_per_side
     left, right = rules.overlap_margins
-    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows the place
+    # [crop row, crop column, patch row, patch column]; -1 where a neighbouring crop shows that position
     index = np.arange(rows * columns * side * side).reshape(rows, columns, side, side)
     if left:
         index[1:, :, :left] = -1
@@ -196,7 +199,7 @@ def _high_res_grid(rows: int, columns: int, rules: Molmo2Rules) -> np.ndarray:
         index[:-1, :, -right:] = -1
         index[:, :-1, :, -right:] = -1
     kept = index.swapaxes(1, 2).ravel()  # [rows, side, columns, side], reading order on the canvas
-    window = side - left - right
+    window = side - left - right  # patches of a crop that no neighbour has
     grid: np.ndarray = kept[kept >= 0].reshape(rows * window + left + right, columns * window + left + right)
     return grid + rules.patches_per_crop
 
@@ -205,7 +208,7 @@ def _layout(
     grid: np.ndarray | None, pool: tuple[int, int], rules: Molmo2Rules, kind: str, start: str, in_columns: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of patches [h, w] (None: of one crop) and their pooling: a start token, rows of `image_patch`, an end."""
-    crop = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)
+    crop = np.arange(rules.patches_per_crop).reshape(rules.patches_per_side, -1)  # indices of its patches
     pooling, (rows, columns) = pooling_windows(crop if grid is None else grid, pool)
     ids = rules.token_ids
     row = [ids["image_patch"]] * columns + ([ids["image_col"]] if in_columns else [])
@@ -235,25 +238,26 @@ def time_text(index: int, seconds: float, rules: Molmo2Rules) -> str:
     return "" if rules.time_mode == "off" else f"{' ' if index else ''}{seconds:.1f} "
 
 
-def _places(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each of `after` places the two source places and the weight of the second, float32: centres aligned."""
+def _source_pixels(before: int, after: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The two source indices of each of `after` pixels and the weight of the second, float32: centres aligned."""
     scale = np.float32(before) / np.float32(after)
-    place = np.maximum(scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), np.float32(0))
-    first = np.minimum(place.astype(np.int64), before - 1)
-    return first, np.minimum(first + 1, before - 1), np.minimum(place - first, 1).astype(np.float32)
+    centre = np.maximum(scale * (np.arange(after, dtype=np.float32) + np.float32(0.5)) - np.float32(0.5), np.float32(0))
+    first = np.minimum(centre.astype(np.int64), before - 1)
+    return first, np.minimum(first + 1, before - 1), np.minimum(centre - first, 1).astype(np.float32)
 
 
 def resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """uint8 [h, w, 3] -> uint8 [height, width, 3]: bilinear between the nearest four, in float32, no smoothing."""
-    top, bottom, down = _places(pixels.shape[0], height)
-    left, right, across = _places(pixels.shape[1], width)
-    down, across = down[:, None], np.repeat(across, 3)
-    rows, places = np.unique(np.concatenate((top, bottom)), return_inverse=True)  # most are read for two results
+    top, bottom, down = _source_pixels(pixels.shape[0], height)
+    left, right, across = _source_pixels(pixels.shape[1], width)
+    down = down[:, None]
+    across = np.repeat(across, 3)  # a weight for each colour of a pixel
+    rows, index = np.unique(np.concatenate((top, bottom)), return_inverse=True)  # most are read for two results
     pixels = pixels[rows]
     # [rows, width, 3] -> [rows, 3 * width]
     blended = pixels.take(left, 1).reshape(len(rows), -1) * (1 - across)
     blended += pixels.take(right, 1).reshape(len(rows), -1) * across
-    above, below = blended.take(places[:height], 0) * (1 - down), blended.take(places[height:], 0) * down
+    above, below = blended.take(index[:height], 0) * (1 - down), blended.take(index[height:], 0) * down
     return np.rint(above + below).clip(0, 255).astype(np.uint8).reshape(height, width, 3)
 
 
@@ -282,6 +286,7 @@ def image_patches(pixels: np.ndarray, rules: Molmo2Rules) -> np.ndarray:
     """uint8 [h, w, 3] -> float32 [num_crops, patches_per_crop, 3 * patch ** 2], the low-resolution crop first."""
     height, width, _ = pixels.shape
     (down, across), origins = crop_origins(width, height, rules)
-    canvas, side = resized(pixels, down, across), rules.image_size
+    canvas = resized(pixels, down, across)
+    side = rules.image_size
     crops = [canvas[top : top + side, left : left + side] for top, left in origins]
     return patches_of(np.stack([resized(pixels, side, side), *crops]), rules)

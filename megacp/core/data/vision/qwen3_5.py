@@ -24,7 +24,7 @@ from megacp.core.data.vision.rules import ImageError, ImageLayout, Pixels, Visio
 _FRAMES = 2
 """Frames of a patch; an image is shown as two equal ones."""
 _LARGEST_RATIO = 200
-"""Of the sides of an image."""
+"""Largest ratio of the sides of an image."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Qwen35Rules(VisionRules):
 
     @property
     def patch_shape(self) -> tuple[int, int]:
-        """As of `VisionRules`, as is all that follows."""
+        """`VisionRules.patch_shape`; what follows implements that protocol too."""
         return 1, 3 * _FRAMES * self.patch_size**2
 
     def misfit(self, vision: VisionConfig) -> str | None:
@@ -91,19 +91,19 @@ class Qwen35Rules(VisionRules):
             raise ImageError(f"the frames of the video have the sizes {', '.join(f'{w} x {h}' for w, h in sizes)}")
         ((width, height),) = sizes
         layout = _grid_layout(*self._video_size(len(frames), width, height), "video_patch", self)
-        times = [number / fps for number in frames] + [frames[-1] / fps]
+        times = [number / fps for number in frames] + [frames[-1] / fps]  # the last may be half of a pair
         pairs = [(times[i] + times[i + 1]) / 2 for i in range(0, len(frames), _FRAMES)]
         return [(f"<{time:.1f} seconds>", layout) for time in pairs]
 
     def sampled(self, num_frames: int, fps: float) -> list[int]:
         """The first and the last frame, and those evenly between them."""
         count = int(num_frames / fps * self.video_fps)
-        count = min(max(count, self.min_frames), self.max_frames, num_frames)
+        count = min(max(count, self.min_frames), self.max_frames, num_frames)  # a short video gives all it has
         taken: list[int] = np.linspace(0, num_frames - 1, count).round().astype(np.int64).tolist()
         return taken
 
     def fitted(self, pixels: np.ndarray, count: int) -> np.ndarray:
-        """In the size that all frames of the video have."""
+        """Frames resized to the size that all of the video have."""
         return _resized(pixels, *self._video_size(count, pixels.shape[1], pixels.shape[0]))
 
     def pixels_of_image(self, pixels: np.ndarray) -> Pixels:
@@ -113,7 +113,8 @@ class Qwen35Rules(VisionRules):
 
     def pixels_of_frames(self, frames: np.ndarray) -> Pixels:
         """A grid each: a patch is [colour, frame, row, column]."""
-        (units, _, height, width, _), patch, merge = frames.shape, self.patch_size, self.merge_size
+        units, _, height, width, _ = frames.shape
+        patch, merge = self.patch_size, self.merge_size
         rows, columns = height // (patch * merge), width // (patch * merge)
         # [units, frames, rows, merge, patch, columns, merge, patch, 3]
         cut = frames.reshape(units, _FRAMES, rows, merge, patch, columns, merge, patch, 3)
@@ -143,7 +144,7 @@ def _fitting(width: int, height: int, count: int, side: int, pixels: tuple[int, 
     Frames count as a multiple of `step`, rounded like the sides.
     """
     fitted = [round(one / side) * side for one in (width, height)]
-    total = round(count / step) * step * math.prod(fitted)
+    total = round(count / step) * step * math.prod(fitted)  # pixels of all frames
     if total > pixels[1]:
         shrink = math.sqrt(count * height * width / pixels[1])
         fitted = [max(side, math.floor(one / shrink / side) * side) for one in (width, height)]
@@ -156,7 +157,9 @@ def _fitting(width: int, height: int, count: int, side: int, pixels: tuple[int, 
 @functools.lru_cache(maxsize=64)
 def _grid_layout(width: int, height: int, kind: str, rules: Qwen35Rules) -> ImageLayout:
     """The tokens of a grid for pixels of this size: a start, a token a window, an end."""
-    side, ids, merge = rules.patch_size * rules.merge_size, rules.token_ids, rules.merge_size
+    merge = rules.merge_size
+    side = rules.patch_size * merge  # pixels of a window, which becomes a token
+    ids = rules.token_ids
     rows, columns = height // side, width // side
     tokens = np.full(rows * columns + 2, ids[kind], np.int64)
     tokens[0], tokens[-1] = ids["vision_start"], ids["vision_end"]
@@ -170,5 +173,6 @@ def _resized(pixels: np.ndarray, width: int, height: int) -> np.ndarray:
         from PIL import Image
     except ImportError as error:
         raise ValueError("images need the package pillow: pip install 'megacp[data]'") from error
-    image, kind = Image.fromarray(np.ascontiguousarray(pixels)), Image.Resampling.BICUBIC
+    image = Image.fromarray(np.ascontiguousarray(pixels))
+    kind = Image.Resampling.BICUBIC
     return np.asarray(image.resize((width, pixels.shape[0]), kind).resize((width, height), kind))

@@ -50,7 +50,7 @@ class ImageLayout:
 
 
 class VisionRules(ABC):
-    """The rules of one family. A unit is what is encoded alone: an image, or `frames_of_unit` taken frames."""
+    """The rules of one family. A unit is what is encoded by itself: an image, or `frames_of_unit` taken frames."""
 
     family: ClassVar[str]
     is_named: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class VisionRules(ABC):
     token_texts: ClassVar[Mapping[str, str]]
     """The special tokens by the names used here, and their texts in the tokenizers of the family."""
     placeholder: ClassVar[tuple[str, ...]]
-    """Those that stand for an image in a chat template, from which a processor makes all its tokens."""
+    """Special tokens that stand for an image in a chat template, from which a processor makes all its tokens."""
     frames_of_unit: ClassVar[int]
     max_pixels: int
     video_fps: float
@@ -119,7 +119,7 @@ class VisionRules(ABC):
         return dataclasses.replace(self, token_ids=ids)  # type: ignore[type-var]
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it: tuples as lists, and with the family where rules are to name it."""
+        """The rules for JSON: tuples as lists, and with the family where rules are to name it."""
         values = dataclasses.asdict(self)  # type: ignore[call-overload]
         named = {"family": self.family} if self.is_named else {}
         return named | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
