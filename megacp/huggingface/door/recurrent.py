@@ -78,9 +78,6 @@ def _state_space(
     rate: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    dt_bias: torch.Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")),
     **more: Any,
 ) -> torch.Tensor:
     """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]`, `b, c[B, s, groups, K]`, which the
@@ -88,8 +85,11 @@ def _state_space(
     """
     if more.get("initial_states") is not None or more.get("return_final_states"):
         refuse("a cache of states (use_cache) is not sharded")
-    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(rate.dtype)
+    if (bias := more.get("dt_bias")) is not None:
+        dt = dt + bias.to(dt.dtype)
+    if more.get("dt_softplus"):
+        dt = F.softplus(dt)
+    dt = dt.clamp(*more.get("dt_limit", (0.0, None))).to(rate.dtype)
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
         return move_states(state_space_dual, plan, axis, *rows)
