@@ -149,12 +149,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
     ],
     ("core/context_parallel/states.py", STATES): [
-        ("one[..., : one.shape[-2]] @ behind[crossing.entries[entry].other] + ", "", "states of far ranks are lost"),
-        ("joint[states.own_entries, ..., :width] = torch.eye", "joint[:0, ..., :width] = torch.eye", "maps are lost"),
+        ("turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + ", "", "states of far ranks are lost"),
+        ("joint[states.own_entries, ..., :width] =", "joint[:0, ..., :width] =", "maps are lost"),
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
         ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
-        ("behind[exit_] += turns[", "behind[exit_] += 0 * turns[", "gradients pass one rank alone"),
-        ("after @ state.transpose(-1, -2),", "0 * after @ state.transpose(-1, -2),", "A has no gradient"),
+        ("behind[exit_] += turned_back(", "behind[exit_] += 0 * turned_back(", "gradients pass one rank alone"),
+        ("(turn_gradient(", "(0 * turn_gradient(", "A has no gradient"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
     ],
     ("core/context_parallel/fused_states.py", "tests/context_parallel/test_fused_states.py"): [
@@ -163,6 +163,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/ops/recurrence.py", STATES): [
         (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),
+        ("return turn * grad if", "return grad if", "the gradient of a diagonal map passes as it is"),
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megacp.core.context_parallel import fused_states
-from megacp.core.context_parallel.fused_states import FUSED, fused_recur
+from megacp.core.context_parallel.fused_states import FUSED, flash_linear_attention, fused_convolved, fused_recur
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.context_parallel.states import recur, recur_by_heads
 from megacp.core.distributed.grid import single_axis
-from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.core.ops.recurrence import convolved_delta_rule, gated_delta_rule
 from megacp.core.training.step import ParallelModel
 from tests.context_parallel.test_states import GROUPS, ROWS, TOKENS, Case, batch_of, tensors_of
 from tests.ranks import grid, run_ranks
@@ -61,12 +61,13 @@ def test_a_row_of_the_table_decides_which_one_a_model_runs(monkeypatch: pytest.M
         return chunk_gated_delta_rule(*inputs, **options)
 
     ours = train(grid(), config, [step_batches(3, 1)])
-    assert FUSED.keys() == {("cuda", torch.bfloat16)} and not calls
-    monkeypatch.setitem(FUSED, ("cpu", torch.float64), lambda: kernel)
+    assert {row[1:] for row in FUSED} == {("cuda", torch.bfloat16)} and not calls
+    monkeypatch.setitem(FUSED, (convolved_delta_rule, "cpu", torch.float64), fused_convolved)
+    monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: kernel)
     assert ParallelModel(config, grid()).backend.warnings() == ["states: flash-linear-attention's"]
     fused = train(grid(), config, [step_batches(3, 1)])
     assert calls and fused[0][0] == pytest.approx(ours[0][0], rel=1e-11)
-    monkeypatch.setitem(FUSED, ("cpu", torch.float64), lambda: None)
+    monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: None)
     (told,) = ParallelModel(config, grid()).backend.warnings()
     assert "torch's, because flash-linear-attention is not installed" in told
 
@@ -77,9 +78,9 @@ def test_the_package_is_taken_where_it_and_its_compiler_are_installed(monkeypatc
     package = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
     monkeypatch.setattr(fused_states, "find_spec", lambda name: object())
-    assert FUSED["cuda", torch.bfloat16]() is chunk_gated_delta_rule
+    assert flash_linear_attention() is chunk_gated_delta_rule
     monkeypatch.setattr(fused_states, "find_spec", lambda name: object() if name == "fla" else None)
-    assert FUSED["cuda", torch.bfloat16]() is None
+    assert flash_linear_attention() is None
 
 
 def test_the_stand_in_has_the_parameters_of_the_package() -> None:

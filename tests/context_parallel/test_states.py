@@ -1,4 +1,4 @@
-"""States along paths: the gated delta rule and the short convolution on ranks equal token by token on one."""
+"""States along paths: rules and the short convolution on ranks equal token by token on one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from megacp.core.context_parallel import state_plan, states
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops import recurrence
@@ -53,12 +54,14 @@ def tensors_of(tokens: int, local: np.ndarray) -> list[Tensor]:
     return [x if place == WEIGHT else x[local] for place, x in enumerate(every)]
 
 
-def results(functions: tuple[Any, Any], tensors: list[Tensor]) -> list[Tensor]:
-    """Both outputs, and the gradients of all inputs."""
+def results(functions: tuple[Any, Any, Any], tensors: list[Tensor]) -> list[Tensor]:
+    """The outputs of the delta rule and the convolution, and the gradients of all inputs; then those of Mamba-2."""
     *inputs, dout, dx = tensors
     leaves = [x.clone().requires_grad_() for x in inputs]
     out, convolved = functions[0](*leaves[:5]), functions[1](*leaves[5:])
-    return [out.detach(), convolved.detach(), *torch.autograd.grad((out, convolved), leaves, (dout, dx))]
+    dual = functions[2](*leaves[:4])
+    found = torch.autograd.grad((out, convolved), leaves, (dout, dx)), torch.autograd.grad(dual, leaves[:4], dout)
+    return [out.detach(), convolved.detach(), *found[0], dual.detach(), *found[1]]
 
 
 @mock.patch.object(state_plan, "CHUNK", SHORT_CHUNK)
@@ -67,12 +70,15 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     for case in cases:
         plan = shard_batch(batch_of(case), axis, LAYOUTS[case[1]]).plan
         here = tensors_of(plan.indices.size, plan.local)
-        move = functools.partial(states.recur, recurrence.gated_delta_rule)
-        if case[2] % 2 and GROUPS % world_size == 0:
-            move = functools.partial(states.recur_by_heads, move)
+        by_heads = case[2] % 2 == 1 and GROUPS % world_size == 0
+        delta, dual = (
+            StateTransport(rule, axis, by_heads, TAPS)
+            for rule in (recurrence.gated_delta_rule, recurrence.state_space_dual)
+        )
         functions = (
-            functools.partial(move, plan, axis),
-            lambda x, weight, plan=plan: states.short_convolution(x, weight, plan, axis),
+            functools.partial(delta.move, plan),
+            functools.partial(delta.convolve, plan=plan),
+            functools.partial(dual.move, plan),
         )
         found.append((plan.local, results(functions, here)))
     return found
@@ -81,8 +87,9 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
 @functools.cache
 def expected(case: Case, tokens: int) -> list[Tensor]:
     leave = batch_of(case).with_padding_to(tokens).leave
-    rule = functools.partial(reference.gated_delta_rule, leave=leave)
-    return results((rule, functools.partial(reference.convolution, leave=leave)), tensors_of(tokens, np.arange(tokens)))
+    functions = reference.gated_delta_rule, reference.convolution, reference.state_space_dual
+    along = [functools.partial(function, leave=leave) for function in functions]
+    return results(tuple(along), tensors_of(tokens, np.arange(tokens)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
@@ -102,7 +109,7 @@ def test_states_and_taps_follow_their_paths_over_ranks_under_every_layout(ranks:
             assert error <= 1e-12 * exact.abs().max() + 1e-15, (case, place)
 
 
-def traffic(rank: int, world_size: int, tokens: int, layout: str) -> dict[str, int]:
+def traffic(rank: int, world_size: int, tokens: int, layout: str, rule: str) -> dict[str, int]:
     axis = grid(cp=world_size).cp
     batch = random_batch(np.random.default_rng(0), tokens, documents=1)
     plan = shard_batch(batch, axis, LAYOUTS[layout]).plan
@@ -110,20 +117,23 @@ def traffic(rank: int, world_size: int, tokens: int, layout: str) -> dict[str, i
     leaves = [x.requires_grad_() for x in inputs]
     before = axis.traffic.copy()
     convolved = states.short_convolution(*leaves[5:], plan, axis)
-    out = states.recur(recurrence.gated_delta_rule, plan, axis, *leaves[:5])
+    inputs = leaves[: 4 if rule == "state_space_dual" else 5]
+    out = states.recur(getattr(recurrence, rule), plan, axis, *inputs)
     torch.autograd.grad(convolved, leaves[5:], dx)
-    torch.autograd.grad(out, leaves[:5], dout)
+    torch.autograd.grad(out, inputs, dout)
     return dict(axis.traffic - before)
 
 
 def test_messages_are_maps_and_a_few_rows_whatever_the_length() -> None:
     """Of one document on three ranks: A and B of each run that another follows (contiguous has one a rank, zigzag two
     on rank 1), B's size again for the gradients, and three rows of channels before each run, and their gradients back.
+    Of A a rule with one decay a head sends one column.
     """
     size, ranks = 8, 3
+    columns = {"gated_delta_rule": KEYS, "state_space_dual": 1}
     for layout, most, sent, came in (("contiguous", 1, (3, 3, 0), (0, 3, 3)), ("zigzag", 2, (3, 6, 3), (3, 6, 3))):
-        maps = size * most * HEADS * KEYS * (KEYS + VALUES + VALUES) * (ranks - 1)
+        maps = {rule: size * most * HEADS * KEYS * (of_turn + 2 * VALUES) * 2 for rule, of_turn in columns.items()}
         rows = [size * 3 * (there + back) for there, back in zip(sent, came, strict=True)]
-        for tokens in (48, 192):
-            found = run_ranks(traffic, ranks, tokens, layout)
-            assert [(one["all_gather"], one["all_to_all"]) for one in found] == [(maps, row) for row in rows]
+        for tokens, rule in ((48, "gated_delta_rule"), (192, "gated_delta_rule"), (192, "state_space_dual")):
+            found = run_ranks(traffic, ranks, tokens, layout, rule)
+            assert [(one["all_gather"], one["all_to_all"]) for one in found] == [(maps[rule], row) for row in rows]

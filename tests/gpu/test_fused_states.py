@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.fused_states import FUSED, fused_recur
+from megacp.core.context_parallel.fused_states import flash_linear_attention, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.states import recur
 from megacp.core.distributed.grid import single_axis
@@ -27,7 +27,7 @@ LENGTHS, GROUPS, HEADS, WIDTH = (70, 3, 200, 27), 2, 4, 64
 
 @pytest.fixture(scope="module")
 def kernel() -> Any:
-    found = FUSED["cuda", torch.bfloat16]()
+    found = flash_linear_attention()
     if found is None:
         pytest.skip("fla is not installed (extra: fla)")
     return found

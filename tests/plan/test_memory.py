@@ -26,7 +26,7 @@ from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 from tests.reference.schedule_simulator import simulate
-from tests.reference.training import GEMMA, QWEN3_5
+from tests.reference.training import GEMMA, MAMBA2, QWEN3_5
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
@@ -71,6 +71,7 @@ def kept_storages(found: dict[int, int]):
         GEMMA,
         {**GEMMA, "mlp_chunk_tokens": 20},
         QWEN3_5,
+        MAMBA2,
         {**QWEN3_5, "linear_attention_freq": None},
         {"num_query_groups": 2, "kv_channels": 48, "hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},

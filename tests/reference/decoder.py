@@ -81,6 +81,22 @@ def delta_net(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     return linear((out * F.silu(z)).flatten(1), weights, f"{name}.output")
 
 
+def mamba2(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
+    """Mamba-2 token by token."""
+    own = {key.removeprefix(f"{name}."): value for key, value in weights.items() if key.startswith(f"{name}.")}
+    part = {n: linear(x, weights, f"{name}.{n}") for n in ("z", "x", "B", "C", "dt")}
+    for n in "xBC":
+        convolved = recurrence.convolution(part[n], own[f"convolution_{n}.weight"].squeeze(1), batch.leave)
+        part[n] = F.silu(convolved + own[f"convolution_{n}.bias"])
+    b, c = (part[n].view(len(x), model.linear_num_key_heads, -1) for n in "BC")
+    v = part["x"].view(len(x), model.linear_num_value_heads, -1)
+    step = F.softplus(part["dt"] + own["dt_bias"])
+    out = recurrence.state_space_dual(c, b, v * step[..., None], -own["A_log"].exp() * step, batch.leave)
+    out = ((out + own["D"][:, None] * v).flatten(1) * F.silu(part["z"])).view(len(x), model.linear_num_key_heads, -1)
+    out = out * torch.rsqrt(out.pow(2).mean(-1, keepdim=True) + model.norm_epsilon)
+    return linear(out.flatten(1) * own["norm.weight"], weights, f"{name}.output")
+
+
 def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
     heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
     dim = model.kv_channels or model.hidden_size // heads
@@ -121,7 +137,9 @@ def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
         out = "_output" if before else ""
         h = norm(x, weights[f"{name}.attention_norm.weight"], model) if before else x
         every = int(model.linear_attention_freq or 1)
-        if (layer + 1) % every:
+        if (layer + 1) % every and model.linear_attention_rule == "mamba2":
+            h = mamba2(h, weights, f"{name}.mamba", batch, model)
+        elif (layer + 1) % every:
             h = delta_net(h, weights, f"{name}.linear_attention", batch, model)
         else:
             h = attention(h, weights, f"{name}.attention", batch, model)
@@ -152,7 +170,7 @@ def train(
 ) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Constant learning rate. Returns losses and gradient norms per step, the first step's gradients, final weights."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
-    ends = (".bias", "dt_bias", "A_log")
+    ends = (".bias", "dt_bias", "A_log", ".D")
     plain = [p for name, p in leaves.items() if name.endswith(ends) or "norm" in name]
     decayed = [p for p in leaves.values() if not any(p is q for q in plain)]
     optimizer = torch.optim.AdamW(

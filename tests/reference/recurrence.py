@@ -1,4 +1,4 @@
-"""A gated delta rule token by token, and a convolution tap by tap, along the path of each token of a row."""
+"""Rules of states token by token, and a convolution tap by tap, along the path of each token of a row."""
 
 from __future__ import annotations
 
@@ -26,6 +26,17 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
             outs.append(int(leave[i] > 0) * (a / q.shape[-1] ** 0.5) @ rows[-1])
         states[i] = torch.stack(rows)
     return torch.stack(outs).unflatten(0, (len(q), -1))
+
+
+def state_space_dual(c: Tensor, b: Tensor, x: Tensor, log_decay: Tensor, leave: np.ndarray) -> Tensor:
+    """`[T, heads, V]`, likewise."""
+    share, states, outs = x.shape[1] // b.shape[1], dict[int, Tensor](), []
+    c, b = (each.repeat_interleave(share, 1) for each in (c, b))
+    for i, past in enumerate(before(leave)):
+        state = states[past] if past >= 0 else 0 * b[i, :, :, None] * x[i, :, None]
+        states[i] = log_decay[i].exp()[:, None, None] * state + b[i, :, :, None] * x[i, :, None]
+        outs.append(int(leave[i] > 0) * (c[i, :, None] @ states[i]).squeeze(1))
+    return torch.stack(outs)
 
 
 def convolution(x: Tensor, weight: Tensor, leave: np.ndarray) -> Tensor:

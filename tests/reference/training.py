@@ -67,6 +67,11 @@ QWEN3_5: Values = {
 }
 """What Qwen3.5's text model has, with a gated delta rule in every second layer."""
 
+MAMBA2: Values = {
+    **{name: value for name, value in QWEN3_5.items() if name.startswith("linear_")},
+    "linear_attention_rule": "mamba2",
+}
+
 AXIS_FLAGS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",

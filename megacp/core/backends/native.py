@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,16 +18,15 @@ from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
 from megacp.core.config.training import Treated
 from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.fused_states import FUSED, fused_convolved
+from megacp.core.context_parallel.fused_states import FUSED, fused_mover
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
-from megacp.core.context_parallel.states import prepare_states, recur, recur_by_heads, short_convolution
+from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.distributed.grid import ProcessGrid, single_axis
-from megacp.core.layers.stack import layers_of
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
-from megacp.core.ops.recurrence import convolved_delta_rule
+from megacp.core.ops.recurrence import Rule
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,
@@ -130,11 +128,10 @@ class NativeBackend:
         self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
         self.local_transport = select_transport("p2p", kernel, single_axis("one"), grid.device)
         """Of tokens that a rank has to itself: patches."""
-        states = any(layer.has_state for layer in layers_of(model))
-        self.taps = model.linear_conv_kernel_dim if states else 0
         keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
-        self.by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0
-        """Whether states stay on a rank that has all tokens of their heads."""
+        self._states_by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0
+        self._taps = model.linear_conv_kernel_dim
+        self._state_transports = list[StateTransport]()
         self.tile_rows = training.mlp_chunk_tokens
         if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
@@ -142,12 +139,6 @@ class NativeBackend:
         self._heads = Heads(heads, groups, model.head_dim)
         self._told: set[str] = set()
         self._untold: list[str] = []
-        self._recur: Callable[..., torch.Tensor] = functools.partial(recur, convolved_delta_rule)
-        if states and (row := FUSED.get((grid.device.type, self.dtype))):
-            told = "states: torch's, because flash-linear-attention is not installed (pip install 'megacp[fla]')"
-            if fused := row():
-                self._recur, told = functools.partial(fused_convolved, fused), "states: flash-linear-attention's"
-            self.tell(told)
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""
@@ -215,20 +206,21 @@ class NativeBackend:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
         return self.transport.attend(q, k, v, plan, scale)
 
-    def convolution(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        """`short_convolution` over the ranks of a row."""
-        return short_convolution(x, weight, plan, self.row_axis)
-
-    def delta_rule(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
-        """`convolved_delta_rule` over the ranks of a row, for inputs `[t, ...]`: `[t, heads/tp, V]`."""
-        move = functools.partial(recur_by_heads, self._recur) if self.by_heads else self._recur
-        return move(plan, self.row_axis, *inputs)
+    def states(self, rule: Rule) -> StateTransport:
+        """What moves the states of a layer over the ranks of a row."""
+        kind = self.options.device.type, self.dtype
+        if fused_mover(rule, *kind):
+            self.tell("states: flash-linear-attention's")
+        elif (rule, *kind) in FUSED:
+            self.tell("states: torch's, because flash-linear-attention is not installed (pip install 'megacp[fla]')")
+        self._state_transports.append(StateTransport(rule, self.row_axis, self._states_by_heads, self._taps))
+        return self._state_transports[-1]
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
         self.transport.prepare(plan, self._heads)
-        if self.taps:
-            prepare_states(plan, self.taps)
+        for states in self._state_transports[:1]:  # all layers ask the same
+            states.prepare(plan)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""

@@ -82,23 +82,26 @@ class ModelConfig:
     all have it)."""
 
     linear_attention_freq: str | None = None
-    """Which layers have a gated delta rule instead of attention: N leaves it out of every N-th layer, [1,1,0] of the
-    third of each three (default: none has it; Qwen3.5: 4)."""
+    """Which layers have a state instead of attention: N leaves it out of every N-th layer, [1,1,0] of the third of each
+    three (default: none has it; Qwen3.5: 4)."""
+
+    linear_attention_rule: Literal["gated_delta", "mamba2"] = "gated_delta"
+    """What moves the state: a gated delta rule or Mamba-2."""
 
     linear_num_key_heads: Positive[int] = 16
-    """Query and key heads of a gated delta rule."""
+    """Query and key heads of a layer with a state (mamba2: groups of B and C)."""
 
     linear_num_value_heads: Positive[int] = 32
-    """Value heads of a gated delta rule, each with a state; a multiple of the key heads."""
+    """Value heads of a layer with a state, each with one; a multiple of the key heads."""
 
     linear_key_head_dim: Positive[int] = 128
-    """Width of a query and key head of a gated delta rule."""
+    """Width of a query and key head of a layer with a state (mamba2: size of the state)."""
 
     linear_value_head_dim: Positive[int] = 128
-    """Width of a value head of a gated delta rule."""
+    """Width of a value head of a layer with a state."""
 
     linear_conv_kernel_dim: Annotated[int, Range(2, 64)] = 4
-    """Tokens of the convolution before a gated delta rule, the token itself included."""
+    """Tokens of the convolution before a state, the token itself included."""
 
     max_position_embeddings: Positive[int | None] = None
     """Positions that the model is for, as an exported config says (default: --seq-length); changes no computation."""

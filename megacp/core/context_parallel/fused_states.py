@@ -11,6 +11,7 @@ Rank 0 runs segments 0 and 3 in one call, from places 0 and 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -27,21 +28,19 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
+from megacp.core.ops.recurrence import Rule, convolved_delta_rule, gated_delta_rule
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
 
 
-def _flash_linear_attention() -> Kernel | None:
+def flash_linear_attention() -> Kernel | None:
+    """`chunk_gated_delta_rule`, where the package is installed. In float32 it multiplies in TF32."""
     if find_spec("fla") is None or find_spec("triton") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     return chunk_gated_delta_rule
-
-
-FUSED = {("cuda", torch.bfloat16): _flash_linear_attention}
-"""Kernels by type of device and dtype. In float32 this one multiplies in TF32."""
 
 
 class SegmentLevel(NamedTuple):
@@ -134,7 +133,7 @@ def fused_recur(kernel: Kernel, plan: AttentionPlan, axis: Axis, *inputs: torch.
         # ranks with fewer exits than the most send zeros: a gather is of equal parts
         more = joint.new_zeros(crossing.most_exits - len(own), *own.shape[1:])
         maps = gather_from(torch.cat([own, tie.reshape(0, *own.shape[1:]).to(own.dtype), more]), axis)
-        first = torch.cat([first, *(state.unsqueeze(0) for state in arrived_states(crossing, maps.unbind()))])
+        first = torch.cat([first, *(state.unsqueeze(0) for state in arrived_states(crossing, maps.unbind(), keys))])
         tie = maps[:0].reshape(tie.shape).to(tie.dtype)
     read, _ = every.run(kernel, first, q, k, v, *rates)
     # padding, which is in no segment, stays 0
@@ -146,3 +145,17 @@ def fused_convolved(
 ) -> torch.Tensor:
     """`recur(convolved_delta_rule, ...)` by a kernel."""
     return fused_recur(kernel, plan, axis, F.silu(q), F.silu(k), F.silu(v), *rates)
+
+
+FUSED: dict[tuple[Rule, str, torch.dtype], Callable[..., torch.Tensor]] = {
+    (gated_delta_rule, "cuda", torch.bfloat16): fused_recur,
+    (convolved_delta_rule, "cuda", torch.bfloat16): fused_convolved,
+}
+"""`(kernel, plan, axis, *inputs)` in the place of `recur` of a rule, on a type of device, for a dtype."""
+
+
+def fused_mover(rule: Rule, device_type: str, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+    """`(plan, axis, *inputs)` by a kernel; None where no row has one, or its package is not installed."""
+    function = FUSED.get((rule, device_type, dtype))
+    kernel = function and flash_linear_attention()
+    return functools.partial(function, kernel) if function and kernel else None

@@ -1,9 +1,9 @@
 """Layers with a state over a row that ranks share: a state follows the path of its tokens from rank to rank.
 
 What leaves a rank is, for each segment that another rank goes on from (an exit, see `state_plan.py`), the affine map
-from the state that came to the rank (`A[K, K]`, `B[K, V]` a head): all ranks gather all maps, and each applies those
-that precede its own tokens. In backward the gradients of states come the other way by the transposed maps. So messages
-have the same size for any length.
+from the state that came to the rank (`A[K, K]` or a column, and `B[K, V]` a head): all ranks gather all maps, and each
+applies those that precede its own tokens. In backward the gradients of states come the other way by the transposed
+maps. So messages have the same size for any length.
 
 The short convolution before such a layer needs the few tokens before each segment, which their ranks send.
 
@@ -26,7 +26,18 @@ from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
-from megacp.core.ops.recurrence import Level, Rows, Rule, causal_taps, scan, scan_back
+from megacp.core.ops.recurrence import (
+    Level,
+    Rows,
+    Rule,
+    causal_taps,
+    scan,
+    scan_back,
+    turn_gradient,
+    turned,
+    turned_back,
+    unchanged,
+)
 
 
 def _rows(numbers: np.ndarray, device: torch.device) -> Rows:
@@ -85,17 +96,17 @@ def _start_gather(own: torch.Tensor, most: int, axis: Axis) -> Pending:
     return start_all_gather(filled, axis)
 
 
-def arrived_states(crossing: CrossingPlan, maps: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def arrived_states(crossing: CrossingPlan, maps: Sequence[torch.Tensor], of_turn: int) -> list[torch.Tensor]:
     """The state `[heads, K, V]` at each of this rank's entries, of A and B side by side of every exit,
-    `[heads, K, K + V]`: `most_exits` from each rank.
+    `[heads, K, of_turn + V]`: `most_exits` from each rank.
     """
     behind = dict[int, torch.Tensor]()  # by exit, the state there
     for number in crossing.arriving:
         rank, own, entry = crossing.exits[number]
         one = maps[rank * crossing.most_exits + own]
-        behind[number] = one[..., one.shape[-2] :]
+        behind[number] = one[..., of_turn:]
         if entry >= 0:
-            behind[number] = one[..., : one.shape[-2]] @ behind[crossing.entries[entry].other] + behind[number]
+            behind[number] = turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + behind[number]
     return [behind[crossing.entries[number].other] for number in crossing.own(crossing.entries)]
 
 
@@ -103,14 +114,14 @@ def _owed_gradients(crossing: CrossingPlan, found: torch.Tensor, turns: torch.Te
     """The gradient `[heads, K, V]` of the state behind each of this rank's exits.
 
     Of `found[ranks, most_entries, heads, K, V]`, what the tokens of each entry's rank make of the state there, and
-    `turns[ranks, most_exits, heads, K, K]`, A of every exit.
+    `turns[ranks, most_exits, heads, K, columns]`, A of every exit.
     """
     behind = {n: torch.zeros_like(found[0, 0]) for n in range(len(crossing.exits))}
     for number in crossing.owing:
         rank, place, exit_ = crossing.entries[number]
         behind[exit_] += found[rank, place]
         for n in (n for n, one in enumerate(crossing.exits) if one.other == number):  # where the state leaves again
-            behind[exit_] += turns[rank, crossing.exits[n].number].transpose(-1, -2) @ behind[n]
+            behind[exit_] += turned_back(turns[rank, crossing.exits[n].number], behind[n])
     return [behind[number] for number in crossing.own(crossing.exits)]
 
 
@@ -120,25 +131,26 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, states: StatePlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:
         work = rule(*(_into_chunks(x, states) for x in inputs))
-        turn, add = next(work)  # A [chunks, heads, K, K], B [.., K, V]
+        turn, add = next(work)  # A [chunks, heads, K, K] or a column, B [.., K, V]
         state = torch.zeros_like(add)  # before each chunk
         width = turn.shape[-1]
         turns = turn.new_empty(0)
         crossing = states.crossing
         if crossing.most_exits:
-            # the map to an exit is what becomes of a state of K more columns, the identity where states come from afar
-            joint = torch.cat([torch.zeros_like(turn), state], -1)
-            joint[states.own_entries, ..., :width] = torch.eye(width, dtype=joint.dtype, device=joint.device)
-            wide = torch.cat([torch.zeros_like(turn), add], -1)  # a chunk adds nothing to those columns
+            # the map to an exit is what becomes of a state of more columns, which are A's where states come from afar
+            nothing = add.new_zeros(*add.shape[:-1], width)
+            joint = torch.cat([nothing, state], -1)
+            joint[states.own_entries, ..., :width] = unchanged(turn, add.shape[-2])
+            wide = torch.cat([nothing, add], -1)  # a chunk adds nothing to those columns
             ends = states.own_exits
             scan((turn, wide), states.to_exits, joint)
             # `joint` is before the last chunk of an exit, what leaves is behind it
-            coming = _start_gather(turn[ends] @ joint[ends] + wide[ends], crossing.most_exits, axis)
+            coming = _start_gather(turned(turn[ends], joint[ends]) + wide[ends], crossing.most_exits, axis)
         read, out = next(work)  # while the maps are under way
         if crossing.most_exits:
-            gathered = coming.wait()  # [ranks * most_exits, heads, K, K + V]
+            gathered = coming.wait()  # [ranks * most_exits, heads, K, columns + V]
             turns = gathered.unflatten(0, (axis.size, -1))[..., :width].contiguous()
-            if came := arrived_states(crossing, gathered.unbind()):
+            if came := arrived_states(crossing, gathered.unbind(), width):
                 state[states.own_entries] = torch.stack(came)
         scan((turn, add), states.levels, state)
         out = out + read @ state  # [chunks, heads, C, V]
@@ -163,21 +175,15 @@ class _Recurrence(torch.autograd.Function):
                 # as if nothing came from elsewhere: what this rank's tokens alone make of the states at its entries
                 alone = scan_back(turn, reads, states.from_entries, torch.zeros_like(state))
                 ends = states.own_entries
-                own = turn[ends].transpose(-1, -2) @ alone[ends] + reads[ends]
+                own = turned_back(turn[ends], alone[ends]) + reads[ends]
                 gathered = _start_gather(own, crossing.most_entries, axis).wait().unflatten(0, (axis.size, -1))
                 if owed := _owed_gradients(crossing, gathered, turns):
                     after[states.own_exits] = torch.stack(owed)
             scan_back(turn, reads, states.levels, after)
             # S' = A S + B and out = O + R S: of A, B, R and O in turn
-            wanted = (after @ state.transpose(-1, -2), after, dout @ state.transpose(-1, -2), dout)
+            wanted = (turn_gradient(turn, after, state), after, dout @ state.transpose(-1, -2), dout)
         found = torch.autograd.grad((turn, add, read, out), leaves, wanted)
         return None, None, None, *(_out_of_chunks(d, states, x) for d, x in zip(found, inputs, strict=True))
-
-
-def prepare_states(plan: AttentionPlan, taps: int) -> None:
-    """Make on the host what the layers of a plan need; called from the loader's threads."""
-    chunks_of(plan)
-    taps_plan(plan, taps)
 
 
 def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:

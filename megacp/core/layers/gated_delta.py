@@ -41,7 +41,7 @@ def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     return Flops(2.0 * tokens * model.linear_num_value_heads * (inside + across), 0.0)
 
 
-def _chunk_heads(share: Share) -> int:
+def chunk_heads(share: Share) -> int:
     """Chunks of a rank times its heads, as if documents and ranks ended where chunks do."""
     return -(-share.tokens // CHUNK) * (share.model.linear_num_value_heads // share.tp)
 
@@ -56,7 +56,7 @@ def _kept(share: Share) -> tuple[int, int]:
     projected = sum(linears[name].outputs for name in PROJECTED)
     channels = sum(linears[name].outputs for name in "qkv")
     columns = projected + channels + heads + (1 + share.cheap) * linears["output"].inputs
-    states = _chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
+    states = chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
     wide = share.tokens * 4 * heads // share.tp + states + 2 * heads // share.tp
     return share.tokens * columns // share.tp - share.unread(PROJECTED), wide
 
@@ -67,7 +67,7 @@ def _work(share: Share) -> int:
     """
     keys, values = share.model.linear_key_head_dim, share.model.linear_value_head_dim
     each = CHUNK * (3 * CHUNK + 15 * keys + 8 * values) + 10 * keys * keys // 3 + 3 * keys * values
-    return _chunk_heads(share) * each * share.wide_size
+    return chunk_heads(share) * each * share.wide_size
 
 
 GATED_DELTA = LayerKind("linear_attention", _linears, (PROJECTED, ("output",)), _kept, _work, _others, _mixing)

@@ -13,7 +13,11 @@ from megacp.core.config.model import ModelConfig, skip_pattern
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import DENSE
 from megacp.core.layers.gated_delta import GATED_DELTA
+from megacp.core.layers.mamba2 import MAMBA2
 from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight
+
+STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
+"""By --linear-attention-rule."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
         attend = (True,)
     found = []
     for i in range(model.num_layers):
-        mixer = ATTENTION if attend[i % len(attend)] else GATED_DELTA
+        mixer = ATTENTION if attend[i % len(attend)] else STATES[model.linear_attention_rule]
         window = 0 if open_to_all[i % len(open_to_all)] else model.window_size or 0
         found.append(Layer(f"layers.{i}", mixer, DENSE, window, rotates=not still[i % len(still)]))
     return tuple(found)

@@ -19,17 +19,19 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.gated_delta import GATED_DELTA
+from megacp.core.layers.mamba2 import MAMBA2
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import LayerKind
 from megacp.core.models.attention import Angles, SelfAttention
 from megacp.core.models.delta_net import GatedDeltaNet
+from megacp.core.models.mamba2 import Mamba2
 from megacp.core.models.offload import BlockOffload, HostMemory
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
 
-MIXERS: dict[LayerKind, type[nn.Module]] = {ATTENTION: SelfAttention, GATED_DELTA: GatedDeltaNet}
+MIXERS: dict[LayerKind, type[nn.Module]] = {ATTENTION: SelfAttention, GATED_DELTA: GatedDeltaNet, MAMBA2: Mamba2}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.gated_delta import GATED_DELTA, PROJECTED
 from megacp.core.models.attention import Angles
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.core.ops.recurrence import convolved_delta_rule
 from megacp.core.tensor_parallel.linear import LinearSpec, row_parameter
 
 
@@ -27,7 +28,8 @@ class GatedDeltaNet(nn.Module):
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         prefix = f"layers.{layer}.{GATED_DELTA.name}"
-        self.backend, self.key_dim, self.value_dim = backend, config.linear_key_head_dim, config.linear_value_head_dim
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.states = backend.states(convolved_delta_rule)
         linears = GATED_DELTA.linears(config)
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
@@ -46,7 +48,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: torch.Tensor, plan: AttentionPlan, rotary: Angles, save: Save) -> torch.Tensor:
         """Move states along the paths of the plan; positions have no part in it."""
         channels, z, b, a = self.project(x, save).split([sum(self.widths[:3]), *self.widths[3:]], -1)
-        convolved = self.backend.convolution(channels, self.convolution.squeeze(1), plan)
+        convolved = self.states.convolve(channels, self.convolution.squeeze(1), plan)
         q, k, v = convolved.split(self.widths[:3], -1)
         wide = accumulation_dtype(x.dtype)
         log_decay = -self.log_rate.to(wide).exp() * F.softplus(a.to(wide) + self.dt_bias.to(wide))
@@ -54,7 +56,7 @@ class GatedDeltaNet(nn.Module):
             part.unflatten(-1, (-1, width))  # [t, heads/tp * d] -> [t, heads/tp, d]
             for part, width in ((q, self.key_dim), (k, self.key_dim), (v, self.value_dim), (z, self.value_dim))
         )
-        out = self.backend.delta_rule(plan, q, k, v, log_decay, b.sigmoid())
+        out = self.states.move(plan, q, k, v, log_decay, b.sigmoid())
         return self.output(save(self._gated, out, z))
 
     def _gated(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

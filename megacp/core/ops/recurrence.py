@@ -7,6 +7,9 @@ A rule says what a chunk does to the state `S[K, V]` of a head, and what it read
 so anything that is affine in its state is a rule. Maps compose, (A2, B2) o (A1, B1) = (A2 A1, A2 B1 + B2), which is how
 states cross from rank to rank; backward is the same scan from the other end, with A transposed.
 
+A rule that keeps the keys of a state apart has a diagonal A, and gives it as a column, `[K, 1]`, or as the one number
+`[1, 1]`. Of composed maps ranks send the columns of A: K, which began as the identity, or one, which began as ones.
+
 Letters: `n` chunks of `C` tokens, `groups` of key heads, `heads` of values; a state has `K` keys and `V` values a head;
 `W` columns are scanned together; the convolution has `t` tokens and `c` channels.
 """
@@ -39,6 +42,17 @@ class Level(NamedTuple):
     """The chunk before each of them."""
 
 
+def _decays(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of logs `[n, C, heads]`: what is left at token i of what token j wrote, `[n, heads, C, C]` (0 for a later j); at
+    token i of the state before the chunk, and behind the chunk of what token i wrote, `[n, heads, C, 1]`.
+    """
+    decay = log_decay.transpose(1, 2).cumsum(-1)  # from the beginning of the chunk through token i
+    past = torch.ones(decay.shape[-1], decay.shape[-1], dtype=torch.bool, device=decay.device).tril()
+    # masked before exp, which would overflow above the diagonal
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~past, -torch.inf).exp()
+    return between, decay.exp().unsqueeze(-1), (decay[..., -1:] - decay).exp().unsqueeze(-1)
+
+
 def gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
 ) -> Iterator[Pair]:
@@ -54,12 +68,7 @@ def gated_delta_rule(
     # [n, C, heads, ...] -> [n, heads, C, ...], as q and k are by now
     v = v.transpose(1, 2)
     beta = beta.transpose(1, 2).unsqueeze(-1)
-    decay = log_decay.transpose(1, 2).cumsum(-1)  # from the beginning of the chunk through token i
-    past = torch.ones(v.shape[2], v.shape[2], dtype=torch.bool, device=v.device).tril()
-    # [n, heads, C, C]: the decay from token j to a later token i; masked before exp, which would overflow above
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(~past, -torch.inf).exp()
-    since = decay.exp().unsqueeze(-1)  # [n, heads, C, 1]: what is left at token i of the state before the chunk
-    until = (decay[..., -1:] - decay).exp().unsqueeze(-1)  # and behind the chunk of what token i wrote
+    between, since, until = _decays(log_decay)
     # token i adds k_i u_i^T with u_i = beta_i (v_i - since_i S^T k_i - sum over j < i of between_ij (k_i k_j) u_j)
     # u is linear in S: u = values - keys S, both solved at once; the diagonal is taken as 1 and not read
     system = k * beta @ k.transpose(-1, -2) * between
@@ -83,13 +92,51 @@ def convolved_delta_rule(
     yield from gated_delta_rule(F.silu(q), F.silu(k), F.silu(v), log_decay, beta)
 
 
+def state_space_dual(c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, log_decay: torch.Tensor) -> Iterator[Pair]:
+    """Mamba-2 (Dao and Gu, 2024): `S' = exp(g) S + b x^T`, `out = S'^T c`.
+
+    `c, b[n, C, groups, K]`, each for `heads / groups` neighbouring `x[n, C, heads, V]`, which hold the step dt;
+    `log_decay[n, C, heads]`. A is one number.
+    """
+    share = x.shape[2] // b.shape[2]
+    c, b = (each.transpose(1, 2).repeat_interleave(share, 1) for each in (c, b))  # [n, heads, C, K]
+    x = x.transpose(1, 2)
+    between, since, until = _decays(log_decay)
+    yield since[:, :, -1:], (b * until).transpose(-1, -2) @ x
+    yield c * since, (c @ b.transpose(-1, -2) * between) @ x
+
+
+def unchanged(turn: torch.Tensor, keys: int) -> torch.Tensor:
+    """The columns of a map that changes nothing, in the form of `turn`: `[K, K]` or `[K, 1]`."""
+    if turn.shape[-1] == 1:
+        return turn.new_ones(keys, 1)
+    return torch.eye(keys, dtype=turn.dtype, device=turn.device)
+
+
+def turned(turn: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """`A S`, of states `[..., K, W]`."""
+    return turn * state if turn.shape[-1] == 1 else turn @ state
+
+
+def turned_back(turn: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """`A^T` times the gradient of a state."""
+    return turn * grad if turn.shape[-1] == 1 else turn.transpose(-1, -2) @ grad
+
+
+def turn_gradient(turn: torch.Tensor, after: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """The gradient of A in its form, from the gradient behind a chunk and the state before it, `[..., K, V]`."""
+    if turn.shape[-1] == 1:
+        return (after * state).sum(-1, keepdim=True).sum_to_size(turn.shape)
+    return after @ state.transpose(-1, -2)
+
+
 def scan(maps: Pair, levels: Sequence[Level], initial: torch.Tensor) -> torch.Tensor:
     """The state before each chunk, `[n, heads, K, W]`, written into `initial`, which has it for chunks of no level.
 
     `maps`: A, and B of W columns.
     """
     for rows, before in levels:
-        initial[rows] = torch.matmul(maps[0][before], initial[before]).add_(maps[1][before])
+        initial[rows] = turned(maps[0][before], initial[before]).add_(maps[1][before])
     return initial
 
 
@@ -100,7 +147,7 @@ def scan_back(turn: torch.Tensor, reads: torch.Tensor, levels: Sequence[Level], 
     `A^T after + reads`.
     """
     for rows, before in reversed(levels):
-        found = torch.matmul(turn[rows].transpose(-1, -2), after[rows]).add_(reads[rows])
+        found = turned_back(turn[rows], after[rows]).add_(reads[rows])
         # several chunks go on from one where the path branches, but a slice has no chunk twice
         if isinstance(before, slice):
             after[before] += found

@@ -116,8 +116,9 @@ _PLAIN: Values = {
     **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias"), False),
     **{"norm_position": "before", "qk_layernorm": "off", "no_rope_freq": None},
     **{"window_size": None, "window_attn_skip_freq": None, "window_rotary_base": None},
-    **{"linear_attention_freq": None, "attention_output_gate": False, "rotary_percent": 1.0},
+    **{"linear_attention_freq": None, "linear_attention_rule": "gated_delta", "attention_output_gate": False},
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
+    "rotary_percent": 1.0,
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""

@@ -17,10 +17,12 @@ _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention",
 _TOKENWISE_LAYERS = {"moe", "mlp", "sparse", "dense"}
 """Values of `layer_types` whose layers mix tokens by attention alone, or not at all."""
 _STATEFUL = {
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), "linear_attention"),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "conv"),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), {"linear_attention"}),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "nemotron_h"), {"linear_attention"}),
+    **dict.fromkeys(("falcon_h1", "zamba2"), {"linear_attention", "hybrid"}),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"conv"}),
 }
-"""Models whose layers of another kind call the two functions of `recurrent`, and that kind."""
+"""Models whose layers of other kinds call the functions of `recurrent`, and those kinds."""
 _MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
 """Layers that mix tokens beside the registered attention, in models whose config names no types."""
 _ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -51,7 +53,7 @@ def model_problems(model: torch.nn.Module, tokens: int) -> list[str]:
     config, language = stock.config.get_text_config(), (stock.get_decoder() if hasattr(stock, "get_decoder") else stock)
     name = str(getattr(config, "model_type", "") or type(config).__name__)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS - {_STATEFUL.get(name)}
+    strange = {str(kind) for kind in kinds} - _ATTENTION_LAYERS - _TOKENWISE_LAYERS - _STATEFUL.get(name, set())
     if name not in _STATEFUL:
         strange = strange or {type(x).__name__ for x in language.modules() if isinstance(x, _MIXING)}
     found = []

@@ -1,8 +1,8 @@
-"""Layers of transformers with a state or a short convolution, in a block: their two functions become ours.
+"""Layers of transformers with a state or a short convolution, in a block: their functions become ours.
 
-A layer calls the convolution and the gated delta rule of its own module by name. While the block is open these names
-are those of functions that know which document a token belongs to and which rank has the tokens before it. The
-library's own, without its CUDA packages, would go on from one packed document to the next.
+A layer calls the convolution and the rule of its state (gated delta, Mamba-2) of its own module by name. While the
+block is open these names are those of functions that know which document a token belongs to and which rank has the
+tokens before it. The library's own, without its CUDA packages, would go on from one packed document to the next.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megacp.core.context_parallel.fused_states import FUSED, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.states import recur, short_convolution
+from megacp.core.context_parallel.state_transport import move_states
+from megacp.core.context_parallel.states import short_convolution
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.core.ops.recurrence import gated_delta_rule, state_space_dual
 from megacp.huggingface.door.model_rules import refuse, stock_model
 
 Along = Callable[..., torch.Tensor]
@@ -61,9 +61,7 @@ def _delta_rule(
     """`torch_chunk_gated_delta_rule`: `query, key[B, s, groups, K]`, `value[B, s, heads, V]`, rates `[B, s, heads]`."""
 
     def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
-        if (row := FUSED.get((rows[2].device.type, rows[2].dtype))) and (kernel := row()):
-            return fused_recur(kernel, plan, axis, *rows)
-        return recur(gated_delta_rule, plan, axis, *rows)
+        return move_states(gated_delta_rule, plan, axis, *rows)
 
     if more.get("initial_state") is not None or more.get("output_final_state"):
         refuse("a cache of states (use_cache) is not sharded")
@@ -72,7 +70,45 @@ def _delta_rule(
     return along(of_rows, query, key, value, g, beta), None
 
 
-_OURS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": _convolution, "torch_chunk_gated_delta_rule": _delta_rule}
+def _state_space(
+    along: Along,
+    axis: Axis,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    rate: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **more: Any,
+) -> torch.Tensor:
+    """`mamba2_chunk_scan`: `x[B, s, heads, V]`, `dt[B, s, heads]`, `rate[heads]`, `b, c[B, s, groups, K]`, which the
+    library calls A, B and C; its D is a share of x that is passed on.
+    """
+    if more.get("initial_states") is not None or more.get("return_final_states"):
+        refuse("a cache of states (use_cache) is not sharded")
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).to(rate.dtype)
+
+    def of_rows(plan: AttentionPlan, *rows: torch.Tensor) -> torch.Tensor:
+        return move_states(state_space_dual, plan, axis, *rows)
+
+    read = along(of_rows, c, b, x * dt.unsqueeze(-1).to(x.dtype), rate * dt)
+    passed = more.get("D")
+    return read if passed is None else read + passed.unsqueeze(-1) * x
+
+
+def _not_fused(along: Along, axis: Axis, *_: Any, **__: Any) -> None:
+    """`mamba2_split_conv1d_scan_combined`, which does all of a layer at once: None sends it to the functions above."""
+
+
+_OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "mamba2_chunk_scan": _state_space,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+}
 
 
 @contextlib.contextmanager

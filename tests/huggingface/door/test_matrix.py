@@ -44,6 +44,10 @@ EXACT, WINDOW = "exact", "exact, layers that look 16 tokens back"
 STATES = "exact, layers with a state or a convolution"
 LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
+MAMBA = dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4)
+MAMBA |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16)
+MAMBA |= dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups", "mamba_expand"), 2)
+MAMBA |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 8)
 W16, LATER = {"sliding_window": 16}, {"use_sliding_window": True, "max_window_layers": 1}
 GEMMA4 = {"global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
 GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
@@ -88,8 +92,12 @@ MODELS = [
     Model("lfm2", STATES, {"layer_types": ["conv", "full_attention"]}),
     Model("lfm2_moe", STATES, {"layer_types": ["conv", "full_attention"]}),
     *(Model(name, STATES, LINEAR) for name in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid")),
+    Model("bamba", STATES, MAMBA | {"attn_layer_indices": [1]}),
+    Model("falcon_h1", STATES, MAMBA | {"mamba_d_ssm": 64}),
+    Model("granitemoehybrid", STATES, MAMBA | {"shared_intermediate_size": 24} | LINEAR),
+    Model("nemotron_h", STATES, MAMBA | {"layers_block_type": LINEAR["layer_types"], "ssm_state_size": 8}),
+    Model("zamba2", STATES, MAMBA | {"layers_block_type": ["linear_attention", "hybrid"], "num_mem_blocks": 1}),
     Model("bailing_hybrid", "layers of type linear_attention"),
-    Model("falcon_h1", "layers of type hybrid"),
     *(Model(name, "takes no position_ids") for name in ("bloom", "mpt", "rwkv")),
     Model("xglm", "no attention was called"),
     Model("codegen", "RuntimeError"),

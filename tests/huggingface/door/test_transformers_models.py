@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.core.context_parallel.fused_states import FUSED
+from megacp.core.context_parallel import fused_states
+from megacp.core.context_parallel.fused_states import FUSED, fused_recur
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.mask import Metadata
+from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.mask import trees_of
@@ -442,5 +444,6 @@ def test_states_of_the_library_take_the_kernel_of_the_table(monkeypatch: pytest.
             return model(ids, position_ids=positions).logits.square().mean()
 
     ours = loss()
-    monkeypatch.setitem(FUSED, ("cpu", torch.float64), lambda: kernels.append(1) or chunk_gated_delta_rule)
+    monkeypatch.setitem(FUSED, (gated_delta_rule, "cpu", torch.float64), fused_recur)
+    monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: kernels.append(1) or chunk_gated_delta_rule)
     assert abs(loss() - ours) <= 1e-12 * ours and kernels
