@@ -122,7 +122,7 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
 
 @once
 def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative lengths of the row, true and padded: one tensor without padding, by which Transformer Engine knows it."""
+    """Cumulative lengths of the row, true and padded: one tensor where equal, by which Transformer Engine knows it."""
     padded = to_device(sequences.cu_padded, device)
     equal = (sequences.true == sequences.padded).all()
     return padded if equal else to_device(sequences.cu_lengths, device), padded
