@@ -308,6 +308,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("window_rotary_base, RotaryScaling())", "window_rotary_base, scaling)", "a window's own base is stretched"),
         ("self.backend.dtype)", "self.backend.dtype, self.rotary_factor)", "a window's own angles have YaRN's factor"),
     ],
+    ("plan/activations.py", "tests/plan/test_memory.py"): [
+        ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
+        ("Kind.WEIGHTS) - 1 if", "Kind.WEIGHTS) if", "a backward waits for itself"),
+    ],
     ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
         ("inputs.rotary[self.has_window]", "inputs.rotary[0]", "every layer has the angles of one without a window"),

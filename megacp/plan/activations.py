@@ -17,9 +17,8 @@ which adds its rank a token.
 (FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
 and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP only its input, and the
 norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage holds the activations of every
-microbatch in flight: stages - stage under 1F1B (Narayanan et al. 2021), 2 (stages - stage - 1) + (chunks - 1) stages +
-1 chunks when interleaved. `zero_bubble` adds inputs and output gradients of the products whose weight gradients
-wait, `stage` times (a microbatch and chunk each):
+chunk in flight, as its schedule's list says. `zero_bubble` adds inputs and output gradients of the products whose
+weight gradients wait, for each backward that they wait of:
 
     qkv, output, gate and up, down               2 h / tp' + 2 h + (2 a + 2 g) d / tp + 3 f / tp
 
@@ -29,36 +28,48 @@ pipeline holds; on the device are at least two blocks at once: one at work, and 
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.stack import Layer, layers_of
 from megacp.core.layers.table import Share
 from megacp.core.models.costs import connector_sizes, encoders, planned_images
-from megacp.core.pipeline_parallel.schedules import defers
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 
 
-def in_flight(config: RunConfig, stage: int, world_size: int) -> int:
-    """Most chunk activations that a stage holds at once: forwards before their backward has begun."""
-    p, microbatches = config.parallel, config.num_microbatches(world_size)
-    chunks, stages = p.num_virtual_stages_per_pipeline_rank, p.pipeline_model_parallel_size
-    before = stages - stage - 1
-    warmup = before if chunks == 1 else 2 * before + (chunks - 1) * stages
-    return min(warmup + 1, microbatches * chunks)
+class Held(NamedTuple):
+    """Most that a stage holds at once in a step."""
+
+    in_flight: int
+    """Activations of a chunk, from its forward to its backward."""
+    rows: int
+    """Microbatches between forward and backward of the stage's first chunk."""
+    deferred: int | None
+    """Backwards whose weight gradients wait while another one runs; None where none ever do."""
 
 
-def deferred_backwards(config: RunConfig, stage: int, world_size: int) -> int:
-    """Most backwards of a chunk whose weight gradients a stage defers."""
+@functools.cache
+def most_held(config: RunConfig, stage: int, world_size: int) -> Held:
+    """By the list of what the stage computes."""
     p = config.parallel
-    if p.pipeline_schedule != "zero_bubble" or not defers(stage, p.num_virtual_stages_per_pipeline_rank):
-        return 0
-    return min(stage, config.num_microbatches(world_size) * p.num_virtual_stages_per_pipeline_rank)
+    chunks = p.num_virtual_stages_per_pipeline_rank
+    sizes = (p.pipeline_model_parallel_size, config.num_microbatches(world_size), chunks)
+    computes = SCHEDULES[p.pipeline_schedule](stage, *sizes)
+    first = [compute for compute in computes if compute.chunk == 0]
+    defers = any(compute.kind is Kind.WEIGHTS for compute in computes)
+    return Held(
+        in_flight=_most(computes, Kind.FORWARD, Kind.BACKWARD),
+        rows=_most(first, Kind.FORWARD, Kind.BACKWARD),
+        deferred=_most(computes, Kind.BACKWARD, Kind.WEIGHTS) - 1 if defers else None,  # without the one that runs
+    )
 
 
-def in_flight_rows(config: RunConfig, world_size: int) -> int:
-    """Most microbatches between forward and backward of their first chunk on the first stage."""
-    chunks = config.parallel.num_virtual_stages_per_pipeline_rank
-    held, microbatches = in_flight(config, 0, world_size), config.num_microbatches(world_size)
-    # interleaved, the chunks of a stage take turns in groups of as many microbatches as there are stages
-    return min(held if chunks == 1 else 2 * config.parallel.pipeline_model_parallel_size, microbatches)
+def _most(computes: Sequence[Action], begin: Kind, end: Kind) -> int:
+    """Most computes of one kind whose other kind has not run yet."""
+    return max(itertools.accumulate((compute.kind is begin) - (compute.kind is end) for compute in computes))
 
 
 def layer_deferred(config: RunConfig, layer: int = 0) -> int:

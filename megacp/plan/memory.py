@@ -26,16 +26,7 @@ from megacp.core.models.costs import (
     tower_parameters,
     vocabulary_rows,
 )
-from megacp.core.pipeline_parallel.schedules import defers
-from megacp.plan.activations import (
-    block_work,
-    deferred_backwards,
-    in_flight,
-    in_flight_rows,
-    layer_activations,
-    layer_deferred,
-    vision_activations,
-)
+from megacp.plan.activations import block_work, layer_activations, layer_deferred, most_held, vision_activations
 
 
 @dataclass(frozen=True)
@@ -252,11 +243,11 @@ def _deferred(config: RunConfig, stage: int, layers: int, freed: int, world_size
     In the first block, the last to run backward, those of the blocks behind it may be more than the `freed` bytes of
     activations that these had on the device.
     """
-    p = config.parallel
-    if p.pipeline_schedule != "zero_bubble" or not defers(stage, p.num_virtual_stages_per_pipeline_rank):
+    deferred = most_held(config, stage, world_size).deferred
+    if deferred is None:
         return 0
     waiting = max(layer_deferred(config, layer) for layer in range(config.model.num_layers))
-    return deferred_backwards(config, stage, world_size) * layers * waiting + max(0, (layers - 1) * waiting - freed)
+    return deferred * layers * waiting + max(0, (layers - 1) * waiting - freed)
 
 
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
@@ -269,7 +260,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
         -(-sum(layer_activations(config, name, block) for block in blocks) // len(blocks))
         for name in (granularity, "none")
     )
-    held = in_flight(config, stage, world_size)
+    held, rows, _ = most_held(config, stage, world_size)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
     received = Share(config).residual * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
@@ -279,7 +270,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     vision = 0
     if stage == 0 and config.vision.vision_num_layers:
         kept, work = vision_activations(config, size, wide, world_size)
-        activations += in_flight_rows(config, world_size) * kept
+        activations += rows * kept
         vision = activations - at_once * layer + work
     last = stage == p.pipeline_model_parallel_size - 1
     shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights

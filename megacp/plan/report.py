@@ -105,7 +105,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
         also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
         count = memory.stage_parameters(config, chunks)
-        held = activations.in_flight(config, stage, world_size)
+        held = activations.most_held(config, stage, world_size).in_flight
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"

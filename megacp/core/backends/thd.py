@@ -122,7 +122,7 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
 
 @once
 def _bounds_on(sequences: Sequences, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cumulative lengths, true and padded: one tensor where they are equal, by which Transformer Engine knows it."""
+    """Cumulative lengths of the row, true and padded: one tensor where equal, by which Transformer Engine knows it."""
     padded = to_device(sequences.cu_padded, device)
     equal = (sequences.true == sequences.padded).all()
     return padded if equal else to_device(sequences.cu_lengths, device), padded
@@ -184,10 +184,7 @@ class PackedAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, sequences: Sequences
     ) -> torch.Tensor:
-        """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways.
-
-        Cumulative lengths are those of the whole row.
-        """
+        """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways."""
         lengths, places = _bounds_on(sequences, q.device)
         longest = int(sequences.padded.max())
         empty = _padding_on(plan, q.device)

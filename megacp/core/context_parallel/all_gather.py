@@ -27,14 +27,12 @@ def _others(plan: AttentionPlan) -> np.ndarray:
 
 @once
 def _table_of_others(plan: AttentionPlan) -> TileTable:
-    """Tiles between this rank's queries and the keys of `_others`."""
     return plan.tiles(plan.local, _others(plan))
 
 
 @once
 def _places_of_others(plan: AttentionPlan, device: torch.device) -> torch.Tensor:
-    """Where the tokens `_others` stand in the row as gathered, rank by rank."""
-    in_rank_order = np.argsort(plan.indices.reshape(-1))  # [T]
+    in_rank_order = np.argsort(plan.indices.reshape(-1))  # [T]: where a token stands once all are gathered
     return to_device(in_rank_order[_others(plan)], device)
 
 

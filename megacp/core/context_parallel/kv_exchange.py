@@ -35,6 +35,11 @@ class Exchange:
     table: TileTable
     """Tiles between this rank's queries and the arrived keys in that order."""
 
+    @once
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """`send` and `order` on the device."""
+        return to_device(self.send, device), to_device(self.order, device)
+
 
 def needed_rows(plan: AttentionPlan) -> list[np.ndarray]:
     """Keys that some query of each rank sees: bool `[T]` over the row's tokens a rank, equal on all ranks."""
@@ -66,12 +71,6 @@ def exchange_of(plan: AttentionPlan) -> Exchange | None:
     return Exchange(np.concatenate(sent), tuple(map(len, sent)), tuple(map(len, came)), order, table)
 
 
-@once
-def _on_device(exchange: Exchange, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`send` and `order`."""
-    return to_device(exchange.send, device), to_device(exchange.order, device)
-
-
 class KVExchange(KeysToQueries):
     """Transport `kv_exchange`."""
 
@@ -85,7 +84,7 @@ class KVExchange(KeysToQueries):
         exchange = exchange_of(plan)
         if exchange is None:
             return (yield k, v, plan.table(plan.cp_rank))
-        send, order = _on_device(exchange, k.device)
+        send, order = exchange.on(k.device)
         kv = torch.stack([k, v], 1)  # [t, groups, d] twice -> [t, 2, groups, d]
         out_splits = exchange.out_splits
         in_splits = exchange.in_splits

@@ -21,7 +21,7 @@ from megacp.core.context_parallel.vision import LocalVision, local_vision
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.ops.device import pinned, to_device
-from megacp.core.ops.mask import Metadata, once
+from megacp.core.ops.mask import Metadata
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,7 @@ class LocalBatch:
         """`values [t, ...]` of this rank's tokens as the row has them. ValueError where ranks share the row."""
         if self.plan.cp > 1:
             raise ValueError(f"a rank of {self.plan.cp} holds a part of the row: its order is that of one rank alone")
-        return values[_places_in_row(self.plan, values.device)]
-
-
-@once
-def _places_in_row(plan: AttentionPlan, device: torch.device) -> torch.Tensor:
-    return to_device(np.argsort(plan.local), device)
+        return values[to_device(np.argsort(self.plan.local), values.device)]
 
 
 _TENSORS = ("tokens", "labels", "loss_weights", "position_ids", "token_names")
