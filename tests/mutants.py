@@ -680,7 +680,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
         ("(WINDOW, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
-        ("3 * width * width + ffn", "2 * width * width + ffn", "the output of pooling attention costs nothing"),
+    ],
+    ("core/layers/vision.py", "tests/plan/test_costs.py"): [
+        ('for name in "kv"}', 'for name in "qkv"}', "the query of a window is counted for each patch"),
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),

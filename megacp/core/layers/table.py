@@ -128,6 +128,10 @@ class Share:
         self.tiled = config.training.mlp_chunk_tokens > 0
         """Whether the MLP runs over tiles of tokens."""
 
+    def bytes_of(self, elements: int, wide: int) -> int:
+        """Of elements of the model's dtype, and of wide ones."""
+        return elements * self.size + wide * self.wide_size
+
     def product_input(self, linear: Linear) -> int:
         """Elements that a product multiplies."""
         return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
