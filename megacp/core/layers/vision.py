@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import WINDOW, VisionConfig
-from megacp.core.layers.table import Flops, Linear, Share, Tensor, output_std
+from megacp.core.layers.table import Flops, Linear, Share, Tensor, layer_norm_tensors, output_std
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ def _attention(width: int, inputs: int, std: float, last_std: float) -> dict[str
     return found | {"attention.output": Linear(width, width, last_std, True, "columns")}
 
 
-def _layer_norm(name: str, width: int) -> Iterator[Tensor]:
-    yield Tensor(f"{name}.weight", (width,), init="ones", decays=False)
-    yield Tensor(f"{name}.bias", (width,), init="zeros", decays=False)
-
-
 def _weights(linears: dict[str, Linear]) -> int:
     return sum(linear.inputs * linear.outputs for linear in linears.values())
 
@@ -49,12 +44,12 @@ def block_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
 def _vit(v: VisionConfig, model: ModelConfig, patch: tuple[int, ...]) -> Iterator[Tensor]:
     """Embedding and positions of patches, and blocks; the weight of a patch has the shape `patch`."""
     width, std = v.vision_hidden_size, model.init_method_std
-    yield Tensor("vision.patch_embedding.weight", (width, *patch), std=std)
+    yield Tensor("vision.patch_embedding.weight", (width, *patch), std=std, treated="matrix")
     yield Tensor("vision.patch_embedding.bias", (width,), init="zeros", decays=False)
-    yield Tensor("vision.position_embedding.weight", (v.patches_per_crop, width), std=std)
+    yield Tensor("vision.position_embedding.weight", (v.patches_per_crop, width), std=std, treated="table")
     for block in (f"vision.blocks.{i}" for i in range(v.vision_num_layers)):
         for part in ("attention", "mlp"):
-            yield from _layer_norm(f"{block}.{part}_norm", width)
+            yield from layer_norm_tensors(f"{block}.{part}_norm", width)
         for name, linear in block_linears(v, model).items():
             yield from linear.tensors(f"{block}.{name}")
 
@@ -127,7 +122,7 @@ def merging_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
 
 
 def _merging(v: VisionConfig, model: ModelConfig) -> Iterator[Tensor]:
-    yield from _layer_norm("connector.norm", v.vision_hidden_size)
+    yield from layer_norm_tensors("connector.norm", v.vision_hidden_size)
     for name, linear in merging_linears(v, model).items():
         yield from linear.tensors(f"connector.{name}")
 
