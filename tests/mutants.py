@@ -165,9 +165,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
-    ("core/layers/table.py", "tests/layers"): [
+    ("core/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
         ('Cut = "rows" if self.cut == "rows" else "whole"', 'Cut = "rows"', "a bias behind columns is cut"),
         ('"columns" if by_columns else "whole"', '"whole" if by_columns else "columns"', "the other side of A is cut"),
+        ('self.std, treated="matrix")', "self.std)", "a weight is stepped as a vector"),
     ],
     ("core/layers/stack.py", f"{MODEL} tests/layers"): [
         ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),
@@ -675,7 +676,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
         ("(WINDOW, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
     ],
-    ("core/layers/vision.py", "tests/plan/test_costs.py"): [
+    ("core/layers/vision.py", "tests/plan/test_costs.py tests/huggingface/convert/test_families.py"): [
+        ('std=std, treated="table")', "std=std)", "positions are stepped as a vector"),
         ('for name in "kv"}', 'for name in "qkv"}', "the query of a window is counted for each patch"),
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
