@@ -35,13 +35,13 @@ class Connector(nn.Module):
 
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        linears = functools.partial(LinearSpec.of, "connector", pooling_linears(config, model))
+        product = functools.partial(LinearSpec.of, "connector", pooling_linears(config, model))
         self.head_dim, self.scale = config.vision_head_dim, config.vision_head_dim**-0.5
-        self.query = backend.column_linear(linears("attention.q"))
-        self.key_value = backend.column_linear(linears("attention.k", "attention.v"))
-        self.output = backend.row_linear(linears("attention.output"))
-        self.gate_up = backend.column_linear(linears("mlp.gate", "mlp.up"))
-        self.down = backend.row_linear(linears("mlp.down"))
+        self.query = backend.column_linear(product("attention.q"))
+        self.key_value = backend.column_linear(product("attention.k", "attention.v"))
+        self.output = backend.row_linear(product("attention.output"))
+        self.gate_up = backend.column_linear(product("mlp.gate", "mlp.up"))
+        self.down = backend.row_linear(product("mlp.down"))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
         """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the image."""

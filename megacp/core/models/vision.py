@@ -42,15 +42,16 @@ class VisionBlock(nn.Module):
         self, layer: int, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str
     ) -> None:
         super().__init__()
-        prefix, hidden, epsilon = f"vision.blocks.{layer}", config.vision_hidden_size, 1e-6
-        linears = functools.partial(LinearSpec.of, prefix, block_linears(config, model))
+        prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
+        epsilon = 1e-6  # Molmo2's, in every LayerNorm
+        product = functools.partial(LinearSpec.of, prefix, block_linears(config, model))
         self.head_dim, self.widths = config.vision_head_dim, [hidden // backend.tp.size] * 3
         self.attention_norm = layer_norm(NormSpec(f"{prefix}.attention_norm", hidden, epsilon), backend.options)
-        self.qkv = backend.column_linear(linears("attention.q", "attention.k", "attention.v"))
-        self.output = backend.row_linear(linears("attention.output"))
+        self.qkv = backend.column_linear(product("attention.q", "attention.k", "attention.v"))
+        self.output = backend.row_linear(product("attention.output"))
         self.mlp_norm = layer_norm(NormSpec(f"{prefix}.mlp_norm", hidden, epsilon), backend.options)
-        self.up = backend.column_linear(linears("mlp.up"))
-        self.down = backend.row_linear(linears("mlp.down"))
+        self.up = backend.column_linear(product("mlp.up"))
+        self.down = backend.row_linear(product("mlp.down"))
         self.activation = nn.GELU("tanh")
         self.recompute = recompute
 
@@ -71,7 +72,7 @@ class Tower(nn.Module):
         super().__init__()
         self.backend, self.scale = backend, config.vision_head_dim**-0.5
         tower, _ = VISION_KINDS[config.vision_family]
-        embedding = itertools.islice(tower.tensors(config, model), 3)
+        embedding = itertools.islice(tower.tensors(config, model), 3)  # blocks stand behind it
         self.weight, self.bias, self.positions = map(backend.parameter, embedding)
         self.blocks = nn.ModuleList(
             VisionBlock(layer, config, model, backend, recompute) for layer in range(config.vision_num_layers)
