@@ -84,14 +84,10 @@ def permuted_columns(tensor: Tensor, size: int) -> Tensor:
     return tensor[:, np.concatenate(order)]
 
 
-def linears(bias: bool = False) -> dict[str, Linear]:
-    return {name: Linear(WIDTH, rows, 0.02, bias) for name, rows in OUTPUTS}
-
-
 def on_ranks(rank: int, world_size: int, sequence_parallel: bool) -> tuple[Tensor, Tensor, Pieces]:
     tp = grid(tp=world_size).tp
     options = options_of(tp, sequence_parallel)
-    column = ColumnParallelLinear(LinearSpec("a", linears(bias=True)), options)
+    column = ColumnParallelLinear(LinearSpec("a", {n: Linear(WIDTH, rows, 0.02, True) for n, rows in OUTPUTS}), options)
     last = Linear(sum(n for _, n in OUTPUTS), OUT, 0.02, True, "columns")
     row = RowParallelLinear(LinearSpec("b", {"out": last}), options)
     tensors = {name: tensor.detach() for name, tensor in global_tensors().items()}
@@ -172,7 +168,8 @@ def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tupl
     """What a column- and a row-parallel linear with pairs give, the gradients of their inputs, those of the pairs."""
     tp = grid(tp=world_size).tp
     options = dataclasses.replace(options_of(tp, parallel), trained=False)
-    specs = LinearSpec("a", linears()), LinearSpec("b", {"out": Linear(8, OUT, 0.1, cut="columns")})
+    outputs = {name: Linear(WIDTH, rows, 0.1) for name, rows in OUTPUTS}
+    specs = LinearSpec("a", outputs), LinearSpec("b", {"out": Linear(8, OUT, 0.1, cut="columns")})
     lora = dataclasses.replace(PAIRS, dropout=dropout)
     column = adapted(ColumnParallelLinear(specs[0], options), specs[0], ColumnPairs, lora, options)
     row = adapted(RowParallelLinear(specs[1], options), specs[1], RowPair, lora, options)

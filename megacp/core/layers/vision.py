@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -41,10 +42,11 @@ def block_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
     return _attention(width, width, std, last_std) | mlp
 
 
-def _vit(v: VisionConfig, model: ModelConfig, patch: tuple[int, ...]) -> Iterator[Tensor]:
-    """Embedding and positions of patches, and blocks; the weight of a patch has the shape `patch`."""
+def _vit_tensors(
+    patch: Callable[[VisionConfig], tuple[int, ...]], v: VisionConfig, model: ModelConfig
+) -> Iterator[Tensor]:
     width, std = v.vision_hidden_size, model.init_method_std
-    yield Tensor("vision.patch_embedding.weight", (width, *patch), std=std, treated="matrix")
+    yield Tensor("vision.patch_embedding.weight", (width, *patch(v)), std=std, treated="matrix")
     yield Tensor("vision.patch_embedding.bias", (width,), init="zeros", decays=False)
     yield Tensor("vision.position_embedding.weight", (v.patches_per_crop, width), std=std, treated="table")
     for block in (f"vision.blocks.{i}" for i in range(v.vision_num_layers)):
@@ -84,6 +86,11 @@ def _vit_work(share: Share) -> int:
     """What a block computes again, and the gradient of its hidden layer."""
     again = share.bytes_of(*block_kept(Share(share.config))) - share.bytes_of(*block_kept(share))
     return again + share.config.vision.vision_ffn_hidden_size // share.tp * share.size
+
+
+def _vit(patch: Callable[[VisionConfig], tuple[int, ...]]) -> VisionKind:
+    """A ViT, of which the weight of a patch has this shape."""
+    return VisionKind(functools.partial(_vit_tensors, patch), _vit_flops, _vit_kept, _vit_work)
 
 
 def pooling_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
@@ -137,22 +144,11 @@ def _merging_kept(share: Share) -> tuple[int, int]:
     return 2 * joined + 2 * joined // share.tp, 0
 
 
-def _patches(v: VisionConfig, model: ModelConfig) -> Iterator[Tensor]:
-    return _vit(v, model, (v.patch_dim,))
-
-
-def _boxes(v: VisionConfig, model: ModelConfig) -> Iterator[Tensor]:
-    """Colours, frames, rows and columns, as torch's Conv3d has them."""
-    return _vit(v, model, (3, v.family.frames, v.vision_patch_size, v.vision_patch_size))
-
-
 VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
-    "molmo2": (
-        VisionKind(_patches, _vit_flops, _vit_kept, _vit_work),
-        VisionKind(_pooling, _pooling_flops, _pooling_kept),
-    ),
+    "molmo2": (_vit(lambda v: (v.patch_dim,)), VisionKind(_pooling, _pooling_flops, _pooling_kept)),
     "qwen3_5": (
-        VisionKind(_boxes, _vit_flops, _vit_kept, _vit_work),
+        # colours, frames, rows and columns, as torch's Conv3d has them
+        _vit(lambda v: (3, v.family.frames, v.vision_patch_size, v.vision_patch_size)),
         VisionKind(_merging, _merging_flops, _merging_kept),
     ),
 }

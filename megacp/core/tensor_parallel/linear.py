@@ -49,14 +49,9 @@ class LinearSpec:
         return next(iter(self.linears.values()))
 
     @property
-    def outputs(self) -> tuple[tuple[str, int], ...]:
-        """Names and rows of the tensors."""
-        return tuple((name, linear.outputs) for name, linear in self.linears.items())
-
-    @property
     def out_features(self) -> int:
         """Rows of all tensors."""
-        return sum(rows for _, rows in self.outputs)
+        return sum(linear.outputs for linear in self.linears.values())
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class LowRank(nn.Module):
         self.linear, self.lora, self.tp = linear, lora, options.tp
         self.sequence_parallel = options.sequence_parallel
         # the odd constant spreads keys of names over all 64 bits (SplitMix64)
-        self.site = zlib.crc32(f"{spec.prefix}.{spec.outputs[0][0]}".encode()) * 0x9E3779B97F4A7C15
+        self.site = zlib.crc32(f"{spec.prefix}.{next(iter(spec.linears))}".encode()) * 0x9E3779B97F4A7C15
         # the pairs are trained; autograd takes the gradients of views of a stacked matrix
         self.options = dataclasses.replace(options, trained=True, weight_gradients=None)
         named = {name: part for name, part in spec.linears.items() if name in lora.linears}
@@ -86,8 +86,8 @@ class ColumnPairs(LowRank):
 
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
-        self.widths = [rows // options.tp.size for _, rows in spec.outputs]
-        self.adapted = [name in lora.linears for name, _ in spec.outputs]
+        self.widths = [part.outputs // options.tp.size for part in spec.linears.values()]
+        self.adapted = [name in lora.linears for name in spec.linears]
         self.rows = [piece.shape[0] for piece in spec_of(self.up).pieces]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,9 +108,8 @@ class RowPair(LowRank):
 
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
-        (piece,) = spec_of(self.down).pieces
-        self.first = piece.offsets[1]
-        """Column of the whole input at which that of this rank begins."""
+        self.first = options.tp.rank * self.down.shape[1]
+        """Column of the whole input with which this rank's begin."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` is what the linear multiplies."""
@@ -123,5 +122,5 @@ def adapted(
     linear: nn.Module, spec: LinearSpec, kind: type[LowRank], lora: LoraSpec | None, options: LinearOptions
 ) -> nn.Module:
     """The linear with pairs of this kind where `lora` names one of its tensors, else the linear itself."""
-    named = lora is not None and any(name in lora.linears for name, _ in spec.outputs)
+    named = lora is not None and any(name in lora.linears for name in spec.linears)
     return kind(linear, spec, lora, options) if named and lora is not None else linear

@@ -12,8 +12,7 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.layers.stack import model_tensors
-from megacp.core.layers.vision import connector_tensors, tower_tensors
+from megacp.core.layers import stack, vision
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
@@ -70,7 +69,7 @@ def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_mod
     content, theirs = model.config.to_dict(), dict(model.named_parameters())
     values = of_config(content).values(content)
     config = with_values(RunConfig(), values)
-    tensors = (*model_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
+    tensors = (*stack.model_tensors(config.model), *vision.tower_tensors(config), *vision.connector_tensors(config))
     treated = {tensor.name: tensor.treated for tensor in tensors}
     assert run_parameters(config) == sum(parameter.numel() for parameter in theirs.values())
     for link in of_config(content).links(values):
