@@ -73,6 +73,7 @@ def block_kept(share: Share) -> tuple[int, int]:
     cut = 4 * width + (2 if cheap else 1) * ffn
     # inputs of both norms, and their outputs
     whole = (4 if cheap else 2) * width
+    # wide are mean and deviation of both norms, and each head's log-sum-exp
     return whole + cut // share.tp, 4 + v.vision_num_attention_heads // share.tp
 
 
@@ -155,17 +156,13 @@ VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
 """Tower and connector of each `--vision-family`."""
 
 
-def _tensors(config: RunConfig, place: int) -> Iterator[Tensor]:
-    v = config.vision
-    if v.vision_num_layers:
-        yield from VISION_KINDS[v.vision_family][place].tensors(v, config.model)
-
-
 def tower_tensors(config: RunConfig) -> Iterator[Tensor]:
     """All of the tower; none without one."""
-    return _tensors(config, 0)
+    tower, _ = VISION_KINDS[config.vision.vision_family]
+    return tower.tensors(config.vision, config.model) if config.vision.vision_num_layers else iter(())
 
 
 def connector_tensors(config: RunConfig) -> Iterator[Tensor]:
     """All of the connector; none without a tower."""
-    return _tensors(config, 1)
+    _, connector = VISION_KINDS[config.vision.vision_family]
+    return connector.tensors(config.vision, config.model) if config.vision.vision_num_layers else iter(())

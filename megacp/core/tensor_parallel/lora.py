@@ -108,8 +108,7 @@ class RowPair(LowRank):
 
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
-        self.first = options.tp.rank * self.down.shape[1]
-        """Column of the whole input with which this rank's begin."""
+        self.first = options.tp.rank * self.down.shape[1]  # column of the whole input with which this rank's begin
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` is what the linear multiplies."""
