@@ -167,9 +167,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
-    ("core/layers/table.py", "tests/layers"): [
+    ("core/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
         ('Cut = "rows" if self.cut == "rows" else "whole"', 'Cut = "rows"', "a bias behind columns is cut"),
         ('"columns" if by_columns else "whole"', '"whole" if by_columns else "columns"', "the other side of A is cut"),
+        ('self.std, treated="matrix")', "self.std)", "a weight is stepped as a vector"),
     ],
     ("core/layers/stack.py", f"{MODEL} tests/layers"): [
         ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),
@@ -224,9 +225,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("y = reduce_from(product(", "y = (lambda y, tp: y)(product(", "a row linear without its sum"),
         ("copy_to(x, options.tp), weight", "x, weight", "a column linear's input gradient is not summed"),
         ("options.sequence_parallel if", "0 * options.sequence_parallel if", "norms are not summed"),
-        ("counted=options.tp.rank == 0", "counted=True", "replicas count several times in the norm"),
+        ("counted=tp.rank == 0", "counted=True", "replicas count several times in the norm"),
         ("squares / (x.shape[-1] * axis.size)", "squares / x.shape[-1]", "a norm over columns divides by its own"),
-        ("begin, name = tp.rank * local[0]", "begin, name = 0 * local[0]", "all ranks save the first rows"),
+        ("offsets[dim] = tp.rank * shape[dim]", "offsets[dim] = 0", "all ranks save the first rows"),
     ],
     ("core/tensor_parallel/linear.py", TYPES): [
         ("(dx, ctx.axis) if gathers and", "(dx, ctx.axis) if False and", "a gathered input's gradient stays partial"),
@@ -237,11 +238,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a row linear is summed twice",
         ),
         ("is None else partial_over_tp", "is None else False", "norms of heads are not summed"),
-        (
-            'ParameterSpec((piece,), init, treated="vector", weight_decay=False)',
-            'ParameterSpec((piece,), "ones", weight_decay=False, counted=options.tp.rank == 0)',
-            "the norm sees what is cut on one tp rank",
-        ),
+        ('if first.cut != "whole":', "if False:", "the norm sees what is cut on one tp rank"),
     ],
     ("core/tensor_parallel/lora.py", TYPES): [
         ("else copy_to(u, self.tp)", "else u", "the gradient of a pair is not summed"),
@@ -279,9 +276,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(local >= self.true_rows)", "(local > self.true_rows)", "one row too many is looked up"),
     ],
     ("core/tensor_parallel/lora.py", TP): [
-        ("(self.partial, self.tp.rank == 0) if whole", "((), self.tp.rank == 0) if whole", "A is not summed over tp"),
         ("x, True, self.first), self.down)", "x, True), self.down)", "tp ranks share dropout columns"),
-        ("(tp.rank * local, 0), (local, rank)", "(0, 0), (local, rank)", "B is cut at its first rows on every rank"),
         ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),
         ("F.linear(u, self.up), alpha=self.lora.scale)", "F.linear(u, self.up))", "alpha / rank is left out"),
     ],
@@ -688,7 +683,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
         ("(POOLED_PATCHES, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
-        ("3 * width * width + ffn", "2 * width * width + ffn", "the output of pooling attention costs nothing"),
+    ],
+    ("core/layers/vision.py", "tests/plan/test_costs.py tests/huggingface/convert/test_families.py"): [
+        ('std=std, treated="table")', "std=std)", "positions are stepped as a vector"),
+        ('for name in "kv"}', 'for name in "qkv"}', "the query of a window is counted for each patch"),
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),

@@ -36,7 +36,8 @@ from typing import NamedTuple
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.stack import Layer, layers_of
 from megacp.core.layers.table import Share
-from megacp.core.models.costs import connector_sizes, encoders, planned_images
+from megacp.core.layers.vision import VISION_KINDS
+from megacp.core.models.costs import encoders, planned_images
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 
 
@@ -97,7 +98,7 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)
-    return (elements + narrow + dropped) * share.size + wide * share.wide_size + masks
+    return share.bytes_of(elements + narrow + dropped, wide) + masks
 
 
 def _norms(share: Share) -> tuple[int, int]:
@@ -135,39 +136,21 @@ def block_work(config: RunConfig, layer: int = 0) -> int:
     return again + max(described.mlp.work(share), attention)
 
 
-def block_activations(config: RunConfig, granularity: str) -> tuple[int, int]:
-    """Elements of the model's dtype and wide ones that a block of the tower keeps per patch on one rank."""
-    v, tp = config.vision, config.parallel.tensor_model_parallel_size
-    if granularity == "full":
-        return v.vision_hidden_size, 0
-    cheap = granularity != "selective"
-    heads = v.vision_num_attention_heads
-    sharded = 4 * v.vision_hidden_size + (2 if cheap else 1) * v.vision_ffn_hidden_size
-    return (4 if cheap else 2) * v.vision_hidden_size + sharded // tp, 4 + heads // tp
-
-
-def vision_activations(config: RunConfig, size: int, wide: int, world_size: int) -> tuple[int, int]:
+def vision_activations(config: RunConfig, world_size: int) -> tuple[int, int]:
     """Bytes that vision keeps for the backward of one microbatch on a rank of the first stage, and those of one block's
-    backward; `size` and `wide` are those of the model's dtype and of statistics. A frozen tower keeps nothing.
+    backward. A frozen tower keeps nothing, nor does a frozen connector behind it.
     """
-    v, granularity = config.vision, config.training.recompute_granularity
+    v, share, frozen = config.vision, Share(config, config.training.recompute_granularity), config.frozen_parts
     factor, sharers = encoders(config, world_size)
     packs = config.training.micro_batch_size * factor
     crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
-    total = work = 0
-    frozen = config.frozen_parts
-    if not {"vision", "connector"} <= set(frozen):
-        sizes, tp = connector_sizes(config), config.parallel.tensor_model_parallel_size
-        total += pooled * (sizes.kept_replicated + sizes.kept // tp) * size
-    if "vision" not in frozen and crops:
-        patches = crops * v.crop_patches
-        kept = v.vision_num_layers * _bytes(config, granularity, size, wide)
-        work = patches * (_bytes(config, "none", size, wide) - _bytes(config, granularity, size, wide))
-        work += patches * (v.vision_ffn_hidden_size // config.parallel.tensor_model_parallel_size) * size
-        total += patches * (kept + (v.patch_dim + 2 * v.vision_hidden_size) * size)
-    return total, work
-
-
-def _bytes(config: RunConfig, granularity: str, size: int, wide: int) -> int:
-    elements, statistics = block_activations(config, granularity)
-    return elements * size + statistics * wide
+    tower, connector = VISION_KINDS[v.vision_family]
+    kept = work = 0
+    for kind, count, parts in (
+        (tower, crops * v.crop_patches, ("vision",)),
+        (connector, pooled, ("vision", "connector")),
+    ):
+        if not set(parts) <= set(frozen):
+            kept += count * share.bytes_of(*kind.kept(share))
+            work += count * kind.work(share)
+    return kept, work

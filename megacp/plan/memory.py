@@ -253,7 +253,7 @@ def _deferred(config: RunConfig, stage: int, layers: int, freed: int, world_size
 def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
     p, granularity = config.parallel, config.training.recompute_granularity
-    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    size = config.training.element_bytes
     blocks = [layer for layers in chunks for layer in layers]
     # blocks of several kinds count as their mean, and the one at work as the largest
     layer, whole = (
@@ -269,7 +269,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     activations += _deferred(config, stage, max(map(len, chunks)), (at_once - 1) * layer, world_size)
     vision = 0
     if stage == 0 and config.vision.vision_num_layers:
-        kept, work = vision_activations(config, size, wide, world_size)
+        kept, work = vision_activations(config, world_size)
         activations += rows * kept
         vision = activations - at_once * layer + work
     last = stage == p.pipeline_model_parallel_size - 1

@@ -27,6 +27,7 @@ from megacp.core.config.run import RunConfig
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.parameter import spec_of
+from megacp.core.layers.table import Linear
 from megacp.core.models import build
 from megacp.core.models.block import Block
 from megacp.core.optim.rules import AdamW
@@ -200,8 +201,9 @@ def test_gemma_is_the_engines_layers_with_its_norms_behind_them() -> None:
 
 def mlp_specs(hidden: int, ffn: int, bias: bool) -> tuple[NormSpec, LinearSpec, LinearSpec]:
     """Norm, gate and up, down."""
-    gate_up = LinearSpec("mlp", (("gate", ffn), ("up", ffn)), hidden, bias, 0.02)
-    return NormSpec("norm", hidden, 1e-5), gate_up, LinearSpec("mlp", (("down", hidden),), ffn, bias, 0.02)
+    gate_up = LinearSpec("mlp", dict.fromkeys(("gate", "up"), Linear(hidden, ffn, 0.02, bias)))
+    down = LinearSpec("mlp", {"down": Linear(ffn, hidden, 0.02, bias, "columns")})
+    return NormSpec("norm", hidden, 1e-5), gate_up, down
 
 
 def from_the_export(rank: int, world: int) -> float:
@@ -252,12 +254,12 @@ def eight_bits(rank: int, world: int) -> dict[str, Any]:
         patch.setattr(State, "reduce_and_update_fp8_tensors", lambda **options: None)
         backend = TransformerEngineBackend(here, config)
         seen: list[bool] = []
-        tower = backend.tower("vision").column_linear(LinearSpec("vision.x", (("up", 16),), 16, False, 0.02))
+        tower = backend.tower("vision").column_linear(LinearSpec("vision.x", {"up": Linear(16, 16, 0.02)}))
         found["fused"] = [
             isinstance(each.norm_mlp(*mlp_specs(16, 16, False)), backend_file.Fused)
             for each in (backend.tower("vision"), backend)
         ]
-        decoder = backend.column_linear(LinearSpec("layers.0.x", (("up", 16),), 16, False, 0.02))
+        decoder = backend.column_linear(LinearSpec("layers.0.x", {"up": Linear(16, 16, 0.02)}))
         patch.setattr(
             torch.nn.Linear, "forward", lambda self, x: seen.append(State.is_fp8_enabled()) or x, raising=True
         )

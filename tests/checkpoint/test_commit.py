@@ -19,7 +19,7 @@ from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.distributed.grid import Axis, ProcessGrid, single_axis
-from megacp.core.distributed.parameter import DATA
+from megacp.core.layers.table import DATA
 from megacp.core.optim.sharded import ShardedOptimizer
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks

@@ -16,7 +16,6 @@ from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers.stack import model_tensors
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.core.models import build
-from megacp.core.models.init import DRAWS
 from megacp.verify.parity import MODELS, prepare
 
 FLAGS = [f"{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model")]
@@ -40,13 +39,13 @@ def alone(shape: GridShape, rank: int) -> ProcessGrid:
 
 
 def held(config: RunConfig, shape: GridShape, rank: int) -> set[tuple[object, ...]]:
-    """What a rank holds: name, shape, offsets and shape of the piece, draw and decay."""
+    """What a rank holds: name and shape, draw and treatment, offsets and shape of the piece."""
     with mock.patch.object(build, "initialise"):
         chunks = build.build_chunks(config, alone(shape, rank))
     found = set()
     for spec in (spec_of(parameter) for chunk in chunks for parameter in chunk.parameters()):
-        draw = (spec.init, spec.std if spec.init in DRAWS else 0.0, spec.weight_decay)
-        found |= {(p.name, p.global_shape, *draw, p.offsets, p.shape) for p in spec.pieces}
+        drawn = (spec.init, spec.std, spec.weight_decay, spec.treated, spec.reduced_over)
+        found |= {(p.name, p.global_shape, *drawn, p.offsets, p.shape) for p in spec.pieces}
     return found
 
 
@@ -63,7 +62,7 @@ def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(na
             for *tensor, offsets, sizes in set().union(*stages):  # both ends of a pipeline hold a tied table
                 parts[tuple(tensor)].append(list(zip(offsets, sizes, strict=True)))
         tensors = (*model_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
-        expected = {(t.name, t.shape, t.init, t.std, t.decays): t for t in tensors}
+        expected = {(t.name, t.shape, t.init, t.std, t.decays, t.treated, t.reduced_over): t for t in tensors}
         assert parts.keys() == expected.keys()
         for key, tensor in expected.items():
             for dim, size in enumerate(tensor.shape):

@@ -14,6 +14,8 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import DataConfig
 from megacp.core.layers.stack import layers_of
+from megacp.core.layers.table import Share
+from megacp.core.layers.vision import block_kept
 from megacp.core.models import costs
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import stage_layers
@@ -168,9 +170,9 @@ def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None
     row = {"context_parallel_size": 2, "vision_planned_crops": 8}
     replicated = {"vision_shards": "replicate"}
     plain, all_packs = (config(**row, **replicated, **values) for values in ({}, dynamic))
-    kept = [activations.vision_activations(one, 4, 4, 8)[0] for one in (plain, all_packs)]
+    kept = [activations.vision_activations(one, 8)[0] for one in (plain, all_packs)]
     assert kept[1] == 4 * kept[0]
-    dealt = [activations.vision_activations(config(**row, **values), 4, 4, 8)[0] for values in ({}, dynamic)]
+    dealt = [activations.vision_activations(config(**row, **values), 8)[0] for values in ({}, dynamic)]
     assert dealt[0] == dealt[1] == kept[0] / 2
     embedding = 2 * plain.data.seq_length * plain.model.hidden_size
     firsts = [costs.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
@@ -201,7 +203,7 @@ def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str
     for parameter in (*block.parameters(), *(c.cell_contents for c in getattr(attend, "__closure__", None) or ())):
         if isinstance(parameter, torch.Tensor):
             found.pop(parameter.untyped_storage().data_ptr(), None)
-    elements, wide = activations.block_activations(config_of(values, {}), granularity)
+    elements, wide = block_kept(Share(config_of(values, {}), granularity))
     assert out.requires_grad
     assert sum(storage.nbytes() for storage in found.values()) == patches * (elements + wide) * x.element_size()
 
@@ -215,7 +217,7 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     tower = costs.tower_parameters(plain)
     assert first[0].weights - first[2].weights == 4 * (tower + costs.connector_parameters(plain))
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
-    held = 2 * activations.vision_activations(plain, 4, 4, 4)[0]
+    held = 2 * activations.vision_activations(plain, 4)[0]
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
 
 

@@ -18,6 +18,8 @@ from megacp.core.distributed.collectives import all_gather, all_reduce
 from megacp.core.distributed.differentiable import slice_of
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import spec_of
+from megacp.core.layers import table
+from megacp.core.layers.table import Linear
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,
@@ -85,8 +87,9 @@ def permuted_columns(tensor: Tensor, size: int) -> Tensor:
 def on_ranks(rank: int, world_size: int, sequence_parallel: bool) -> tuple[Tensor, Tensor, Pieces]:
     tp = grid(tp=world_size).tp
     options = options_of(tp, sequence_parallel)
-    column = ColumnParallelLinear(LinearSpec("a", OUTPUTS, WIDTH, True, 0.02), options)
-    row = RowParallelLinear(LinearSpec("b", (("out", OUT),), sum(n for _, n in OUTPUTS), True, 0.02), options)
+    column = ColumnParallelLinear(LinearSpec("a", {n: Linear(WIDTH, rows, 0.02, True) for n, rows in OUTPUTS}), options)
+    last = Linear(sum(n for _, n in OUTPUTS), OUT, 0.02, True, "columns")
+    row = RowParallelLinear(LinearSpec("b", {"out": last}), options)
     tensors = {name: tensor.detach() for name, tensor in global_tensors().items()}
     tensors["b.out.weight"] = permuted_columns(tensors["b.out.weight"], world_size)
     module = torch.nn.ModuleList([column, row])
@@ -126,7 +129,7 @@ def test_column_then_row_equals_one_process(world_size: int, sequence_parallel: 
 def test_a_replicated_parameter_is_counted_once() -> None:
     def specs(rank: int) -> list[bool]:
         tp = Axis("tp", 2, rank, (0, 1), group=object())  # type: ignore[arg-type]
-        row = RowParallelLinear(LinearSpec("b", (("out", 4),), 4, True, 0.1), options_of(tp, True))
+        row = RowParallelLinear(LinearSpec("b", {"out": Linear(4, 4, 0.1, True, "columns")}), options_of(tp, True))
         assert row.bias is not None and spec_of(row.bias).partial_over == ("tp",)
         assert spec_of(row.weight).partial_over == () and not spec_of(row.bias).weight_decay
         return [spec_of(parameter).counted for parameter in (row.weight, row.bias)]
@@ -137,7 +140,7 @@ def test_a_replicated_parameter_is_counted_once() -> None:
 def normed(rank: int, world_size: int) -> list[Tensor]:
     """Output and gradients of a norm over columns of which each rank has its part."""
     tp = grid(tp=world_size).tp
-    norm = ColumnNorm("n", 6, 1e-3, options_of(tp, False))
+    norm = ColumnNorm(table.Tensor("n.weight", (6,), "rows", "ones"), 1e-3, options_of(tp, False))
     fill(norm, {"n.weight": randn(6, seed=3)})
     x, v = (randn(5, 6, seed=seed).chunk(world_size, 1)[rank].clone().requires_grad_() for seed in (1, 2))
     y = norm(x)
@@ -165,7 +168,8 @@ def low_rank(rank: int, world_size: int, parallel: bool, dropout: float) -> tupl
     """What a column- and a row-parallel linear with pairs give, the gradients of their inputs, those of the pairs."""
     tp = grid(tp=world_size).tp
     options = dataclasses.replace(options_of(tp, parallel), trained=False)
-    specs = LinearSpec("a", tuple(OUTPUTS), WIDTH, False, 0.1), LinearSpec("b", (("out", OUT),), 8, False, 0.1)
+    outputs = {name: Linear(WIDTH, rows, 0.1) for name, rows in OUTPUTS}
+    specs = LinearSpec("a", outputs), LinearSpec("b", {"out": Linear(8, OUT, 0.1, cut="columns")})
     lora = dataclasses.replace(PAIRS, dropout=dropout)
     column = adapted(ColumnParallelLinear(specs[0], options), specs[0], ColumnPairs, lora, options)
     row = adapted(RowParallelLinear(specs[1], options), specs[1], RowPair, lora, options)

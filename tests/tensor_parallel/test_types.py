@@ -31,6 +31,7 @@ from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.fake_world import fake_world
 from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
+from megacp.core.layers import table as layers
 from megacp.core.models.build import build_chunks
 from megacp.core.ops import pointwise
 from megacp.core.tensor_parallel import linear, lora, vocabulary
@@ -168,8 +169,9 @@ def witness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 WITNESS: Any = {"indirect": ["witness"]}  # the fixture takes these parameters
 parallel = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence_parallel"])
 
-COLUMN = LinearSpec("a", (("q", 8), ("k", 4)), WIDTH, True, 0.1)
-ROW = LinearSpec("b", (("out", WIDTH),), WIDE, True, 0.1)
+COLUMN = LinearSpec("a", {"q": layers.Linear(WIDTH, 8, 0.1, True), "k": layers.Linear(WIDTH, 4, 0.1, True)})
+ROW = LinearSpec("b", {"out": layers.Linear(WIDE, WIDTH, 0.1, True, "columns")})
+COLUMNS, TABLE = layers.Tensor("n.weight", (WIDE,), "rows", "ones"), layers.Tensor("t", (13, WIDTH), "rows", std=0.1)
 NORM, HEADS = NormSpec("n", WIDTH, 1e-6), NormSpec("n", 4, 1e-6)
 PAIRS = lora.LoraSpec(("q", "out"), 2, 1.0)
 
@@ -190,7 +192,7 @@ LAYERS: dict[str, tuple[bool, Callable[[LinearOptions], nn.Module], tuple[int, .
     "LayerNorm": (True, lambda o: layer_norm(NORM, o), (WIDTH,), False, False),
     "RMSNorm": (False, lambda o: RMSNorm(NORM, None, o), (WIDTH,), False, False),
     "RMSNorm_of_heads": (False, lambda o: RMSNorm(HEADS, True, o), (2, 4), True, True),
-    "ColumnNorm": (False, lambda o: linear.ColumnNorm("n", WIDE, 1e-6, o), (WIDE // 2,), True, True),
+    "ColumnNorm": (False, lambda o: linear.ColumnNorm(COLUMNS, 1e-6, o), (WIDE // 2,), True, True),
 }
 """`exact`, the layer, shape of a token; whether input and output are cut by columns, else they are residual streams."""
 
@@ -235,7 +237,7 @@ def test_a_table_gives_the_residual_stream_and_one_loss_for_all_tp_ranks(
     witness: Witness, sequence_parallel: bool, chunk_tokens: int
 ) -> None:
     shared = options(witness.grid.tp, sequence_parallel)
-    table = witness.typed(vocabulary.VocabularyTable(vocabulary.TableSpec("t", 13, WIDTH, 0.1), 2, shared))
+    table = witness.typed(vocabulary.VocabularyTable(vocabulary.TableSpec(TABLE), 2, shared))
     labels = witness.tokens(TOKENS, tp=R, dtype=torch.int64)
     x = table(labels)
     assert witness.types(x) == {"dp": V, "cp": V, "tp": S(0) if sequence_parallel else I}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.layers import table as layers
 from megacp.core.models.init import initialise
 from megacp.core.tensor_parallel.linear import LinearOptions
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable, cross_entropy
@@ -50,7 +51,7 @@ def made(
     **options: Any,
 ) -> VocabularyTable:
     shared = LinearOptions(tp, parallel and tp.size > 1, dtype, torch.device("cpu"), **options)
-    return VocabularyTable(TableSpec("head.weight", vocab, width, 0.02), multiple, shared)
+    return VocabularyTable(TableSpec(layers.Tensor("head.weight", (vocab, width), "rows", std=0.02)), multiple, shared)
 
 
 def tied(

@@ -16,13 +16,13 @@ from torch import nn
 from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
-from megacp.core.config.training import Treated
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.fused_states import FUSED, fused_mover
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.distributed.grid import ProcessGrid, single_axis
+from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
@@ -33,7 +33,7 @@ from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
     RowParallelLinear,
-    replicated_spec,
+    parameter_spec,
 )
 from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
 from megacp.core.tensor_parallel.vocabulary import TableSpec, VocabularyTable
@@ -52,18 +52,21 @@ class NormSpec:
     gated: bool = False
     """Whether a call has a gate, whose SiLU the result is multiplied by; the weight then begins at 1 in any model."""
 
+    def weight(self, init: str, cut: Cut = "whole") -> Tensor:
+        """That of an RMSNorm."""
+        return Tensor(f"{self.name}.weight", (self.size,), cut, "ones" if self.gated else init, decays=False)
+
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a weight that every tp rank holds; `partial` as in `replicated_spec`. One whose `init` is `zeros`
+    """RMSNorm with a weight that every tp rank holds; `partial` as in `parameter_spec`. One whose `init` is `zeros`
     multiplies by 1 + weight.
     """
 
     def __init__(self, norm: NormSpec, partial: bool | None, options: LinearOptions, init: str = "ones") -> None:
         super().__init__()
-        init = "ones" if norm.gated else init
-        self.epsilon, self.zero_centered = norm.epsilon, init == "zeros"
-        spec = replicated_spec(f"{norm.name}.weight", (norm.size,), init, options, partial_over_tp=partial)
-        self.weight = options.parameter(spec)
+        weight = norm.weight(init)
+        self.epsilon, self.zero_centered = norm.epsilon, weight.init == "zeros"
+        self.weight = options.parameter(parameter_spec([weight], options, partial_over_tp=partial))
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """`x[..., size]` to the same shape."""
@@ -75,8 +78,8 @@ class RMSNorm(nn.Module):
 def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
     """LayerNorm over the last dim, with a weight and a bias that every tp rank holds."""
     layer = nn.LayerNorm(norm.size, norm.epsilon, elementwise_affine=False)
-    layer.weight = options.parameter(replicated_spec(f"{norm.name}.weight", (norm.size,), "ones", options))
-    layer.bias = options.parameter(replicated_spec(f"{norm.name}.bias", (norm.size,), "zeros", options))
+    tensors = layer_norm_tensors(norm.name, norm.size)
+    layer.weight, layer.bias = (options.parameter(parameter_spec([tensor], options)) for tensor in tensors)
     return layer
 
 
@@ -171,13 +174,11 @@ class NativeBackend:
 
     def column_norm(self, norm: NormSpec) -> nn.Module:
         """RMSNorm of `y[t, f/tp]`, what a column linear gives: over the columns of all tp ranks together."""
-        return ColumnNorm(norm.name, norm.size, norm.epsilon, self.options, self.norm_init)
+        return ColumnNorm(norm.weight(self.norm_init, "rows"), norm.epsilon, self.options)
 
-    def replicated(
-        self, name: str, shape: tuple[int, ...], init: str, std: float = 0.0, treated: Treated = "vector"
-    ) -> nn.Parameter:
-        """A parameter that every tp rank holds whole; `init` is `normal` (with `std`), `zeros` or `ones`."""
-        return self.options.parameter(replicated_spec(name, shape, init, self.options, std=std, treated=treated))
+    def parameter(self, tensor: Tensor) -> nn.Parameter:
+        """A tensor that is a parameter by itself."""
+        return self.options.parameter(parameter_spec([tensor], self.options))
 
     def tower(self, name: VisionPart) -> NativeBackend:
         """The same factories for another tower: no sequence parallelism, so activations are replicated over tp at

@@ -38,9 +38,8 @@ from megacp.core.ops.kernel import Heads
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
-    column_specs,
-    replicated_spec,
-    row_specs,
+    linear_specs,
+    parameter_spec,
 )
 from megacp.core.tensor_parallel.lora import ColumnPairs, RowPair, adapted
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients
@@ -119,10 +118,10 @@ class EngineLinear(nn.Module):
 
         super().__init__()
         self.linear = Linear(
-            in_features=linear.in_features,
+            in_features=linear.first.inputs,
             out_features=linear.out_features,
             parallel_mode=parallel_mode,
-            **_linear_settings(linear.bias, options),
+            **_linear_settings(linear.first.bias, options),
         )
         self.linear.requires_grad_(options.trained)
 
@@ -297,18 +296,17 @@ class TransformerEngineBackend(NativeBackend):
             self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
-        layer = self._linear("column", linear, column_specs(linear, self.options))
-        return adapted(layer, linear, ColumnPairs, self.lora, self.options)
+        return adapted(self._linear("column", linear), linear, ColumnPairs, self.lora, self.options)
 
     def row_linear(self, linear: LinearSpec) -> nn.Module:
-        layer = self._linear("row", linear, row_specs(linear, self.options))
-        return adapted(layer, linear, RowPair, self.lora, self.options)
+        return adapted(self._linear("row", linear), linear, RowPair, self.lora, self.options)
 
-    def _linear(self, parallel_mode: str, linear: LinearSpec, specs: tuple[ParameterSpec, ParameterSpec]) -> nn.Module:
+    def _linear(self, parallel_mode: str, linear: LinearSpec) -> nn.Module:
         layer = EngineLinear(parallel_mode, linear, self.options)
-        self.options.attach(layer.linear.weight, specs[0])
-        if linear.bias:
-            self.options.attach(layer.linear.bias, specs[1])
+        weight, *bias = linear_specs(linear, self.options)
+        self.options.attach(layer.linear.weight, weight)
+        if bias:
+            self.options.attach(layer.linear.bias, bias[0])
         return HighPrecision(layer) if self.in_tower and self.fp8 != "off" else layer
 
     def norm_column_linear(self, norm: NormSpec | None, linear: LinearSpec) -> nn.Module:
@@ -317,16 +315,15 @@ class TransformerEngineBackend(NativeBackend):
         from transformer_engine.pytorch import LayerNormLinear
 
         layer = LayerNormLinear(
-            in_features=linear.in_features,
+            in_features=linear.first.inputs,
             out_features=linear.out_features,
             eps=norm.epsilon,
             parallel_mode="column",
             **self.norms,
-            **_linear_settings(linear.bias, self.options),
+            **_linear_settings(linear.first.bias, self.options),
         )
-        weight, bias = column_specs(linear, self.options)
-        specs = {"layer_norm_weight": self._norm_spec(norm), "weight": weight}
-        return self._fused(layer, specs | ({"bias": bias} if linear.bias else {}))
+        specs = zip(("weight", "bias"), linear_specs(linear, self.options), strict=False)
+        return self._fused(layer, {"layer_norm_weight": self._norm_spec(norm), **dict(specs)})
 
     def norm_mlp(self, norm: NormSpec | None, gate_up: LinearSpec, down: LinearSpec) -> nn.Module:
         """A rank's `fc1_weight` holds its rows of `gate` above those of `up`, as ours."""
@@ -335,23 +332,22 @@ class TransformerEngineBackend(NativeBackend):
         from transformer_engine.pytorch import LayerNormMLP
 
         layer = LayerNormMLP(
-            hidden_size=gate_up.in_features,
-            ffn_hidden_size=down.in_features,
+            hidden_size=gate_up.first.inputs,
+            ffn_hidden_size=down.first.inputs,
             eps=norm.epsilon,
             activation=self.activation,
             output_layer_init_method=_leave,
             set_parallel_mode=True,
             **self.norms,
-            **_linear_settings(gate_up.bias, self.options),
+            **_linear_settings(gate_up.first.bias, self.options),
         )
-        (fc1, fc1_bias), (fc2, fc2_bias) = column_specs(gate_up, self.options), row_specs(down, self.options)
-        specs = {"layer_norm_weight": self._norm_spec(norm), "fc1_weight": fc1, "fc2_weight": fc2}
-        specs |= {"fc1_bias": fc1_bias, "fc2_bias": fc2_bias} if gate_up.bias else {}
+        specs = {"layer_norm_weight": self._norm_spec(norm)}
+        for name, linear in (("fc1", gate_up), ("fc2", down)):
+            specs |= zip((f"{name}_weight", f"{name}_bias"), linear_specs(linear, self.options), strict=False)
         return self.tiled(self._fused(layer, specs))
 
     def _norm_spec(self, norm: NormSpec, partial: bool | None = None) -> ParameterSpec:
-        name, init = f"{norm.name}.weight", self.norm_init
-        return replicated_spec(name, (norm.size,), init, self.options, partial_over_tp=partial)
+        return parameter_spec([norm.weight(self.norm_init)], self.options, partial_over_tp=partial)
 
     def _fused(self, layer: nn.Module, specs: dict[str, ParameterSpec]) -> Fused:
         for name, spec in specs.items():

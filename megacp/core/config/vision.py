@@ -1,12 +1,12 @@
 """The vision tower: its flags, and the row of each family of towers, as far as flags say what it is.
 
-A further family has a row here, one of rules (`data/vision`), one of a tower and a connector (`models/multimodal.py`)
-and one of names in a folder of the library (`huggingface/convert`): what each floor may know of it.
+A further family has a row here, one of rules (`data/vision`), one of what a tower and a connector hold and cost
+(`layers/vision.py`), one of their modules (`models/multimodal.py`) and one of names in a folder of the library
+(`huggingface/convert`): what each floor may know of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -17,42 +17,9 @@ POOLED_PATCHES = 4
 
 
 @dataclass(frozen=True)
-class ConnectorSizes:
-    """Weights of a connector by how often they are met, and elements that it keeps of a pooled token.
-
-    Cut over tp, where not replicated; all of its tensors are in `core/layers/vision.py`.
-    """
-
-    once: int
-    """Weights that meet a pooled token once."""
-    each: int
-    """Weights that meet each patch of its window, which attention pools; 0 without attention."""
-    kept: int
-    kept_replicated: int
-
-
-def _pools(width: int, ffn: int, hidden: int) -> ConnectorSizes:
-    """Attention of one query over the patches of a window, then a SwiGLU MLP without biases."""
-    # q from two layers' outputs, and the output; k and v from those of each patch
-    once = 3 * width * width + ffn * (2 * width + hidden)
-    each = 4 * width * width
-    kept = (2 + 2 * POOLED_PATCHES) * width + 3 * ffn
-    return ConnectorSizes(once, each, kept, (2 * POOLED_PATCHES + 3) * width)
-
-
-def _merges(width: int, ffn: int, hidden: int) -> ConnectorSizes:
-    """A norm of each patch, then an MLP of those of a window side by side."""
-    wide = POOLED_PATCHES * width
-    # kept: the features, those normed and joined, and the two of the MLP
-    return ConnectorSizes(wide * (wide + hidden), 0, 2 * wide, 2 * wide)
-
-
-@dataclass(frozen=True)
 class VisionFamily:
     """A family of towers: what follows from its name, for all that reads the flags."""
 
-    connector: Callable[[int, int, int], ConnectorSizes]
-    """From the widths of the tower, of --connector-ffn-hidden-size and of the text."""
     has_grids: bool = False
     """Images have any shape, and each patch is a crop of its own; else crops are squares of patches."""
     frames: int = 1
@@ -70,8 +37,8 @@ class VisionFamily:
 
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
-    "molmo2": VisionFamily(_pools, has_feature_layers=True, token_rows=128),
-    "qwen3_5": VisionFamily(_merges, has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4),
+    "molmo2": VisionFamily(has_feature_layers=True, token_rows=128),
+    "qwen3_5": VisionFamily(has_grids=True, frames=2, replaces=True, is_causal=True, head_multiple=4),
 }
 """Families by the words of --vision-family."""
 

@@ -6,14 +6,13 @@ needs to know how a layer is cut.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from megacp.core.config.training import STEPPED_BY, Treated
-
-DATA = "dp_cp"
-"""Name of the axis over all ranks that hold the same part of the model and see other tokens."""
+from megacp.core.layers.table import DATA, Tensor
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,10 @@ class ParameterSpec:
     """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16)."""
     std: float = 0.02
     treated: Treated = "matrix"
-    """Kind of parameter, by which the optimizer chooses the rule that steps it."""
+    """As `Tensor.treated`, and `reduced_over` likewise."""
     weight_decay: bool = True
     """False for norm weights and biases."""
     reduced_over: str = DATA
-    """Name of the axis whose ranks sum the gradient by slices and step a slice each."""
     partial_over: tuple[str, ...] = ()
     """Further axes over which that sum is partial: `tp`, `embedding`."""
     counted: bool = True
@@ -57,6 +55,14 @@ class ParameterSpec:
     """Learning rate of the parameter over that of the schedule."""
     fused_gradient: bool = False
     """Whether the layer adds its gradient to the parameter's `main_grad`, its part of a bucket, and then says so."""
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, pieces: Iterable[TensorSlice], partial_over: tuple[str, ...] = (), counted: bool = True
+    ) -> ParameterSpec:
+        """Of pieces of tensors that are described as this one, but for name and shape."""
+        described = tensor.init, tensor.std, tensor.treated, tensor.decays, tensor.reduced_over
+        return cls(tuple(pieces), *described, partial_over, counted)
 
     @property
     def rule(self) -> str:

@@ -13,7 +13,10 @@ from typing import Literal
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
+from megacp.core.config.training import Treated
 
+DATA = "dp_cp"
+"""Name of the axis over all ranks that hold the same part of the model and see other tokens."""
 Cut = Literal["rows", "columns", "whole"]
 """How tp ranks share a tensor: its dim 0, its dim 1, or each has all of it."""
 MATMUL_BACKWARD = 2.0
@@ -35,6 +38,10 @@ class Tensor:
     """How it is drawn, as `ParameterSpec.init` says."""
     std: float = 0.0
     decays: bool = True
+    treated: Treated = "vector"
+    """By which the optimizer chooses the rule that steps it."""
+    reduced_over: str = DATA
+    """Name of the axis whose ranks sum the gradient by slices and step a slice each."""
 
     @property
     def size(self) -> int:
@@ -58,7 +65,8 @@ class Linear:
 
     def tensors(self, name: str) -> Iterator[Tensor]:
         """Its weight and bias. A bias behind columns is whole, because it is added after the sum over tp."""
-        yield Tensor(f"{name}.weight", (self.outputs, self.inputs), self.cut, "normal", self.std)
+        shape = (self.outputs, self.inputs)
+        yield Tensor(f"{name}.weight", shape, self.cut, "normal", self.std, treated="matrix")
         if self.bias:
             cut: Cut = "rows" if self.cut == "rows" else "whole"
             yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False)
@@ -70,8 +78,8 @@ class Linear:
         down_std = 1 / math.sqrt(3 * self.inputs)
         down_cut: Cut = "columns" if by_columns else "whole"
         up_cut: Cut = "whole" if by_columns else "rows"
-        yield Tensor(f"{name}.{A}", (rank, self.inputs), down_cut, "uniform", down_std)
-        yield Tensor(f"{name}.{B}", (self.outputs, rank), up_cut, "zeros")
+        yield Tensor(f"{name}.{A}", (rank, self.inputs), down_cut, "uniform", down_std, treated="matrix")
+        yield Tensor(f"{name}.{B}", (self.outputs, rank), up_cut, "zeros", treated="matrix")
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,10 @@ class Share:
         self.tiled = config.training.mlp_chunk_tokens > 0
         """Whether the MLP runs over tiles of tokens."""
 
+    def bytes_of(self, elements: int, wide: int) -> int:
+        """Of elements of the model's dtype, and of wide ones."""
+        return elements * self.size + wide * self.wide_size
+
     def product_input(self, linear: Linear) -> int:
         """Elements that a product multiplies."""
         return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
@@ -180,3 +192,9 @@ def output_std(model: ModelConfig, layers: int | None = None) -> float:
 def norm_weight(model: ModelConfig, name: str, width: int, cut: Cut = "whole") -> Tensor:
     """The weight of an RMSNorm."""
     return Tensor(f"{name}.weight", (width,), cut, "zeros" if model.apply_layernorm_1p else "ones", decays=False)
+
+
+def layer_norm_tensors(name: str, width: int) -> Iterator[Tensor]:
+    """Weight and bias of a LayerNorm."""
+    yield Tensor(f"{name}.weight", (width,), init="ones", decays=False)
+    yield Tensor(f"{name}.bias", (width,), init="zeros", decays=False)

@@ -14,7 +14,7 @@ from megacp.core.data_parallel.full_shard import FullShards
 from megacp.core.data_parallel.shards import ShardedParameters
 from megacp.core.distributed.fully_shard import own_parameters
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.distributed.parameter import DATA
+from megacp.core.layers.table import DATA
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
 from megacp.core.models.init import initialise

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.config.vision import POOLED_PATCHES, ConnectorSizes
+from megacp.core.config.vision import POOLED_PATCHES
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
 from megacp.core.layers.table import Flops, tokens_per_rank
-from megacp.core.layers.vision import connector_tensors, tower_tensors
+from megacp.core.layers.vision import VISION_KINDS, connector_tensors, tower_tensors
 from megacp.core.pipeline_parallel.partition import partition
 
 LOSS_WORK = 2**29
@@ -65,21 +65,9 @@ def model_flops(model: ModelConfig, tokens: int, area: int) -> Flops:
     return sum((layer.flops(model, tokens, area) for layer in layers_of(model)), head_flops(model, tokens))
 
 
-def _block_weights(config: RunConfig) -> int:
-    v = config.vision
-    return v.vision_hidden_size * (4 * v.vision_hidden_size + 2 * v.vision_ffn_hidden_size)
-
-
 def tower_parameters(config: RunConfig, tp: int = 1) -> int:
     """Parameters of the vision tower on one tp rank; 0 without one."""
     return sum(tensor.local_size(tp) for tensor in tower_tensors(config))
-
-
-def connector_sizes(config: RunConfig) -> ConnectorSizes:
-    """What the family's connector costs in the widths of a config."""
-    v, model = config.vision, config.model
-    ffn = v.connector_ffn_hidden_size or model.ffn_hidden_size
-    return v.family.connector(v.vision_hidden_size, ffn, model.hidden_size)
 
 
 def connector_parameters(config: RunConfig, tp: int = 1) -> int:
@@ -104,16 +92,14 @@ def trained_parameters(config: RunConfig) -> int:
 def crop_flops(config: RunConfig) -> Flops:
     """The tower's forward over one crop, of images as large as the table of positions."""
     v = config.vision
-    patches, width = v.crop_patches, v.vision_hidden_size
-    weights = v.vision_num_layers * _block_weights(config) + v.vision_hidden_size * v.patch_dim
-    return Flops(2.0 * patches * weights, 4.0 * v.vision_num_layers * patches * v.patches_per_crop * width)
+    tower, _ = VISION_KINDS[v.vision_family]
+    return tower.flops(v, config.model, v.crop_patches)
 
 
 def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:
     """The connector's forward over one pooled token of `window` patches."""
-    sizes = connector_sizes(config)
-    scores = 4.0 * window * config.vision.vision_hidden_size if sizes.each else 0.0
-    return Flops(2.0 * (sizes.once + window * sizes.each), scores)
+    _, connector = VISION_KINDS[config.vision.vision_family]
+    return connector.flops(config.vision, config.model, window)
 
 
 def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = POOLED_PATCHES) -> float:

@@ -19,6 +19,7 @@ from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
+from megacp.core.layers.stack import table
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotary_axes
@@ -72,11 +73,9 @@ class LanguageModelChunk(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
         shared = ("embedding",) if tied and tied_across else ()
-        hidden, std = config.hidden_size, config.init_method_std
         if self.is_first:
-            self.embedding = backend.vocabulary(
-                TableSpec("embedding.weight", config.embedding_rows, hidden, std, shared)
-            )
+            embedding = table(config, "embedding", config.embedding_rows)
+            self.embedding = backend.vocabulary(TableSpec(embedding, shared))
             if not (tied and self.is_last):
                 made(self.embedding, "embedding")
             if vision is not None and vision.vision_num_layers > 0:
@@ -87,13 +86,13 @@ class LanguageModelChunk(nn.Module):
             self.blocks.append(Block(layer, config, backend, recompute))
             made(self.blocks[-1], "block")
         if self.is_last:
-            norm = backend.norm(NormSpec("final_norm", hidden, config.norm_epsilon))
+            norm = backend.norm(NormSpec("final_norm", config.hidden_size, config.norm_epsilon))
             if tied and self.is_first:
-                table = self.embedding
+                last = self.embedding
             else:
-                name = "embedding.weight" if tied else "head.weight"
-                table = backend.vocabulary(TableSpec(name, config.vocab_size, hidden, std, shared, counted=not tied))
-            self.head = OutputHead(norm, table, loss_chunk_tokens)
+                tensor = table(config, "embedding" if tied else "head", config.vocab_size)
+                last = backend.vocabulary(TableSpec(tensor, shared, counted=not tied))
+            self.head = OutputHead(norm, last, loss_chunk_tokens)
             if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")

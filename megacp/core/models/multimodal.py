@@ -12,6 +12,7 @@ in any way. Heads and FFN are cut over tp; inputs and output are replicated over
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch import nn
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
+from megacp.core.layers.vision import merging_linears, pooling_linears
 from megacp.core.models.vision import GridTower, VisionTower
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu
@@ -33,15 +35,13 @@ class Connector(nn.Module):
 
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        std, wide, hidden = model.init_method_std, 2 * config.vision_hidden_size, config.vision_hidden_size
-        ffn = config.connector_ffn_hidden_size or model.ffn_hidden_size
+        product = functools.partial(LinearSpec.of, "connector", pooling_linears(config, model))
         self.head_dim, self.scale = config.vision_head_dim, config.vision_head_dim**-0.5
-        attention, mlp = "connector.attention", "connector.mlp"
-        self.query = backend.column_linear(LinearSpec(attention, (("q", hidden),), wide, True, std))
-        self.key_value = backend.column_linear(LinearSpec(attention, (("k", hidden), ("v", hidden)), wide, True, std))
-        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), hidden, True, std))
-        self.gate_up = backend.column_linear(LinearSpec(mlp, (("gate", ffn), ("up", ffn)), hidden, False, std))
-        self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), ffn, False, std))
+        self.query = backend.column_linear(product("attention.q"))
+        self.key_value = backend.column_linear(product("attention.k", "attention.v"))
+        self.output = backend.row_linear(product("attention.output"))
+        self.gate_up = backend.column_linear(product("mlp.gate", "mlp.up"))
+        self.down = backend.row_linear(product("mlp.down"))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
         """Pool and project; `pooling` int64 holds rows of `features`, -1 where a window leaves the image."""
@@ -63,10 +63,10 @@ class Merger(nn.Module):
 
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        hidden, std, mlp = config.vision_hidden_size, model.init_method_std, "connector.mlp"
-        self.norm = layer_norm(NormSpec("connector.norm", hidden, 1e-6), backend.options)
-        self.up = backend.column_linear(LinearSpec(mlp, (("up", 4 * hidden),), 4 * hidden, True, std))
-        self.down = backend.row_linear(LinearSpec(mlp, (("down", model.hidden_size),), 4 * hidden, True, std))
+        linears = merging_linears(config, model)
+        self.norm = layer_norm(NormSpec("connector.norm", config.vision_hidden_size, 1e-6), backend.options)
+        self.up = backend.column_linear(LinearSpec.of("connector", linears, "mlp.up"))
+        self.down = backend.row_linear(LinearSpec.of("connector", linears, "mlp.down"))
 
     def forward(self, features: torch.Tensor, pooling: torch.Tensor) -> torch.Tensor:
         """Join and project; `pooling` int64 holds rows of `features`."""
@@ -103,7 +103,7 @@ class VisionEncoder(nn.Module):
         super().__init__()
         self.config, self.width = config, model.hidden_size
         tower, connector = TOWERS[config.vision_family]
-        self.tower = tower(config, model.init_method_std, backend.tower("vision"), recompute)
+        self.tower = tower(config, model, backend.tower("vision"), recompute)
         self.connector = connector(config, model, backend.tower("connector"))
 
     def forward(

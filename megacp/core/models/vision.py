@@ -11,7 +11,8 @@ resampled to each image, and queries and keys turn by row and column.
 
 from __future__ import annotations
 
-import math
+import functools
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -20,8 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
+from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import to_device
 from megacp.core.ops.mask import Metadata
@@ -35,20 +38,20 @@ Attend = Callable[..., torch.Tensor]
 class VisionBlock(nn.Module):
     """`x[patches, h] -> [patches, h]`, replicated over tp: pre-norm attention and MLP with biases."""
 
-    def __init__(self, layer: int, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
+    def __init__(
+        self, layer: int, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str
+    ) -> None:
         super().__init__()
         prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
-        ffn, self.head_dim = config.vision_ffn_hidden_size, config.vision_head_dim
-        self.widths = [hidden // backend.tp.size] * 3
-        residual_std = std / math.sqrt(2 * config.vision_num_layers)
-        attention, mlp, epsilon = f"{prefix}.attention", f"{prefix}.mlp", 1e-6  # Molmo2's, in every LayerNorm
-        tensors = (("q", hidden), ("k", hidden), ("v", hidden))
-        self.attention_norm = layer_norm(NormSpec(f"{attention}_norm", hidden, epsilon), backend.options)
-        self.qkv = backend.column_linear(LinearSpec(attention, tensors, hidden, True, std))
-        self.output = backend.row_linear(LinearSpec(attention, (("output", hidden),), hidden, True, residual_std))
-        self.mlp_norm = layer_norm(NormSpec(f"{mlp}_norm", hidden, epsilon), backend.options)
-        self.up = backend.column_linear(LinearSpec(mlp, (("up", ffn),), hidden, True, std))
-        self.down = backend.row_linear(LinearSpec(mlp, (("down", hidden),), ffn, True, residual_std))
+        epsilon = 1e-6  # Molmo2's, in every LayerNorm
+        product = functools.partial(LinearSpec.of, prefix, block_linears(config, model))
+        self.head_dim, self.widths = config.vision_head_dim, [hidden // backend.tp.size] * 3
+        self.attention_norm = layer_norm(NormSpec(f"{prefix}.attention_norm", hidden, epsilon), backend.options)
+        self.qkv = backend.column_linear(product("attention.q", "attention.k", "attention.v"))
+        self.output = backend.row_linear(product("attention.output"))
+        self.mlp_norm = layer_norm(NormSpec(f"{prefix}.mlp_norm", hidden, epsilon), backend.options)
+        self.up = backend.column_linear(product("mlp.up"))
+        self.down = backend.row_linear(product("mlp.down"))
         self.activation = nn.GELU("tanh")
         self.recompute = recompute
 
@@ -63,28 +66,24 @@ class VisionBlock(nn.Module):
 
 
 class Tower(nn.Module):
-    """What all towers have; `patch`: the shape of a patch, as the weight of its embedding has it."""
+    """What all towers have."""
 
-    def __init__(
-        self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str, patch: tuple[int, ...]
-    ) -> None:
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
         super().__init__()
-        hidden, name = config.vision_hidden_size, "vision.patch_embedding"
         self.backend, self.scale = backend, config.vision_head_dim**-0.5
-        self.weight = backend.replicated(f"{name}.weight", (hidden, *patch), "normal", std, "matrix")
-        self.bias = backend.replicated(f"{name}.bias", (hidden,), "zeros")
-        shape = (config.patches_per_crop, hidden)
-        self.positions = backend.replicated("vision.position_embedding.weight", shape, "normal", std, "table")
+        tower, _ = VISION_KINDS[config.vision_family]
+        embedding = itertools.islice(tower.tensors(config, model), 3)  # blocks stand behind it
+        self.weight, self.bias, self.positions = map(backend.parameter, embedding)
         self.blocks = nn.ModuleList(
-            VisionBlock(layer, config, std, backend, recompute) for layer in range(config.vision_num_layers)
+            VisionBlock(layer, config, model, backend, recompute) for layer in range(config.vision_num_layers)
         )
 
 
 class VisionTower(Tower):
     """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
 
-    def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
-        super().__init__(config, std, backend, recompute, (config.patch_dim,))
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
+        super().__init__(config, model, backend, recompute)
         self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -138,10 +137,8 @@ def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
 class GridTower(Tower):
     """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with `grids[n, 2]` -> `[c, h]`."""
 
-    def __init__(self, config: VisionConfig, std: float, backend: NativeBackend, recompute: str) -> None:
-        patch = config.vision_patch_size
-        # as torch's Conv3d has it: colours, frames, rows, columns
-        super().__init__(config, std, backend, recompute, (3, 2, patch, patch))
+    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
+        super().__init__(config, model, backend, recompute)
         self.side = config.patches_per_side
         self.frequencies = inverse_frequencies(config.vision_head_dim // 2, 1e4, RotaryScaling())
 

@@ -10,15 +10,13 @@ fusion.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from megacp.core.config.training import Treated
 from megacp.core.distributed import collectives
 from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis, single_axis
@@ -37,25 +35,23 @@ class LinearSpec:
     """One product `y = x W^T` that holds some global tensors; sizes are global."""
 
     prefix: str
-    outputs: tuple[tuple[str, int], ...]
-    """Tensors `{prefix}.{name}.weight` of shape `[rows, in_features]`, as (name, rows). A row-parallel linear has one.
-    """
-    in_features: int
-    bias: bool
-    std: float
-    """Standard deviation of the initial weights; biases begin at 0."""
+    linears: Mapping[str, Linear]
+    """With the same inputs, by the ends of their names. A row-parallel linear has one."""
 
     @classmethod
     def of(cls, prefix: str, linears: Mapping[str, Linear], *names: str) -> LinearSpec:
-        """The product of those of a layer's linears that are named, which have the same inputs."""
-        first = linears[names[0]]
-        outputs = tuple((name, linears[name].outputs) for name in names)
-        return cls(prefix, outputs, first.inputs, first.bias, first.std)
+        """The product of those of a layer's linears that are named."""
+        return cls(prefix, {name: linears[name] for name in names})
+
+    @property
+    def first(self) -> Linear:
+        """One for what all have alike."""
+        return next(iter(self.linears.values()))
 
     @property
     def out_features(self) -> int:
         """Rows of all tensors."""
-        return sum(rows for _, rows in self.outputs)
+        return sum(linear.outputs for linear in self.linears.values())
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class LinearOptions:
 
     def attach(self, parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:
         """Give a parameter its spec, with the learning rate of the tower, and return it."""
-        return attach(parameter, dataclasses.replace(spec, lr_multiplier=self.lr_multiplier))
+        return attach(parameter, replace(spec, lr_multiplier=self.lr_multiplier))
 
 
 def _in_bucket(weight: torch.Tensor) -> bool:
@@ -146,63 +142,62 @@ def column_product(x: torch.Tensor, weight: torch.Tensor, options: LinearOptions
     return product(copy_to(x, options.tp), weight, options.weight_gradients)
 
 
-def column_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
-    """Specs of the weight and the bias of a column-parallel linear: each tensor is cut by rows over tp."""
-    tp = options.tp
-    weights, biases, start = [], [], 0
-    for name, rows in linear.outputs:
-        assert rows % tp.size == 0, f"{name}: {rows} rows over tp {tp.size}"
-        whole, local = (rows, linear.in_features), (rows // tp.size, linear.in_features)
-        begin, name = tp.rank * local[0], f"{linear.prefix}.{name}"
-        weights.append(TensorSlice(f"{name}.weight", whole, (begin, 0), local, start))
-        biases.append(TensorSlice(f"{name}.bias", whole[:1], (begin,), local[:1], start))
-        start += local[0]
-    fused = options.weight_gradients is not None
-    return (
-        ParameterSpec(tuple(weights), "normal", linear.std, fused_gradient=fused),
-        ParameterSpec(tuple(biases), "zeros", treated="vector", weight_decay=False),
-    )
+def _slices(tensors: Sequence[Tensor], tp: Axis) -> Iterator[TensorSlice]:
+    """This rank's part of each, one below the other."""
+    start = 0
+    for tensor in tensors:
+        offsets, shape = [0] * len(tensor.shape), list(tensor.shape)
+        if tensor.cut != "whole":
+            dim = ("rows", "columns").index(tensor.cut)
+            assert shape[dim] % tp.size == 0, f"{tensor.name}: {shape[dim]} {tensor.cut} over tp {tp.size}"
+            shape[dim] //= tp.size
+            offsets[dim] = tp.rank * shape[dim]
+        yield TensorSlice(tensor.name, tensor.shape, tuple(offsets), tuple(shape), start)
+        start += shape[0]
 
 
-def row_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ParameterSpec]:
-    """Specs of the weight and the bias of a row-parallel linear: its one tensor is cut by columns over tp."""
-    tp, ((last, rows),) = options.tp, linear.outputs
-    name, columns = f"{linear.prefix}.{last}", linear.in_features
-    assert columns % tp.size == 0, f"{name}: {columns} columns over tp {tp.size}"
-    local = columns // tp.size
-    piece = TensorSlice(f"{name}.weight", (rows, columns), (0, tp.rank * local), (rows, local))
-    weight = ParameterSpec((piece,), "normal", linear.std, fused_gradient=options.weight_gradients is not None)
-    return weight, replicated_spec(f"{name}.bias", (rows,), "zeros", options)
+def parameter_spec(
+    tensors: Sequence[Tensor], options: LinearOptions, *, partial_over_tp: bool | None = None
+) -> ParameterSpec:
+    """Spec of a parameter with this rank's part of some tensors that are described alike, but for name and rows.
+
+    The gradient of whole ones is partial over tp when each tp rank sees other tokens (sequence parallelism, the default
+    rule) or other heads (`partial_over_tp=True`). Only tp rank 0 counts them in the norm.
+    """
+    first, tp = tensors[0], options.tp
+    partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
+    if first.cut != "whole":
+        return ParameterSpec.of(first, _slices(tensors, tp))
+    over = ("tp",) if partial and tp.size > 1 else ()
+    return ParameterSpec.of(first, _slices(tensors, tp), over, counted=tp.rank == 0)
+
+
+def linear_specs(linear: LinearSpec, options: LinearOptions) -> tuple[ParameterSpec, ...]:
+    """Specs of the weight and, where it has one, of the bias of a product."""
+    each = [part.tensors(f"{linear.prefix}.{name}") for name, part in linear.linears.items()]
+    weight, *bias = (parameter_spec(tensors, options) for tensors in zip(*each, strict=True))
+    return replace(weight, fused_gradient=options.weight_gradients is not None), *bias
 
 
 def row_parameter(prefix: str, tensors: Sequence[Tensor], options: LinearOptions) -> nn.Parameter:
-    """A parameter of tensors that are drawn alike, each cut by rows over tp."""
-    pieces, start = [], 0
-    for tensor in tensors:
-        rows, rest = tensor.shape[0] // options.tp.size, tensor.shape[1:]
-        offsets = (options.tp.rank * rows, *[0] * len(rest))
-        pieces.append(TensorSlice(f"{prefix}.{tensor.name}", tensor.shape, offsets, (rows, *rest), start))
-        start += rows
-    first = tensors[0]
-    spec = ParameterSpec(tuple(pieces), first.init, first.std, treated="vector", weight_decay=first.decays)
-    return options.parameter(spec)
+    """A parameter of tensors whose names lack a prefix."""
+    named = [replace(tensor, name=f"{prefix}.{tensor.name}") for tensor in tensors]
+    return options.parameter(parameter_spec(named, options))
 
 
 class ParallelLinear(nn.Module):
     """The parameters of a linear that is cut over tp."""
 
-    def __init__(self, specs: tuple[ParameterSpec, ParameterSpec], bias: bool, options: LinearOptions) -> None:
+    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
         super().__init__()
         self.options = options
-        self.weight = options.parameter(specs[0])
-        self.bias = options.parameter(specs[1]) if bias else None
+        weight, *bias = linear_specs(linear, options)
+        self.weight = options.parameter(weight)
+        self.bias = options.parameter(bias[0]) if bias else None
 
 
 class ColumnParallelLinear(ParallelLinear):
     """`x[t/tp, h] -> y[t, f/tp]`: the rows of every tensor of `linear` are cut over tp."""
-
-    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
-        super().__init__(column_specs(linear, options), linear.bias, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`, to `y[t, sum of local rows]`."""
@@ -212,9 +207,6 @@ class ColumnParallelLinear(ParallelLinear):
 
 class RowParallelLinear(ParallelLinear):
     """`x[t, f/tp] -> y[t/tp, h]`: the columns of one tensor are cut over tp; the bias is added once, after the sum."""
-
-    def __init__(self, linear: LinearSpec, options: LinearOptions) -> None:
-        super().__init__(row_specs(linear, options), linear.bias, options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` to `y[t/tp, h]` under sequence parallelism, else `y[t, h]`."""
@@ -244,33 +236,6 @@ class RowParallelLinear(ParallelLinear):
             return grad @ self.weight, found
 
 
-def replicated_spec(
-    name: str,
-    shape: tuple[int, ...],
-    init: str,
-    options: LinearOptions,
-    *,
-    partial_over_tp: bool | None = None,
-    std: float = 0.0,
-    treated: Treated = "vector",
-) -> ParameterSpec:
-    """Spec of a parameter that every tp rank holds whole; `std` is that of `normal` ones, which decay.
-
-    Its gradient is partial over tp when each tp rank sees other tokens (sequence parallelism, the default rule) or
-    other heads (`partial_over_tp=True`). Only tp rank 0 counts it in the norm.
-    """
-    partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
-    return ParameterSpec(
-        (TensorSlice(name, shape, (0,) * len(shape), shape),),
-        init,
-        std,
-        treated=treated,
-        weight_decay=init == "normal",
-        partial_over=("tp",) if partial and options.tp.size > 1 else (),
-        counted=options.tp.rank == 0,
-    )
-
-
 class _ColumnNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, epsilon: float, axis: Axis) -> torch.Tensor:
@@ -294,14 +259,12 @@ class _ColumnNorm(torch.autograd.Function):
 
 
 class ColumnNorm(nn.Module):
-    """RMSNorm over `size` columns of which each tp rank has its part: `x[t, size/tp]` to the same shape."""
+    """RMSNorm over columns of which each tp rank has its part: `x[t, size/tp]` to the same shape."""
 
-    def __init__(self, name: str, size: int, epsilon: float, options: LinearOptions, init: str = "ones") -> None:
+    def __init__(self, weight: Tensor, epsilon: float, options: LinearOptions) -> None:
         super().__init__()
-        self.epsilon, self.tp, self.zero_centered = epsilon, options.tp, init == "zeros"
-        local = size // options.tp.size
-        piece = TensorSlice(f"{name}.weight", (size,), (options.tp.rank * local,), (local,))
-        self.weight = options.parameter(ParameterSpec((piece,), init, treated="vector", weight_decay=False))
+        self.epsilon, self.tp, self.zero_centered = epsilon, options.tp, weight.init == "zeros"
+        self.weight = options.parameter(parameter_spec([weight], options))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of each token; every tp rank holds the same tokens."""

@@ -12,7 +12,6 @@ dropout has one mask; its bits are named by token and column as all dropout here
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 
 import torch
@@ -20,10 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.core.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
+from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers.table import A, B
 from megacp.core.ops.pointwise import dropout
-from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
+from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec, parameter_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +62,15 @@ class LowRank(nn.Module):
         self.linear, self.lora, self.tp = linear, lora, options.tp
         self.sequence_parallel = options.sequence_parallel
         # the odd constant spreads keys of names over all 64 bits (SplitMix64)
-        self.site = zlib.crc32(f"{spec.prefix}.{spec.outputs[0][0]}".encode()) * 0x9E3779B97F4A7C15
+        self.site = zlib.crc32(f"{spec.prefix}.{next(iter(spec.linears))}".encode()) * 0x9E3779B97F4A7C15
         # the pairs are trained; autograd takes the gradients of views of a stacked matrix
         self.options = dataclasses.replace(options, trained=True, weight_gradients=None)
-        self.partial = ("tp",) if options.sequence_parallel and options.tp.size > 1 else ()
-        """Axes over which a whole matrix has a partial gradient: each tp rank sees other tokens."""
-
-    def down_parameter(self, pieces: list[TensorSlice], inputs: int, whole: bool) -> nn.Parameter:
-        """A: uniform within 1 / sqrt(inputs), what peft's Kaiming draw with a = sqrt(5) comes to."""
-        over, counted = (self.partial, self.tp.rank == 0) if whole else ((), True)
-        spec = ParameterSpec(tuple(pieces), "uniform", 1 / math.sqrt(3 * inputs), partial_over=over, counted=counted)
-        return self.options.parameter(spec)
+        named = {name: part for name, part in spec.linears.items() if name in lora.linears}
+        pairs = [part.pair(f"{spec.prefix}.{name}", lora.rank) for name, part in named.items()]
+        # matrices A of all pairs, and their B
+        self.down, self.up = (
+            self.options.parameter(parameter_spec(tensors, self.options)) for tensors in zip(*pairs, strict=True)
+        )
 
     def dropped(self, x: torch.Tensor, whole: bool, first: int = 0) -> torch.Tensor:
         """`x` in training, with zeros; `whole`: of all tokens, and its columns from `first` on."""
@@ -89,19 +86,9 @@ class ColumnPairs(LowRank):
 
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
-        tp, rank = options.tp, lora.rank
-        self.widths = [rows // tp.size for _, rows in spec.outputs]
-        self.adapted = [name in lora.linears for name, _ in spec.outputs]
-        downs: list[TensorSlice] = []
-        ups, start = [], 0
-        for name, rows in (output for output in spec.outputs if output[0] in lora.linears):
-            name, whole, local = f"{spec.prefix}.{name}", (rank, spec.in_features), rows // tp.size
-            downs.append(TensorSlice(f"{name}.{A}", whole, (0, 0), whole, len(downs) * rank))
-            ups.append(TensorSlice(f"{name}.{B}", (rows, rank), (tp.rank * local, 0), (local, rank), start))
-            start += local
-        self.down = self.down_parameter(downs, spec.in_features, whole=True)
-        self.up = self.options.parameter(ParameterSpec(tuple(ups), "zeros"))
-        self.rows = [piece.shape[0] for piece in ups]
+        self.widths = [part.outputs // options.tp.size for part in spec.linears.values()]
+        self.adapted = [name in lora.linears for name in spec.linears]
+        self.rows = [piece.shape[0] for piece in spec_of(self.up).pieces]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
@@ -121,14 +108,7 @@ class RowPair(LowRank):
 
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
-        tp, rank, ((last, rows),) = options.tp, lora.rank, spec.outputs
-        name, local = f"{spec.prefix}.{last}", spec.in_features // tp.size
-        self.first = tp.rank * local
-        piece = TensorSlice(f"{name}.{A}", (rank, spec.in_features), (0, self.first), (rank, local))
-        whole = TensorSlice(f"{name}.{B}", (rows, rank), (0, 0), (rows, rank))
-        self.down = self.down_parameter([piece], spec.in_features, whole=False)
-        up = ParameterSpec((whole,), "zeros", partial_over=self.partial, counted=tp.rank == 0)
-        self.up = self.options.parameter(up)
+        self.first = options.tp.rank * self.down.shape[1]  # column of the whole input with which this rank's begin
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` is what the linear multiplies."""
@@ -141,5 +121,5 @@ def adapted(
     linear: nn.Module, spec: LinearSpec, kind: type[LowRank], lora: LoraSpec | None, options: LinearOptions
 ) -> nn.Module:
     """The linear with pairs of this kind where `lora` names one of its tensors, else the linear itself."""
-    named = lora is not None and any(name in lora.linears for name, _ in spec.outputs)
+    named = lora is not None and any(name in lora.linears for name in spec.linears)
     return kind(linear, spec, lora, options) if named and lora is not None else linear

@@ -24,6 +24,7 @@ from megacp.core.distributed.differentiable import reduce_from, reduce_scatter_t
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
 from megacp.core.large_blocks import empty, large_product, zeros
+from megacp.core.layers.table import Tensor
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import LinearOptions, column_product
 
@@ -41,12 +42,10 @@ class Target:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """A global table `[vocab_size, hidden_size]`."""
+    """A global table."""
 
-    name: str
-    vocab_size: int
-    hidden_size: int
-    std: float
+    tensor: Tensor
+    """`[vocab_size, hidden_size]`."""
     partial_over: tuple[str, ...] = ()
     """Axes over which its gradient is partial: `embedding` where two stages hold a tied table."""
     counted: bool = True
@@ -97,15 +96,13 @@ class VocabularyTable(nn.Module):
     def __init__(self, table: TableSpec, rows_multiple: int, options: LinearOptions) -> None:
         super().__init__()
         self.options = options
-        vocab, hidden = table.vocab_size, table.hidden_size
+        tensor = table.tensor
+        vocab, hidden = tensor.shape
         rows = -(-vocab // (options.tp.size * rows_multiple)) * rows_multiple
         self.first = min(options.tp.rank * rows, vocab)
         self.true_rows = min(rows, vocab - self.first)
-        piece = TensorSlice(table.name, (vocab, hidden), (self.first, 0), (self.true_rows, hidden))
-        spec = ParameterSpec(
-            (piece,), "normal", table.std, treated="table", partial_over=table.partial_over, counted=table.counted
-        )
-        self.weight = options.parameter(spec, rows)
+        piece = TensorSlice(tensor.name, tensor.shape, (self.first, 0), (self.true_rows, hidden))
+        self.weight = options.parameter(ParameterSpec.of(tensor, [piece], table.partial_over, table.counted), rows)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 `tokens[t]` -> `x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
+from megacp.core.layers import stack, vision
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
@@ -60,12 +62,25 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_parameters_are_as_many_as_the_library_has(name: str) -> None:
+def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_modules(name: str) -> None:
+    """A weight of a product is a matrix, one of rows that are looked up a table."""
     pytest.importorskip("transformers")
     model = THEIRS[name]()
-    content = model.config.to_dict()
-    config = with_values(RunConfig(), of_config(content).values(content))
-    assert run_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    content, theirs = model.config.to_dict(), dict(model.named_parameters())
+    values = of_config(content).values(content)
+    config = with_values(RunConfig(), values)
+    tensors = (*stack.model_tensors(config.model), *vision.tower_tensors(config), *vision.connector_tensors(config))
+    treated = {tensor.name: tensor.treated for tensor in tensors}
+    assert run_parameters(config) == sum(parameter.numel() for parameter in theirs.values())
+    for link in of_config(content).links(values):
+        for named in link.theirs:
+            owner, _, field = named.name.rpartition(".")
+            module, expected = model.get_submodule(owner), "vector"
+            if isinstance(module, nn.Embedding) or owner == "lm_head" or field == "positional_embedding":
+                expected = "table"
+            elif isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight":
+                expected = "matrix"
+            assert (named.shape, {expected}) == (theirs[named.name].shape, {treated[o.name] for o in link.ours}), named
 
 
 @pytest.mark.parametrize("name", FAMILIES)
