@@ -384,20 +384,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 33_761,
-    "megacp/core": 20_011,
+    "megacp": 34_122,
+    "megacp/core": 20_340,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 5_747,
-    "megacp/verify": 1_342,
+    "megacp/verify": 1_345,
     "megacp/plan": 776,
     "bench tools": 2_838,
     "tests": 34_214,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (148, 20_907)}
+REACHED = {"megacp.train": (151, 21_221)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 11_650
-FLAGS = 126
+FLAGS = 127
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

@@ -79,19 +79,19 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(found)
 
 
-def table(model: ModelConfig, name: str, rows: int) -> Tensor:
+def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
     """A table of the vocabulary, embedding or head."""
     return Tensor(f"{name}.weight", (rows, model.hidden_size), "rows", std=model.init_method_std, treated="table")
 
 
 def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
     """All of the decoder but low-rank pairs; a tied head is the embedding."""
-    yield table(model, "embedding", model.embedding_rows)
+    yield vocabulary_table(model, "embedding", model.embedding_rows)
     for layer in layers_of(model):
         yield from layer.tensors(model)
     yield norm_weight(model, "final_norm", model.hidden_size)
     if model.untie_embeddings_and_output_weights:
-        yield table(model, "head", model.vocab_size)
+        yield vocabulary_table(model, "head", model.vocab_size)
 
 
 def pair_tensors(model: ModelConfig) -> Iterator[Tensor]:

@@ -19,7 +19,7 @@ from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
-from megacp.core.layers.stack import table
+from megacp.core.layers.stack import vocabulary_table
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotary_axes
@@ -74,7 +74,7 @@ class LanguageModelChunk(nn.Module):
         tied = not config.untie_embeddings_and_output_weights
         shared = ("embedding",) if tied and tied_across else ()
         if self.is_first:
-            embedding = table(config, "embedding", config.embedding_rows)
+            embedding = vocabulary_table(config, "embedding", config.embedding_rows)
             self.embedding = backend.vocabulary(TableSpec(embedding, shared))
             if not (tied and self.is_last):
                 made(self.embedding, "embedding")
@@ -90,7 +90,7 @@ class LanguageModelChunk(nn.Module):
             if tied and self.is_first:
                 last = self.embedding
             else:
-                tensor = table(config, "embedding" if tied else "head", config.vocab_size)
+                tensor = vocabulary_table(config, "embedding" if tied else "head", config.vocab_size)
                 last = backend.vocabulary(TableSpec(tensor, shared, counted=not tied))
             self.head = OutputHead(norm, last, loss_chunk_tokens)
             if not (tied and self.is_first):
