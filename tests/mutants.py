@@ -161,7 +161,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("joint[1:, ..., :keys] = torch.eye", "joint[:0, ..., :keys] = torch.eye", "maps of a kernel are lost"),
         ("= 1 + depth.get(segments[n].before, -1)", "= 0", "branches of a kernel begin with zeros"),
     ],
+    ("core/models/mamba2.py", MODEL): [
+        ("F.silu(z)).unflatten", "z).unflatten", "Mamba-2's gate is no SiLU"),
+        ("read + x * self.skip.unsqueeze(-1)", "read", "nothing passes a state by"),
+    ],
     ("core/ops/recurrence.py", STATES): [
+        ("yield since[:, :, -1:], (b", "yield since[:, :, :1], (b", "a state decays by one token of a chunk alone"),
         (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),
         ("return turn * grad if", "return grad if", "the gradient of a diagonal map passes as it is"),
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),

@@ -391,12 +391,12 @@ LINES = {
     "megacp/verify": 1_345,
     "megacp/plan": 776,
     "bench tools": 2_838,
-    "tests": 34_214,
+    "tests": 34_250,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (151, 21_221)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 11_650
+WORDS_OF_DOCS = 11_700
 FLAGS = 127
 """Of a training run."""
 CIRCLES = 0
