@@ -310,7 +310,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
-        ("Kind.WEIGHTS) - 1 if", "Kind.WEIGHTS) if", "a backward waits for itself"),
     ],
     ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
