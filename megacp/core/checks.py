@@ -236,7 +236,10 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
         yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
     linears = [layer.linears(m) for layer in layers_of(m)]
-    widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears) for name in m.lora_linears}
+    has = [name for name in m.lora_linears if any(name in of for of in linears)]
+    if m.lora_linears and not has:
+        yield f"--lora-targets {' '.join(m.lora_linears)}: no layer has one of them"
+    widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears if name in of) for name in has}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
     if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):

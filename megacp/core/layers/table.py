@@ -65,8 +65,7 @@ class Linear:
 
     def tensors(self, name: str) -> Iterator[Tensor]:
         """Its weight and bias. A bias behind columns is whole, because it is added after the sum over tp."""
-        shape = (self.outputs, self.inputs)
-        yield Tensor(f"{name}.weight", shape, self.cut, "normal", self.std, treated="matrix")
+        yield Tensor(f"{name}.weight", (self.outputs, self.inputs), self.cut, "normal", self.std, treated="matrix")
         if self.bias:
             cut: Cut = "rows" if self.cut == "rows" else "whole"
             yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False)
