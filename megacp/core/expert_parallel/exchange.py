@@ -32,7 +32,7 @@ def _ways(route: Route, tokens: int) -> tuple[Move, Move]:
         return route.spread(x.index_select(0, source))
 
     def to_tokens(rows: torch.Tensor) -> torch.Tensor:
-        slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, -1)  # [t, k, h]
+        slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, rows.shape[1])  # [t, k, h]
         total = slots[:, 0].to(accumulation_dtype(rows.dtype))
         for slot in range(1, count):  # one after the other: the same sum on every grid
             total = total + slots[:, slot]
