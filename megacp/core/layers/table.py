@@ -50,9 +50,9 @@ class Tensor:
         """Elements of all ranks together."""
         return math.prod(self.shape)
 
-    def local_size(self, tp: int) -> int:
-        """Elements on one tp rank; of experts, those of all ep ranks."""
-        return self.size if self.cut == "whole" else self.size // tp
+    def local_size(self, tp: int, ep: int = 1) -> int:
+        """Elements on one tp rank; of an expert, those that an ep rank has in the mean."""
+        return self.size // (ep if self.reduced_over == EXPERTS else 1 if self.cut == "whole" else tp)
 
 
 @dataclass(frozen=True)
