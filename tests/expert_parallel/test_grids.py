@@ -139,7 +139,7 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2))
+    check(2, dealt(2)[3:])
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
@@ -149,6 +149,11 @@ PARTS = {3: 1, 4: 3, 8: 6}
 @pytest.mark.parametrize(("ranks", "part"), [(ranks, part) for ranks, count in PARTS.items() for part in range(count)])
 def test_every_grid_with_every_ep_equals_one_process(ranks: int, part: int) -> None:
     check(ranks, dealt(ranks)[part :: PARTS[ranks]])
+
+
+@pytest.mark.slow
+def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
+    check(2, dealt(2)[:3])
 
 
 def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:

@@ -26,10 +26,9 @@ class _Way(torch.autograd.Function):
 
 def _ways(route: Route, tokens: int) -> tuple[Move, Move]:
     count = route.chosen.shape[1]
-    source = route.places.index_select(0, route.order // count)  # of each slot, its token
 
     def to_experts(x: torch.Tensor) -> torch.Tensor:
-        return route.spread(x.index_select(0, source))
+        return route.spread(x.index_select(0, route.places.index_select(0, route.order // count)))
 
     def to_tokens(rows: torch.Tensor) -> torch.Tensor:
         slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, rows.shape[1])  # [t, k, h]

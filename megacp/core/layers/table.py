@@ -177,6 +177,8 @@ class LayerKind:
     """Tensors beside the linears."""
     mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
     """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
+    held: Callable[[Share], int] = lambda share: 0
+    """Bytes that it keeps for backward though it is computed again."""
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
         """All of them, of a layer with this name."""
