@@ -54,10 +54,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/expert_parallel/route.py", EXPERTS): [
         ("plan.metadata.leave[tokens] > 0", "plan.metadata.leave[tokens] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
+        ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
         ("expert.repeat_interleave(", "expert[:1].repeat(sum(own)) if found.any() else (", "rows stay by their source"),
     ],
-    ("core/expert_parallel/exchange.py", EXPERTS): [
-        ("return ctx.back(grads[0])", "return 2 * ctx.back(grads[0])", "gradients of experts times ep"),
+    ("core/expert_parallel/exchange.py", MODEL): [
         ("range(1, count)", "range(1, 1)", "one expert of a token is heard"),
         ("route.collect(column.squeeze(1))", "0 * route.collect(column.squeeze(1))", "the router learns nothing"),
     ],
