@@ -17,6 +17,8 @@ from megacp.core.config.training import Treated
 
 DATA = "dp_cp"
 """Name of the axis over all ranks that hold the same part of the model and see other tokens."""
+EXPERTS = "edp"
+"""Name of the axis over all ranks that hold the same experts: what expert parallelism leaves of a stage's ranks."""
 Cut = Literal["rows", "columns", "whole"]
 """How tp ranks share a tensor: its dim 0, its dim 1, or each has all of it."""
 MATMUL_BACKWARD = 2.0
@@ -48,9 +50,9 @@ class Tensor:
         """Elements of all ranks together."""
         return math.prod(self.shape)
 
-    def local_size(self, tp: int) -> int:
-        """Elements on one tp rank."""
-        return self.size if self.cut == "whole" else self.size // tp
+    def local_size(self, tp: int, ep: int = 1) -> int:
+        """Elements on one tp rank; of an expert, those that an ep rank has in the mean."""
+        return self.size // (ep if self.reduced_over == EXPERTS else 1 if self.cut == "whole" else tp)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ class LayerKind:
     """Tensors beside the linears."""
     mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
     """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
+    held: Callable[[Share], int] = lambda share: 0
+    """Bytes that it keeps for backward though it is computed again."""
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
         """All of them, of a layer with this name."""
