@@ -136,6 +136,36 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--window-attn-skip-freq {m.window_attn_skip_freq} is about windows: give their --window-size"
 
 
+def _experts(config: RunConfig, world: int) -> Iterator[str]:
+    m, p = config.model, config.parallel
+    tp, ep, dp = p.tensor_model_parallel_size, p.expert_model_parallel_size, config.data_parallel_size(world)
+    size, count = f"--expert-model-parallel-size {ep}", f"--num-experts {m.num_experts}"
+    if m.num_experts == 0:
+        if ep > 1:
+            yield f"{size} acts only with --num-experts above 0"
+        return
+    if m.moe_router_topk > m.num_experts:
+        yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
+    ranks, stage = tp * p.context_parallel_size * dp, f"tp {tp} x cp {p.context_parallel_size} x dp {dp}"
+    for number, of in ((m.num_experts, count), (ranks, f"{stage} = {ranks}, the ranks of a stage")):
+        if number % ep > 0:
+            yield f"{size} does not divide {of}: use {math.gcd(number, ep)}"
+    instances, shared = p.num_distributed_optimizer_instances, ranks // ep
+    if instances > 1 and shared % instances > 0:
+        yield f"--num-distributed-optimizer-instances {instances} does not divide the {shared} ranks with one expert"
+    if tp > 1 and not p.sequence_parallel:
+        yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
+    unable = {
+        f"--data-parallel-sharding-strategy {p.data_parallel_sharding_strategy}": (
+            p.data_parallel_sharding_strategy == "optim_grads_params"
+        ),
+        f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}": config.training.mlp_chunk_tokens > 0,
+        "--add-mlp-bias": m.add_mlp_bias,
+    }
+    for given in (words for words, asked in unable.items() if asked):
+        yield f"{given} with {count}: experts have no such form"
+
+
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:
     t = config.training
     warmup, fall = t.warmup_updates, t.lr_wsd_decay_iters or 0
@@ -236,6 +266,9 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
         yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
     linears = [layer.linears(m) for layer in layers_of(m)]
+    if m.num_experts > 0 and {"gate", "up", "down"} & set(m.lora_linears):
+        yield f"--lora-targets {m.lora_targets} with --num-experts {m.num_experts}: name some of q, k, v and output"
+        return
     widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears) for name in m.lora_linears}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
@@ -317,5 +350,5 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--log-file {config.log_path}: is a directory, a file is needed"
 
 
-SECTIONS = (_multiples, _grid, _model, _schedule, _context, _vision, _lora, _data, _checkpoints, _files)
+SECTIONS = (_multiples, _grid, _model, _experts, _schedule, _context, _vision, _lora, _data, _checkpoints, _files)
 """Functions `(config, world size) -> reasons` over a config whose fields are in their ranges."""

@@ -140,6 +140,21 @@ class ModelConfig:
     add_mlp_bias: bool = False
     """Biases on the linears of the MLP."""
 
+    num_experts: NotNegative[int] = 0
+    """Experts of a layer with a mixture of them in the place of its MLP; 0: every MLP is dense."""
+
+    moe_router_topk: Positive[int] = 2
+    """Experts that a token is given to."""
+
+    moe_ffn_hidden_size: Positive[int | None] = None
+    """Width of an expert's hidden layer (default: --ffn-hidden-size)."""
+
+    moe_layer_freq: str = "1"
+    """Which layers have experts: N gives them to the first of every N layers, [0,1,1] to all but the first of three."""
+
+    moe_router_pre_softmax: bool = False
+    """Weigh experts by the softmax over all of them, as it is (OLMoE), instead of over the chosen ones (Mixtral)."""
+
     untie_embeddings_and_output_weights: bool = False
     """Give the output head its own weight instead of the embedding's."""
 
@@ -196,6 +211,11 @@ class ModelConfig:
     def query_groups(self) -> int:
         """Number of key/value heads: `num_query_groups`, or the number of heads."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Width of an expert: `moe_ffn_hidden_size`, or that of a dense MLP."""
+        return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     @property
     def rotary_dim(self) -> int:

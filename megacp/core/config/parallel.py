@@ -28,6 +28,10 @@ class ParallelConfig:
     context_parallel_size: Count[int] = 1
     """Ranks that share the tokens of each row (cp)."""
 
+    expert_model_parallel_size: Count[int] = 1
+    """Ranks among the tp x cp x dp of a stage that share the experts of each layer (ep); it divides that product and
+    --num-experts."""
+
     num_virtual_stages_per_pipeline_rank: Positive[int] = 1
     """Model chunks per pipeline rank; above 1 the interleaved 1F1B schedule runs (smaller bubble, more messages)."""
 
@@ -80,16 +84,18 @@ AXES = ("tp", "cp", "dp", "pp")
 
 @dataclass(frozen=True)
 class GridShape:
-    """Sizes of the four axes; all else about them follows.
+    """Sizes of the four axes, and of one for experts inside a stage; all else about them follows.
 
     The ranks are an array `[pp, dp, cp, tp]`, counted through in its order: Megatron's default `tp-cp-ep-dp-pp` without
-    experts.
+    experts. For experts the ranks of a stage are another array `[edp, ep]`: Megatron's folding with one expert-tp rank.
     """
 
     tp: int = 1
     cp: int = 1
     dp: int = 1
     pp: int = 1
+    ep: int = 0
+    """Ranks of a stage that share its experts; 0: there are none."""
 
     @property
     def world_size(self) -> int:
@@ -109,3 +115,11 @@ class GridShape:
         place = tuple(slice(None) if name in axes else mine[name] for name in reversed(AXES))
         sizes = [getattr(self, name) for name in reversed(AXES)]
         return tuple(np.arange(self.world_size).reshape(sizes)[place].flatten().tolist())
+
+    def experts(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Global ranks that share the experts of a layer with `rank` (ep), and those that hold the same (edp)."""
+        stage = self.tp * self.cp * self.dp
+        first, place = rank // stage * stage, rank % stage
+        neighbours = place // self.ep * self.ep
+        ep = range(first + neighbours, first + neighbours + self.ep)
+        return tuple(ep), tuple(range(first + place % self.ep, first + stage, self.ep))

@@ -76,6 +76,7 @@ class RunConfig:
             cp=p.context_parallel_size,
             dp=self.data_parallel_size(world_size),
             pp=p.pipeline_model_parallel_size,
+            ep=p.expert_model_parallel_size if self.model.num_experts > 0 else 0,
         )
 
     def num_microbatches(self, world_size: int) -> int:

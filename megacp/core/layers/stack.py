@@ -1,6 +1,6 @@
 """The layers of a model in order, and all of its tensors.
 
-Three patterns of flags say which layer is of which kind. They are parsed here, once for each model.
+Patterns of flags say which layer is of which kind. They are parsed here, once for each model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import DENSE
 from megacp.core.layers.gated_delta import GATED_DELTA
 from megacp.core.layers.mamba2 import MAMBA2
+from megacp.core.layers.moe import MOE
 from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight
 
 STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
@@ -71,11 +72,15 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     attend = skip_pattern("--linear-attention-freq", model.linear_attention_freq, skips="0")
     if model.linear_attention_freq is None:
         attend = (True,)
+    routed = skip_pattern("--moe-layer-freq", model.moe_layer_freq)
+    if model.moe_layer_freq.isdigit():  # Megatron counts the first of N, where others count the last
+        routed = routed[::-1]
     found = []
     for i in range(model.num_layers):
         mixer = ATTENTION if attend[i % len(attend)] else STATES[model.linear_attention_rule]
         window = 0 if open_to_all[i % len(open_to_all)] else model.window_size or 0
-        found.append(Layer(f"layers.{i}", mixer, DENSE, window, rotates=not still[i % len(still)]))
+        mlp = MOE if model.num_experts and routed[i % len(routed)] else DENSE
+        found.append(Layer(f"layers.{i}", mixer, mlp, window, rotates=not still[i % len(still)]))
     return tuple(found)
 
 

@@ -17,6 +17,8 @@ from megacp.core.config.training import Treated
 
 DATA = "dp_cp"
 """Name of the axis over all ranks that hold the same part of the model and see other tokens."""
+EXPERTS = "edp"
+"""Name of the axis over all ranks that hold the same experts: what expert parallelism leaves of a stage's ranks."""
 Cut = Literal["rows", "columns", "whole"]
 """How tp ranks share a tensor: its dim 0, its dim 1, or each has all of it."""
 MATMUL_BACKWARD = 2.0
@@ -49,7 +51,7 @@ class Tensor:
         return math.prod(self.shape)
 
     def local_size(self, tp: int) -> int:
-        """Elements on one tp rank."""
+        """Elements on one tp rank; of experts, those of all ep ranks."""
         return self.size if self.cut == "whole" else self.size // tp
 
 

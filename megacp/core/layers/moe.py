@@ -1,0 +1,63 @@
+"""A mixture of experts in the place of the MLP: a router, and gated MLPs of which a token passes a few.
+
+Tensors are those of single experts, so that any number of ep ranks reads what any other wrote. Experts are shared over
+ep and never cut over tp, whose ranks hold other tokens under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megacp.core.config.model import ModelConfig
+from megacp.core.layers.table import EXPERTS, Flops, LayerKind, Share, Tensor, output_std
+
+
+def router_tensor(model: ModelConfig) -> Tensor:
+    """A score of each expert, of a token."""
+    shape = (model.num_experts, model.hidden_size)
+    return Tensor("router.weight", shape, std=model.init_method_std, treated="matrix")
+
+
+def expert_tensors(model: ModelConfig, name: str, experts: range) -> Iterator[Tensor]:
+    """The matrix `gate`, `up` or `down` of some experts."""
+    hidden, width, std = model.hidden_size, model.expert_hidden_size, model.init_method_std
+    shape = (width, hidden)
+    if name == "down":
+        shape, std = (hidden, width), output_std(model)
+    for expert in experts:
+        yield Tensor(f"experts.{expert}.{name}.weight", shape, std=std, treated="matrix", reduced_over=EXPERTS)
+
+
+def _others(model: ModelConfig) -> Iterator[Tensor]:
+    yield router_tensor(model)
+    for expert in range(model.num_experts):
+        for name in ("gate", "up", "down"):
+            yield from expert_tensors(model, name, range(expert, expert + 1))
+
+
+def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
+    """The scores of all experts, and the three products of the chosen ones."""
+    chosen = 3 * model.expert_hidden_size * model.moe_router_topk
+    return Flops(2.0 * tokens * model.hidden_size * (chosen + model.num_experts), 0.0)
+
+
+def _rows(share: Share) -> int:
+    """Rows of the experts of a rank, where all have the same."""
+    return share.rows * share.model.moe_router_topk
+
+
+def _kept(share: Share) -> tuple[int, int]:
+    """A row and its gate and up, what both make times the row's weight, and that weight; scores of all experts, and
+    indices of 8 bytes: experts and places of a token's slots, and places of rows.
+    """
+    rows, model = _rows(share), share.model
+    columns = model.hidden_size + (2 + share.cheap) * model.expert_hidden_size
+    return rows * columns, rows + share.rows * model.num_experts + 24 * rows // share.wide_size
+
+
+def _work(share: Share) -> int:
+    """Rows, and their gradients on both sides of the exchange."""
+    return 3 * _rows(share) * share.model.hidden_size * share.size
+
+
+MOE = LayerKind("mlp", lambda model: {}, (), _kept, _work, _others, _flops)
