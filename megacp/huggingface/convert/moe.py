@@ -14,11 +14,11 @@ from megacp.huggingface.convert.decoder import (
     DECODER,
     NATIVE,
     NO_WINDOW,
+    OLMO2_SIZES,
+    QWEN2,
     Family,
     Table,
     Words,
-    OLMO2_SIZES,
-    QWEN2,
     expert_pattern,
     links_of,
     model_of,
@@ -33,7 +33,7 @@ _STACKED = "stacked"
 """The layout of a folder with stacked experts, which is read alone."""
 
 
-def _experts(block: str, words: tuple[str, str, str]) -> Table:
+def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[str, ...]]:
     """The router and the matrices of each expert, with their words for gate, up and down."""
     named = zip(words, ("gate", "up", "down"), strict=True)
     matrices = {f"experts.{{e}}.{word}.weight": f"experts.{{e}}.{name}.weight" for word, name in named}
