@@ -98,6 +98,10 @@ _MAMBA2: dict[str, Value] = {
     **{"linear_attention_rule": "mamba2", "linear_attention_freq": "2", "init_method_std": 0.08},
     **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
 }
+_MOE: dict[str, Value] = {
+    **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "[1,1,0]"},
+    "init_method_std": 0.08,
+}
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**_SIZES},
     "tiny_llama": {**_UNTIED, **_LLAMA3},
@@ -105,12 +109,13 @@ MODELS: dict[str, dict[str, Value]] = {
     "tiny_gemma3": {**_SIZES, **_GEMMA3, "qk_layernorm": "head", "norm_position": "both"},
     "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
     "tiny_mamba2": {**_SIZES, **_MAMBA2},
+    "tiny_moe": {**_SIZES, **_MOE},
     "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
     "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
     "tiny_qwen3_5": {**_UNTIED, **_TOWER, **_QWEN3_5, "additional_vocab_size": 8, "qk_layernorm": "head"},
 }
-"""The plain decoder (tied, grouped queries), those of Llama, OLMo2, Gemma 3 and SmolLM3, a hybrid with Mamba-2, every
-bias, a vision tower."""
+"""The plain decoder (tied, grouped queries), those of Llama, OLMo2, Gemma 3 and SmolLM3, a hybrid with Mamba-2,
+experts, every bias, a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
     "cp_comm_type": "p2p",

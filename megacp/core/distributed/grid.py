@@ -77,6 +77,16 @@ class ProcessGrid:
     def pp(self) -> Axis:
         return self.axes["pp",]
 
+    @property
+    def ep(self) -> Axis:
+        """The ranks that share the experts of a layer; where there are experts, as `edp`."""
+        return self.axes["ep",]
+
+    @property
+    def edp(self) -> Axis:
+        """The ranks that hold the same experts."""
+        return self.axes["edp",]
+
     def over(self, *names: str) -> Axis:
         """The axis spanning several directions, for example `over("dp", "cp")` for gradients."""
         return self.axes[tuple(name for name in AXES if name in names)]
@@ -93,7 +103,8 @@ class ProcessGrid:
         """The axes with collectives in a step. Others meet late or never, and a communicator of NCCL takes 100 MiB and
         more; channels have their own way to meet (`open_channels`).
         """
-        return [self.tp, self.cp, self.over("dp", "cp"), self.embedding, self.world]
+        ep, edp = ([self.ep], [self.edp]) if self.shape.ep else ([], [])
+        return [self.tp, self.cp, *ep, self.over("dp", "cp"), *edp, self.embedding, self.world]
 
     def all_axes(self) -> list[Axis]:
         """Every distinct axis, for reports of traffic."""
@@ -149,6 +160,11 @@ def build_grid(
     if file_timeout is not None and world.size > 1:
         host = new_group(world.global_ranks, file_timeout, "gloo")
         world = dataclasses.replace(world, host_group=host, file_timeout=file_timeout.total_seconds())
+    for name, members in zip(("ep", "edp"), shape.experts(rank), strict=True) if shape.ep else ():
+        # an axis of the same ranks lends its group, on all ranks or on none
+        lender = next((one for one in (*axes.values(), world) if one.global_ranks == members), None)
+        made = axis(name, members) if lender is None else dataclasses.replace(lender, name=name, traffic=Counter())
+        axes[name,] = made
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
 

@@ -17,9 +17,12 @@ from megacp.core.backends.mlp import Save, keep
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.expert_parallel.layer import MixtureOfExperts
+from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.gated_delta import GATED_DELTA
 from megacp.core.layers.mamba2 import MAMBA2
+from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import LayerKind
 from megacp.core.models.attention import Angles, SelfAttention
@@ -46,6 +49,8 @@ class BlockInputs:
     all_token_names: torch.Tensor
     """int64 `[t]`: those of all tp ranks."""
     key: int
+    routes: Routes | None = None
+    """To experts, where there are any."""
 
 
 class Block(nn.Module):
@@ -65,10 +70,14 @@ class Block(nn.Module):
             nn.Identity() if position == "before" else backend.norm(NormSpec(name, hidden, epsilon)) for name in after
         )
         """Norms of the outputs, where they stand after attention and MLP."""
-        self.mlp = backend.norm_mlp(
-            None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
-            *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
-        )
+        self.is_routed = described.mlp is MOE
+        if self.is_routed:
+            self.mlp: nn.Module = MixtureOfExperts(layer, config, backend)
+        else:
+            self.mlp = backend.norm_mlp(
+                None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
+                *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
+            )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
         self.recompute = recompute
         self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
@@ -91,7 +100,8 @@ class Block(nn.Module):
             rotary = inputs.rotary[self.has_window]
             attended = self.attention_norm(self.attention(x, inputs.plan, rotary, save))
             x = x + self._drop(attended, inputs, 2 * self.layer)
-            return x + self._drop(self.mlp_norm(self.mlp(x, save)), inputs, 2 * self.layer + 1)
+            made = self.mlp(x, save, inputs.routes) if self.is_routed else self.mlp(x, save)
+            return x + self._drop(self.mlp_norm(made), inputs, 2 * self.layer + 1)
 
     def _drop(self, x: torch.Tensor, inputs: BlockInputs, site: int) -> torch.Tensor:
         # the odd constant spreads keys of neighbouring sites over all 64 bits (SplitMix64)

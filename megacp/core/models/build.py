@@ -14,7 +14,7 @@ from megacp.core.data_parallel.full_shard import FullShards
 from megacp.core.data_parallel.shards import ShardedParameters
 from megacp.core.distributed.fully_shard import own_parameters
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.layers.table import DATA
+from megacp.core.layers.table import DATA, EXPERTS
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
 from megacp.core.models.init import initialise
@@ -53,7 +53,7 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
 def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageModelChunk], ShardedParameters]:
     """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
     parallel = config.parallel
-    reduced = {DATA: grid.over("dp", "cp")}
+    reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if grid.shape.ep else {})
     partial = {"tp": grid.tp, "embedding": grid.embedding}
     strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
     if strategy == "optim_grads_params" and reduced[DATA].size > instances:  # one rank has nothing to share

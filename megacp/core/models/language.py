@@ -19,6 +19,8 @@ from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.distributed.differentiable import slice_of
+from megacp.core.distributed.grid import single_axis
+from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.stack import vocabulary_table
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
@@ -68,7 +70,7 @@ class LanguageModelChunk(nn.Module):
         loss_chunk_tokens: int = 0,
     ) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.has_experts = backend, config.num_experts > 0
         self.vision: VisionEncoder | None = None
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         tied = not config.untie_embeddings_and_output_weights
@@ -121,7 +123,9 @@ class LanguageModelChunk(nn.Module):
         if self.window_frequencies is not None:
             near = cos_sin(positions, self.window_frequencies, self.backend.dtype)
         names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
-        inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key)
+        parts = self.backend.tp if self.backend.sequence_parallel else single_axis("one")
+        routes = Routes.of(batch.plan, parts, x.device) if self.has_experts else None
+        inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key, routes)
         with self.backend.precision():
             for block in self.blocks:
                 x = block(x, inputs)

@@ -22,7 +22,7 @@ from megacp.core.distributed.differentiable import copy_to, reduce_from
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.large_blocks import large_product
-from megacp.core.layers.table import Linear, Tensor
+from megacp.core.layers.table import EXPERTS, Linear, Tensor
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
 
@@ -162,11 +162,12 @@ def parameter_spec(
     """Spec of a parameter with this rank's part of some tensors that are described alike, but for name and rows.
 
     The gradient of whole ones is partial over tp when each tp rank sees other tokens (sequence parallelism, the default
-    rule) or other heads (`partial_over_tp=True`). Only tp rank 0 counts them in the norm.
+    rule) or other heads (`partial_over_tp=True`). Only tp rank 0 counts them in the norm. Ranks that hold the same
+    experts sum and count a slice each, those of tp among them.
     """
     first, tp = tensors[0], options.tp
     partial = options.sequence_parallel if partial_over_tp is None else partial_over_tp
-    if first.cut != "whole":
+    if first.cut != "whole" or first.reduced_over == EXPERTS:
         return ParameterSpec.of(first, _slices(tensors, tp))
     over = ("tp",) if partial and tp.size > 1 else ()
     return ParameterSpec.of(first, _slices(tensors, tp), over, counted=tp.rank == 0)

@@ -1,0 +1,50 @@
+"""The layer: norm, router, rows to their experts, experts, and the sum of what they made of a token."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import nn
+
+from megacp.core.backends.mlp import Save
+from megacp.core.backends.native import NativeBackend, NormSpec
+from megacp.core.config.model import ModelConfig
+from megacp.core.expert_parallel.exchange import rows_of, sum_of, weights_of
+from megacp.core.expert_parallel.experts import activated, product
+from megacp.core.expert_parallel.route import Route, Routes
+from megacp.core.expert_parallel.router import WEIGHTS, choose, logits
+from megacp.core.layers.moe import MOE, expert_tensors, router_tensor
+from megacp.core.ops.pointwise import ACTIVATIONS
+from megacp.core.tensor_parallel.linear import row_parameter
+
+
+class MixtureOfExperts(nn.Module):
+    """`x[t/tp, h] -> [t/tp, h]`, a norm in front of it included."""
+
+    def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
+        super().__init__()
+        prefix, self.layer = f"layers.{layer}.{MOE.name}", layer
+        self.axis, self.experts, self.count = backend.ep, config.num_experts, config.moe_router_topk
+        norm = NormSpec(f"layers.{layer}.mlp_norm", config.hidden_size, config.norm_epsilon)
+        self.norm = backend.norm(norm) if config.norm_position != "after" else None
+        self.weigh, self.activation = WEIGHTS[config.moe_router_pre_softmax], ACTIVATIONS[config.mlp_activation]
+        own = self.experts // self.axis.size
+        here = range(self.axis.rank * own, (self.axis.rank + 1) * own)
+        gate, up, down = (list(expert_tensors(config, name, here)) for name in ("gate", "up", "down"))
+        self.router = row_parameter(prefix, [router_tensor(config)], backend.options)
+        self.gate_up = row_parameter(prefix, list(chain(*zip(gate, up, strict=True))), backend.options)  # [n 2I, h]
+        self.down = row_parameter(prefix, down, backend.options)  # [n h, I]
+
+    def forward(self, x: torch.Tensor, save: Save, routes: Routes) -> torch.Tensor:
+        """All ep ranks call it together, those without a token too."""
+        normed = x if self.norm is None else save(self.norm, x)
+        scores = logits(normed, self.router).index_select(0, routes.places)  # [t, E]
+        if (route := routes.by_layer.get(self.layer)) is None:
+            chosen = choose(scores.detach(), self.count)
+            route = routes.by_layer[self.layer] = Route.of(chosen, routes.places, self.experts, self.axis)
+        weights = weights_of(self.weigh(scores, route.chosen), route)
+        gate_up = product(rows_of(normed, route), self.gate_up, route.counts)  # [R, 2I]
+        active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
+        return sum_of(product(active, self.down, route.counts), route, len(x))

@@ -1,0 +1,89 @@
+"""The way of a layer's tokens to their experts and back, in integers: found once a microbatch, used in every pass.
+
+A token has k slots, one for each of its experts. Slots are sorted by expert, then token, and go to the ep rank of their
+expert. What has come from all ranks is sorted by expert again. No row is dropped, and none is added: a rank may get
+none. Padding has no slots, it would load k experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.distributed.collectives import all_to_all
+from megacp.core.distributed.grid import Axis
+from megacp.core.ops.device import to_device
+
+
+@dataclass(frozen=True)
+class Route:
+    """Of `t` tokens of this rank, and of `R` rows that its experts are given."""
+
+    axis: Axis
+    chosen: torch.Tensor
+    """int64 `[t, k]`: the experts of each token, in order of their numbers."""
+    places: torch.Tensor
+    """int64 `[t]`: where the tokens stand among those of the rank, padding included."""
+    order: torch.Tensor
+    """int64 `[t k]`: slots by expert, then token."""
+    slots: torch.Tensor
+    """The inverse of `order`."""
+    sent: list[int]
+    """Rows to each ep rank."""
+    received: list[int]
+    """Rows from each."""
+    counts: list[int]
+    """Rows of each expert of this rank; their sum is `R`."""
+    arrived: torch.Tensor | None
+    """int64 `[R]`: rows as they came, by expert, source and token; None on one ep rank."""
+    leaving: torch.Tensor | None
+    """The inverse of `arrived`."""
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis) -> Route:
+        """The route of chosen experts; the ranks of `axis` call it together, and wait for the device once."""
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=experts)  # [E]
+        found = all_to_all(counts, axis)  # rows of every source for each expert here
+        both = torch.stack([counts, found]).tolist()
+        sent, received = (np.reshape(numbers, (axis.size, -1)) for numbers in both)  # [ep, n]
+        own = received.sum(0).tolist()
+        arrived = leaving = None
+        if axis.size > 1:
+            expert = torch.arange(len(own), device=found.device).repeat(axis.size)
+            arrived = expert.repeat_interleave(found, output_size=sum(own)).argsort(stable=True)
+            leaving = arrived.argsort()
+        splits = sent.sum(1).tolist(), received.sum(1).tolist()
+        return cls(axis, chosen, places, order, order.argsort(), *splits, own, arrived, leaving)
+
+    def spread(self, slots: torch.Tensor) -> torch.Tensor:
+        """What stands by expert and token here, `[t k, ...]`, to the rows `[R, ...]` of this rank's experts."""
+        if self.arrived is None:
+            return slots
+        return all_to_all(slots, self.axis, self.sent, self.received).index_select(0, self.arrived)
+
+    def collect(self, rows: torch.Tensor) -> torch.Tensor:
+        """The way back of `spread`."""
+        if self.leaving is None:
+            return rows
+        return all_to_all(rows.index_select(0, self.leaving), self.axis, self.received, self.sent)
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What the layers of a microbatch share, and the route of each: a layer that is computed again takes it anew, so it
+    gives every token to the same experts.
+    """
+
+    places: torch.Tensor
+    """As `Route.places`."""
+    by_layer: dict[int, Route] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device) -> Routes:
+        """Of this rank's tokens, of which each of `tp` has a part."""
+        tokens = plan.local.reshape(tp.size, -1)[tp.rank]
+        return cls(to_device(np.flatnonzero(plan.metadata.leave[tokens] > 0), device))
