@@ -27,7 +27,7 @@ __all__ = ["RankError", "grid", "preload", "run_ranks"]
 
 
 @functools.cache
-def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
+def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any:
     """The process grid of this worker for a shape; called inside a rank, groups are made once per worker."""
     import torch.distributed as dist
 
@@ -35,7 +35,7 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1) -> Any:
     from megacp.core.distributed.grid import build_grid
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp), rank)
+    return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep), rank)
 
 
 POOLS, THREADS = 2, 450

@@ -158,7 +158,7 @@ MODELS = {
     ),
     "qwen3_moe": lambda: made("Qwen3Moe", mlp_only_layers=[1], norm_topk_prob=True, head_dim=16, **EXPERTS),
     "qwen3_moe stacked": lambda: made("Qwen3Moe", decoder_sparse_step=2, tie_word_embeddings=True, **EXPERTS),
-    "mixtral stacked": lambda: made("Mixtral", num_local_experts=3),
+    "mixtral stacked": lambda: made("Mixtral", num_local_experts=4),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
