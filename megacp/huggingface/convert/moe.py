@@ -20,6 +20,7 @@ from megacp.huggingface.convert.decoder import (
     Table,
     Words,
     expert_pattern,
+    layer_pattern,
     links_of,
     model_of,
     resolved,
@@ -109,9 +110,12 @@ class Qwen3MoeWords(ExpertWords):
         return v | {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
 
     def to_hf(self, v: Values) -> Values:
-        content = super().to_hf(v) | {"intermediate_size": v["ffn_hidden_size"], "decoder_sparse_step": 1}
-        content["mlp_only_layers"] = [i for i, routed in enumerate(routed_layers(v)) if not routed]
-        return content | {"moe_intermediate_size": model_of(v).expert_hidden_size}
+        pattern = layer_pattern(routed_layers(v)) or ""
+        every = int(pattern) if pattern.isdigit() else 1
+        dense = [i for i, routed in enumerate(routed_layers(v)) if every == 1 and not routed]
+        content = super().to_hf(v) | {"decoder_sparse_step": every, "mlp_only_layers": dense}
+        widths = {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": model_of(v).expert_hidden_size}
+        return content | widths
 
 
 _TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
@@ -122,7 +126,6 @@ _MIXTRAL_WORDS = ExpertWords(
     | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
     | {"max_position_embeddings": 131072},
     1e6,
-    head_dim=True,
     window="sliding_window",
     experts=("num_local_experts", 8),
     chosen=2,

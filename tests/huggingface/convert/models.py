@@ -151,7 +151,7 @@ MODELS = {
     "qwen3_5_text tied, other kinds": lambda: made(
         *("Qwen3_5",), head_dim=16, tie_word_embeddings=True, layer_types=KINDS, **QWEN3_5
     ),
-    "mixtral": lambda: made("Mixtral", num_local_experts=4, sliding_window=9),
+    "mixtral": lambda: made("Mixtral", num_local_experts=4, sliding_window=9, head_dim=16),
     "olmoe": lambda: made("Olmoe", num_experts=6, num_experts_per_tok=3),
     "olmoe tied, renormalised": lambda: made(
         *("Olmoe",), num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True
