@@ -37,7 +37,53 @@ IMAGES = "tests/data/test_images.py"
 ENGINE = "tests/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
 
+EXPERTS = "tests/expert_parallel"
+
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("core/expert_parallel/router.py", EXPERTS): [
+        (
+            "scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort",
+            "scores.topk(count).indices.sort",
+            "equal scores of experts have no order",
+        ),
+        ("    wide = accumulation_dtype(x.dtype)", "    wide = x.dtype", "scores of experts are rounded to bf16"),
+    ],
+    ("core/expert_parallel/router.py", MODEL): [
+        ("scores.gather(1, chosen).softmax(-1)", "of_all(scores, chosen)", "chosen experts have less than all weight"),
+    ],
+    ("core/expert_parallel/route.py", EXPERTS): [
+        ("plan.metadata.leave[tokens] > 0", "plan.metadata.leave[tokens] >= 0", "padding is routed"),
+        ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
+        ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
+        ("expert.repeat_interleave(", "expert[:1].repeat(sum(own)) if found.any() else (", "rows stay by their source"),
+    ],
+    ("core/expert_parallel/exchange.py", MODEL): [
+        ("range(1, count)", "range(1, 1)", "one expert of a token is heard"),
+        ("route.collect(column.squeeze(1))", "0 * route.collect(column.squeeze(1))", "the router learns nothing"),
+    ],
+    ("core/expert_parallel/experts.py", MODEL): [
+        ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),
+        ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),
+        ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
+    ],
+    ("core/expert_parallel/layer.py", EXPERTS): [
+        ("routes.by_layer.get(self.layer)", "routes.by_layer.get(-1)", "a layer computed again may choose others"),
+        ("range(self.axis.rank * own,", "range(0 * own,", "all ep ranks begin with the first experts"),
+    ],
+    ("core/models/build.py", EXPERTS): [
+        ("{EXPERTS: grid.edp}", '{EXPERTS: grid.over("dp", "cp")}', "gradients of experts are summed over dp x cp"),
+    ],
+    ("core/tensor_parallel/linear.py", EXPERTS): [
+        (" or first.reduced_over == EXPERTS", "", "experts are counted on one tp rank"),
+    ],
+    ("core/config/parallel.py", EXPERTS): [
+        ("first + place % self.ep,", "first,", "all ranks hold the experts of the first"),
+        ("place // self.ep * self.ep", "place // self.tp * self.tp", "experts are shared by tp"),
+    ],
+    ("core/distributed/grid.py", EXPERTS): [
+        ("if one.global_ranks == members", "if one.global_ranks == members[:0]", "experts make groups that there are"),
+        ("name=name, traffic=Counter()", "name=name", "messages of experts are counted as of another axis"),
+    ],
     ("core/ops/mask.py", "tests/ops/test_mask.py"): [
         ("& (q.order[i] < k.leave[j])", "", "branches and documents see each other"),
         ("np.minimum(keys, own + (length == 1))", "np.minimum(keys, own)", "a query alone does not see itself"),
@@ -238,7 +284,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a row linear is summed twice",
         ),
         ("is None else partial_over_tp", "is None else False", "norms of heads are not summed"),
-        ('if first.cut != "whole":', "if False:", "the norm sees what is cut on one tp rank"),
+        ('if first.cut != "whole" or first', "if first", "the norm sees what is cut on one tp rank"),
     ],
     ("core/tensor_parallel/lora.py", TYPES): [
         ("else copy_to(u, self.tp)", "else u", "the gradient of a pair is not summed"),
@@ -400,7 +446,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
     ],
     ("core/distributed/grid.py", "tests/training/test_denominator.py"): [
-        ('self.over("dp", "cp"), self.emb', "self.emb", "ranks that sum gradients first meet in a step"),
+        ('self.over("dp", "cp"), *edp', "*edp", "ranks that sum gradients first meet in a step"),
         ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
     ],
     ("core/distributed/fake_world.py", "tests/verify/test_fake_step.py"): [

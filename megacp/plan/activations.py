@@ -92,13 +92,14 @@ def layer_deferred(config: RunConfig, layer: int = 0) -> int:
 def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     share, described = Share(config, granularity), layers_of(config.model)[layer]
+    held = described.mlp.held(share)
     if granularity == "full":
-        return share.residual * share.size
+        return share.residual * share.size + held
     parts = (_norms(share), described.mixer.kept(share), described.mlp.kept(share))
     elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)
-    return share.bytes_of(elements + narrow + dropped, wide) + masks
+    return share.bytes_of(elements + narrow + dropped, wide) + masks + held
 
 
 def _norms(share: Share) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from megacp.core.config.training import STATE_KINDS, STEPPED_BY
 from megacp.core.layers.table import Share, tokens_per_rank
 from megacp.core.models.costs import (
     connector_parameters,
+    expert_parameters,
     layer_parameters,
     logit_bytes,
     loss_chunk_tokens,
@@ -61,7 +62,8 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
         trained = tower * ("vision" not in frozen) + connector * ("connector" not in frozen)
         found.append(GatheredPart("vision", tower + connector, trained))
     for layer in layers:
-        block, pairs = text("block", layer_parameters(model, tp, layer)), pair_parameters(model, tp, layer)
+        ep = config.parallel.expert_model_parallel_size
+        block, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer)
         found.append(GatheredPart("block", block.parameters + pairs, block.trained + pairs))
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
@@ -109,7 +111,10 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     instances = config.parallel.num_distributed_optimizer_instances
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
-    share, narrow = -(-trained // ranks), size < wide
+    ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
+    of_experts = (expert_parameters(config.model, layer, ep) for layers in chunks for layer in layers)
+    experts = 0 if "text" in config.frozen_parts else sum(of_experts)
+    share, narrow = -(-(trained - experts) // ranks) - (-experts // max(1, ranks * tp // ep)), size < wide
     kinds = max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())  # as if one rule stepped all
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     strategy = config.parallel.data_parallel_sharding_strategy
@@ -130,7 +135,7 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
             update=copies,
             saved=share * size * narrow,
         )
-    model, tp = config.model, config.parallel.tensor_model_parallel_size
+    model = config.model
     largest = max(2 * _last_weight(config), vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size)
     bucket = min(trained, max(config.parallel.ddp_bucket_size, largest))  # gate and up are one, or it is a table
     two = min(trained, 2 * bucket)

@@ -231,6 +231,7 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
         layers = min(m.num_layers, layers)
         sizes: dict[str, Value] = {name: min(getattr(m, name), _SIZES[name]) for name in ("hidden_size", "vocab_size")}
         sizes |= {"kv_channels": min(m.head_dim, 8), "ffn_hidden_size": min(m.ffn_hidden_size, ffn)}
+        sizes |= {"moe_ffn_hidden_size": min(m.expert_hidden_size, ffn)} if m.num_experts > 0 else {}
     else:
         groups = math.lcm(4, tp)
         heads = {"num_query_groups": groups, "num_attention_heads": 2 * groups}

@@ -288,7 +288,24 @@ SEES = {
 """A tiny tower of crops of 16 pixels, which fits."""
 GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
+EP, EXPERTS = "expert_model_parallel_size", {"num_experts": 8}
+
 CONTRADICTIONS: list[tuple[dict, int, str]] = [
+    ({EP: 2}, 2, "--num-experts"),
+    (
+        {**EXPERTS, EP: 3, "global_batch_size": 12},
+        3,
+        "--expert-model-parallel-size 3 does not divide --num-experts 8: use 1",
+    ),
+    ({**EXPERTS, EP: 4, PP: 4}, 8, "dp 2 = 2, the ranks of a stage: use 2"),
+    ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
+    ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
+    ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
+    ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
+    ({**EXPERTS, STRATEGY: "optim_grads_params"}, 1, "--data-parallel-sharding-strategy optim_grads_params"),
+    ({**EXPERTS, "mlp_chunk_tokens": 64}, 1, "--mlp-chunk-tokens 64"),
+    ({**EXPERTS, "add_mlp_bias": True}, 1, "--add-mlp-bias"),
+    ({**EXPERTS, "lora_rank": 4, "lora_targets": "all"}, 1, "--lora-targets all"),
     ({"num_distributed_optimizer_instances": 4, "global_batch_size": 12}, 6, "--num-distributed-optimizer-instances 4"),
     ({STRATEGY: "optim_grads", "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),
     ({"lora_rank": 4, "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),

@@ -34,6 +34,7 @@ def alone(shape: GridShape, rank: int) -> ProcessGrid:
     """The grid of a rank that sends nothing, whose parameters have no values."""
     one = build_grid(GridShape(), 0, "meta")
     members = {names: shape.members(rank, names) for names in one.axes} | {("world",): tuple(range(shape.world_size))}
+    members |= zip([("ep",), ("edp",)], shape.experts(rank), strict=True)
     axes = {names: Axis(names[0], len(ranks), ranks.index(rank), ranks) for names, ranks in members.items()}
     return replace(one, shape=shape, rank=rank, world=axes.pop(("world",)), axes=axes)
 
@@ -56,7 +57,7 @@ def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(na
     for grid in grids:
         given = dict(zip(FLAGS, grid, strict=True)) | (PAIRS if "pairs" in name else {})
         config = prepare(with_values(RunConfig(), given), given, model=name.split()[0]).config
-        shape, parts = GridShape(*grid[:2], pp=grid[2]), defaultdict(list)
+        shape, parts = GridShape(*grid[:2], pp=grid[2], ep=1), defaultdict(list)
         for rank in range(shape.tp):
             stages = (held(config, shape, first + rank) for first in range(0, 8, 8 // shape.pp))
             for *tensor, offsets, sizes in set().union(*stages):  # both ends of a pipeline hold a tied table

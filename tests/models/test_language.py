@@ -20,7 +20,17 @@ from tests.ranks import grid, run_ranks
 from tests.reference import decoder
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble, pieces_of
-from tests.reference.training import GEMMA, MAMBA2, QWEN3_5, Values, config_of, parameter_pieces, step_batches, train
+from tests.reference.training import (
+    GEMMA,
+    MAMBA2,
+    MOE,
+    QWEN3_5,
+    Values,
+    config_of,
+    parameter_pieces,
+    step_batches,
+    train,
+)
 from tests.reference.vision import TINY, document_with_images
 
 MODELS: dict[str, Values] = {
@@ -46,6 +56,14 @@ MODELS: dict[str, Values] = {
     "as Gemma 3": GEMMA,
     "as Qwen3.5": QWEN3_5,
     "with Mamba-2": MAMBA2,
+    "with experts": MOE,
+    "experts by their share of all, norms after": {
+        **MOE,
+        "moe_router_pre_softmax": True,
+        "norm_position": "after",
+        "moe_layer_freq": "2",
+        "mlp_activation": "geglu",
+    },
     "windows in two layers of three": {"window_size": 7, "window_attn_skip_freq": "3"},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }

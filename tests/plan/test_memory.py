@@ -14,6 +14,7 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import build_grid
+from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import tile_work
 from megacp.core.layers.table import Share
@@ -75,6 +76,8 @@ def kept_storages(found: dict[int, int]):
         {**QWEN3_5, "linear_attention_freq": None},
         {"num_query_groups": 2, "kv_channels": 48, "hidden_dropout": 0.1},
         {"mlp_chunk_tokens": 20},
+        {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40},
+        {"num_experts": 8, "moe_router_pre_softmax": True, "norm_position": "after", "freeze": "text"},
         {"freeze": "text"},
         {"lora_rank": 4, "norm_position": "after"},
         {"lora_rank": 4, "lora_targets": "k,up,down"},
@@ -99,7 +102,10 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str,
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
         x = torch.zeros(tokens, config.model.hidden_size, dtype=backend.dtype, requires_grad=True)
-        out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1))
+        routes = Routes(torch.arange(tokens))
+        out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1, routes))
+    for kept in (vars(route) for route in routes.by_layer.values()):
+        found |= {x.data_ptr(): x.untyped_storage() for x in kept.values() if isinstance(x, torch.Tensor)}
     for tensor in shared:
         found.pop(tensor.untyped_storage().data_ptr(), None)
     assert out.requires_grad

@@ -128,6 +128,25 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     return linear(out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output")
 
 
+def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
+    """Every expert over every token, times its share of the token: 0 unless it is one of the k with the highest scores,
+    the first of equal ones; padding has none.
+    """
+    scores, total = linear(x, weights, f"{name}.router"), torch.zeros_like(x)
+    chosen = torch.zeros_like(scores)
+    for token, row in enumerate(scores.tolist()):
+        best = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[: model.moe_router_topk]
+        chosen[token, best if batch.leave[token] else []] = 1
+    powers = (scores - scores.max(1, keepdim=True).values).exp()
+    among = powers if model.moe_router_pre_softmax else powers * chosen
+    share = powers * chosen / among.sum(1, keepdim=True).clamp_min(1e-300)
+    for expert in range(model.num_experts):
+        gate, up = (linear(x, weights, f"{name}.experts.{expert}.{part}") for part in ("gate", "up"))
+        gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
+        total = total + share[:, [expert]] * linear(gate * up, weights, f"{name}.experts.{expert}.down")
+    return total
+
+
 def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
     """`[T, vocabulary]`."""
     x = weights["embedding.weight"][torch.from_numpy(batch.tokens)] * model.embedding_multiplier
@@ -145,9 +164,12 @@ def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
             h = attention(h, weights, f"{name}.attention", batch, model)
         x = x + (norm(h, weights[f"{name}.attention{out}_norm.weight"], model) if after else h)
         h = norm(x, weights[f"{name}.mlp_norm.weight"], model) if before else x
-        gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
-        gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
-        h = linear(gate * up, weights, f"{name}.mlp.down")
+        if f"{name}.mlp.router.weight" in weights:
+            h = experts(h, weights, f"{name}.mlp", batch, model)
+        else:
+            gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
+            gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
+            h = linear(gate * up, weights, f"{name}.mlp.down")
         x = x + (norm(h, weights[f"{name}.mlp{out}_norm.weight"], model) if after else h)
     head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
     return norm(x, weights["final_norm.weight"], model) @ head.t()

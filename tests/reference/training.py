@@ -72,10 +72,14 @@ MAMBA2: Values = {
     "linear_attention_rule": "mamba2",
 }
 
+MOE: Values = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,1,0]"}
+"""Experts in two layers of three."""
+
 AXIS_FLAGS = {
     "tp": "tensor_model_parallel_size",
     "cp": "context_parallel_size",
     "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
 }
 
 

@@ -20,7 +20,7 @@ TINY = [
     *("--num-query-groups", "2", "--vocab-size", "61", "--seq-length", "64", "--global-batch-size", "4"),
     *("--train-iters", "4", "--lr", "0.01", "--lr-warmup-iters", "2", "--dtype", "float64", "--hidden-dropout", "0.1"),
 ]
-AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model"}
+AXES = {"tp": "tensor_model", "cp": "context", "pp": "pipeline_model", "ep": "expert_model"}
 
 
 def grid_flags(**sizes: int) -> list[str]:
@@ -45,7 +45,7 @@ def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) 
         run_store().delete_key(f"megacp_failure/{rank}")
     config, sources = prepare_run(asked if isinstance(asked, RunConfig) else parse(asked), world_size)
     shape = config.grid_shape(world_size)
-    place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp)
+    place = grid(tp=shape.tp, cp=shape.cp, dp=shape.dp, pp=shape.pp, ep=shape.ep)
     return Trainer(config, place, sources).run()
 
 

@@ -108,7 +108,7 @@ class NativeBackend:
     def __init__(self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None) -> None:
         parallel, training = config.parallel, config.training
         self.tp = grid.tp
-        self.ep = grid.ep if grid.shape.ep else single_axis("ep")
+        self.ep = grid.ep if config.model.num_experts > 0 else single_axis("ep")
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
         self.dtype = DTYPES[training.dtype]
         self.vision, self.frozen = config.vision, config.frozen_parts

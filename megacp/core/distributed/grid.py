@@ -79,13 +79,17 @@ class ProcessGrid:
 
     @property
     def ep(self) -> Axis:
-        """The ranks that share the experts of a layer; where there are experts, as `edp`."""
-        return self.axes["ep",]
+        """The ranks that share the experts of a layer."""
+        return self._of_experts("ep")
 
     @property
     def edp(self) -> Axis:
         """The ranks that hold the same experts."""
-        return self.axes["edp",]
+        return self._of_experts("edp")
+
+    def _of_experts(self, name: str) -> Axis:
+        assert self.shape.ep or self.world.size == 1, "the grid was made for a model without experts"
+        return self.axes.get((name,), self.world)
 
     def over(self, *names: str) -> Axis:
         """The axis spanning several directions, for example `over("dp", "cp")` for gradients."""

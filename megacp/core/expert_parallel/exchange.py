@@ -10,12 +10,12 @@ import torch
 from megacp.core.expert_parallel.route import Route
 from megacp.core.ops.kernel import accumulation_dtype
 
-Move = Callable[[torch.Tensor], torch.Tensor]
+Send = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Way(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: Move, back: Move) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, there: Send, back: Send) -> torch.Tensor:
         ctx.back = back
         return there(x)
 
@@ -24,43 +24,41 @@ class _Way(torch.autograd.Function):
         return ctx.back(grads[0]), None, None
 
 
-def _ways(route: Route, tokens: int) -> tuple[Move, Move]:
+def _ways(route: Route, tokens: int) -> tuple[Send, Send]:
     count = route.chosen.shape[1]
-    source = route.places.index_select(0, route.order // count)  # of each slot, its token
 
-    def to_experts(x: torch.Tensor) -> torch.Tensor:
-        return route.spread(x.index_select(0, source))
+    def there(x: torch.Tensor) -> torch.Tensor:
+        return route.spread(x.index_select(0, route.places.index_select(0, route.order // count)))
 
-    def to_tokens(rows: torch.Tensor) -> torch.Tensor:
-        slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, -1)  # [t, k, h]
+    def back(rows: torch.Tensor) -> torch.Tensor:
+        slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, rows.shape[1])  # [t, k, h]
         total = slots[:, 0].to(accumulation_dtype(rows.dtype))
         for slot in range(1, count):  # one after the other: the same sum on every grid
             total = total + slots[:, slot]
         out = rows.new_zeros(tokens, rows.shape[1])
         return out.index_copy_(0, route.places, total.to(rows.dtype))
 
-    return to_experts, to_tokens
+    return there, back
 
 
-def rows_of(x: torch.Tensor, route: Route) -> torch.Tensor:
+def to_experts(x: torch.Tensor, route: Route) -> torch.Tensor:
     """`x[t/tp, h]`, padding included, to the rows `[R, h]` of this rank's experts, expert by expert."""
-    to_experts, to_tokens = _ways(route, len(x))
-    return _Way.apply(x, to_experts, to_tokens)
+    return _Way.apply(x, *_ways(route, len(x)))
 
 
-def sum_of(rows: torch.Tensor, route: Route, tokens: int) -> torch.Tensor:
+def to_tokens(rows: torch.Tensor, route: Route, tokens: int) -> torch.Tensor:
     """What experts made of their rows, `[R, h]`, summed for each of a rank's tokens: `[t/tp, h]`, 0 for padding."""
-    to_experts, to_tokens = _ways(route, tokens)
-    return _Way.apply(rows, to_tokens, to_experts)
+    there, back = _ways(route, tokens)
+    return _Way.apply(rows, back, there)
 
 
-def weights_of(weights: torch.Tensor, route: Route) -> torch.Tensor:
+def weights_to_experts(weights: torch.Tensor, route: Route) -> torch.Tensor:
     """`[t, k]` to the weight of each row, `[R, 1]`."""
 
-    def to_experts(x: torch.Tensor) -> torch.Tensor:
+    def there(x: torch.Tensor) -> torch.Tensor:
         return route.spread(x.flatten().index_select(0, route.order)).unsqueeze(1)
 
-    def to_tokens(column: torch.Tensor) -> torch.Tensor:
+    def back(column: torch.Tensor) -> torch.Tensor:
         return route.collect(column.squeeze(1)).index_select(0, route.slots).view(route.chosen.shape)
 
-    return _Way.apply(weights, to_experts, to_tokens)
+    return _Way.apply(weights, there, back)

@@ -40,7 +40,7 @@ class _Product(torch.autograd.Function):
         return dx, d_weight, None
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def matrices_product(x: torch.Tensor, weight: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     """`x[R, in]`, by expert, times the matrices `[n out, in]` of n experts: `[R, out]`."""
     return _Product.apply(x, weight, counts)
 

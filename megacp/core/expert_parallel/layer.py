@@ -11,8 +11,8 @@ from torch import nn
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
-from megacp.core.expert_parallel.exchange import rows_of, sum_of, weights_of
-from megacp.core.expert_parallel.experts import activated, product
+from megacp.core.expert_parallel.exchange import to_experts, to_tokens, weights_to_experts
+from megacp.core.expert_parallel.experts import activated, matrices_product
 from megacp.core.expert_parallel.route import Route, Routes
 from megacp.core.expert_parallel.router import WEIGHTS, choose, logits
 from megacp.core.layers.moe import MOE, expert_tensors, router_tensor
@@ -44,7 +44,7 @@ class MixtureOfExperts(nn.Module):
         if (route := routes.by_layer.get(self.layer)) is None:
             chosen = choose(scores.detach(), self.count)
             route = routes.by_layer[self.layer] = Route.of(chosen, routes.places, self.experts, self.axis)
-        weights = weights_of(self.weigh(scores, route.chosen), route)
-        gate_up = product(rows_of(normed, route), self.gate_up, route.counts)  # [R, 2I]
+        weights = weights_to_experts(self.weigh(scores, route.chosen), route)
+        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.counts)  # [R, 2I]
         active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        return sum_of(product(active, self.down, route.counts), route, len(x))
+        return to_tokens(matrices_product(active, self.down, route.counts), route, len(x))

@@ -47,12 +47,19 @@ def _rows(share: Share) -> int:
 
 
 def _kept(share: Share) -> tuple[int, int]:
-    """A row and its gate and up, what both make times the row's weight, and that weight; scores of all experts, and
-    indices of 8 bytes: experts and places of a token's slots, and places of rows.
+    """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
+    softmax, and that of the chosen. Frozen experts need no row again, nor what is made of it.
     """
     rows, model = _rows(share), share.model
-    columns = model.hidden_size + (2 + share.cheap) * model.expert_hidden_size
-    return rows * columns, rows + share.rows * model.num_experts + 24 * rows // share.wide_size
+    trained = "text" not in share.config.frozen_parts
+    columns = (2 + (share.cheap and trained)) * model.expert_hidden_size + model.hidden_size * trained
+    shares = share.rows * model.num_experts + rows * (not model.moe_router_pre_softmax)
+    return rows * columns, rows + shares
+
+
+def _held(share: Share) -> int:
+    """The route, in indices of 8 bytes: experts of slots and their order, both ways; on several ranks that of rows."""
+    return 8 * (3 + 2 * (share.config.parallel.expert_model_parallel_size > 1)) * _rows(share) + 8 * share.rows
 
 
 def _work(share: Share) -> int:
@@ -60,4 +67,4 @@ def _work(share: Share) -> int:
     return 3 * _rows(share) * share.model.hidden_size * share.size
 
 
-MOE = LayerKind("mlp", lambda model: {}, (), _kept, _work, _others, _flops)
+MOE = LayerKind("mlp", lambda model: {}, (), _kept, _work, _others, _flops, _held)

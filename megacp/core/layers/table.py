@@ -50,9 +50,9 @@ class Tensor:
         """Elements of all ranks together."""
         return math.prod(self.shape)
 
-    def local_size(self, tp: int) -> int:
-        """Elements on one tp rank; of experts, those of all ep ranks."""
-        return self.size if self.cut == "whole" else self.size // tp
+    def local_size(self, tp: int, ep: int = 1) -> int:
+        """Elements on one tp rank; of an expert, those that an ep rank has in the mean."""
+        return self.size // (ep if self.reduced_over == EXPERTS else 1 if self.cut == "whole" else tp)
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,8 @@ class LayerKind:
     """Tensors beside the linears."""
     mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
     """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
+    held: Callable[[Share], int] = lambda share: 0
+    """Bytes that it keeps for backward though it is computed again."""
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
         """All of them, of a layer with this name."""

@@ -53,7 +53,7 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
 def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageModelChunk], ShardedParameters]:
     """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
     parallel = config.parallel
-    reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if grid.shape.ep else {})
+    reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if config.model.num_experts > 0 else {})
     partial = {"tp": grid.tp, "embedding": grid.embedding}
     strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
     if strategy == "optim_grads_params" and reduced[DATA].size > instances:  # one rank has nothing to share

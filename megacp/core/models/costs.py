@@ -14,7 +14,7 @@ from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import POOLED_PATCHES
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
-from megacp.core.layers.table import Flops, tokens_per_rank
+from megacp.core.layers.table import EXPERTS, Flops, tokens_per_rank
 from megacp.core.layers.vision import VISION_KINDS, connector_tensors, tower_tensors
 from megacp.core.pipeline_parallel.partition import partition
 
@@ -33,9 +33,15 @@ def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
     return [0 if layer.has_state else causal_area(tokens, layer.window) for layer in layers_of(model)]
 
 
-def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:
-    """Parameters of one decoder block on one tp rank, without low-rank pairs."""
-    return sum(tensor.local_size(tp) for tensor in layers_of(model)[layer].tensors(model))
+def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
+    """Parameters of one decoder block on one rank of tp and ep, without low-rank pairs."""
+    return sum(tensor.local_size(tp, ep) for tensor in layers_of(model)[layer].tensors(model))
+
+
+def expert_parameters(model: ModelConfig, layer: int, ep: int = 1) -> int:
+    """Those among them that are of experts."""
+    tensors = layers_of(model)[layer].tensors(model)
+    return sum(tensor.local_size(1, ep) for tensor in tensors if tensor.reduced_over == EXPERTS)
 
 
 def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:

@@ -1,0 +1,174 @@
+"""A mixture of experts on any grid equals one process: loss, norm, gradients, weights and routes.
+
+One process equals a dense reference in tests/models/test_language.py. In float64 a choice is the same anywhere, as long
+as no two scores at its edge are closer than rounding, which is asserted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from megacp.core.config.model import ModelConfig
+from megacp.core.expert_parallel import layer
+from megacp.core.layers.moe import router_tensor
+from megacp.core.layers.table import Tensor
+from megacp.core.models.block import Block, BlockInputs
+from tests.ranks import grid, run_ranks
+from tests.reference.sharding import assemble
+from tests.reference.training import MOE, Values, config_of, train
+from tests.training.test_golden_gradients import TOLERANCE, Shape, compare, context_options, microbatches, shapes, steps
+
+MODELS: dict[str, Values] = {
+    "softmax of the chosen": {**MOE, "num_experts": 24},
+    "of all, dropout": {**MOE, "num_experts": 24, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
+    "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
+}
+"""Scores of the last are all 0 in the first step, and most stay 0: a choice by number alone, and experts without a
+token."""
+Case = tuple[Shape, str, Values, Values]
+"""Grid, model, what the reference needs too, and options of the grid alone."""
+Choices = dict[tuple[int, int], set[tuple[int, ...]]]
+"""(layer, name of a token) -> what was chosen for it, in the steps and in validation."""
+
+
+def grids(ranks: int) -> list[Shape]:
+    """Every factorization with every ep that divides the ranks of a stage."""
+    stages = [(shape, ranks // shape["pp"]) for shape in shapes(ranks)]
+    return [{**shape, "ep": ep} for shape, stage in stages for ep in range(1, stage + 1) if stage % ep == 0]
+
+
+def case_of(shape: Shape, number: int) -> Case:
+    virtual = 2 if 1 < shape["pp"] < 8 and number % 3 == 0 else 1
+    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0
+    alike = shape["tp"] * shape["cp"] * shape["dp"] // shape["ep"]
+    options: Values = {
+        "num_virtual_stages_per_pipeline_rank": virtual,
+        "pipeline_schedule": "zero_bubble" if zero_bubble else "1f1b",
+        "recompute_granularity": ("none", "selective", "full")[number % 3],
+        "data_parallel_sharding_strategy": "optim" if zero_bubble or number % 4 < 2 else "optim_grads",
+        "num_distributed_optimizer_instances": 2 if shape["dp"] % 2 == 0 == alike % 2 and number % 2 else 1,
+        "activation_offload": 0.5 * (number % 5 == 0),
+        "ddp_bucket_size": 3000 if number % 2 else 25_000_000,
+        **context_options(number, shape["cp"]),
+    }
+    width = 48 if shape["tp"] == 3 else 32
+    heads = {"num_attention_heads": 24 if shape["tp"] == 3 else 8, "num_query_groups": 24 if shape["tp"] == 3 else 8}
+    sizes = {"num_layers": max(2, virtual * shape["pp"]), "hidden_size": width, "kv_channels": 4, **heads}
+    return shape, list(MODELS)[number % 3], sizes, options
+
+
+def dealt(ranks: int) -> list[Case]:
+    return [case_of(shape, number) for number, shape in enumerate(grids(ranks))]
+
+
+@contextmanager
+def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
+    """Choices of this rank, and how far apart the last chosen and the first other score were, where not both are 0."""
+    choices: Choices = defaultdict(set)
+    margins: list[float] = []
+    run, choose = Block.forward, layer.choose
+
+    def forward(self: Block, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        out = run(self, x, inputs)
+        if self.is_routed and inputs.routes is not None:
+            chosen = inputs.routes.by_layer[self.layer].chosen.tolist()
+            for token, experts in zip(inputs.token_names[inputs.routes.places].tolist(), chosen, strict=True):
+                choices[self.layer, token].add(tuple(experts))
+        return out
+
+    def choice(scores: torch.Tensor, count: int) -> torch.Tensor:
+        edge = scores.sort(descending=True).values[:, count - 1 : count + 1]
+        margins.extend((edge[:, 0] - edge[:, 1])[edge.any(1)].tolist())
+        return choose(scores, count)
+
+    def router(model: ModelConfig) -> Tensor:
+        tensor = router_tensor(model)
+        return dataclasses.replace(tensor, std=0.0) if name == "equal scores" else tensor
+
+    with (
+        mock.patch.object(Block, "forward", forward),
+        mock.patch.object(layer, "choose", choice),
+        mock.patch.object(layer, "router_tensor", router),
+    ):
+        yield choices, margins
+
+
+@functools.cache
+def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tuple[Any, ...]:
+    config = config_of({**MODELS[name], **dict(sizes), "attention_kernel": "dense"}, {})
+    with watched(name) as (choices, margins):
+        reports, gradients, weights, validation = train(grid(), config, steps(count))
+    assert min(margins, default=1) > 1e-9, "a choice hangs on the order of a sum"
+    return reports, [assemble([pieces]) for pieces in gradients], assemble([weights]), validation, choices
+
+
+def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
+    results = []
+    for shape, name, sizes, options in cases:
+        config = config_of({**MODELS[name], **sizes, **options}, shape)
+        with watched(name) as (choices, _):
+            results.append((*train(grid(**shape), config, steps(microbatches(shape))), choices))
+    return results
+
+
+def check(ranks: int, cases: list[Case]) -> None:
+    found = run_ranks(on_ranks, ranks, cases, timeout=280)
+    for number, (shape, name, sizes, options) in enumerate(cases):
+        results, what = [of_rank[number] for of_rank in found], f"{shape} {name} {options}"
+        reports, gradients, weights, validation, routes = one_process(name, tuple(sizes.items()), microbatches(shape))
+        choices: Choices = defaultdict(set)
+        for found_reports, _, _, found_validation, chosen in results:
+            np.testing.assert_allclose(found_reports, reports, rtol=TOLERANCE, err_msg=f"loss, norm: {what}")
+            np.testing.assert_allclose(found_validation, validation, rtol=TOLERANCE, err_msg=what)
+            for token, experts in chosen.items():
+                choices[token] |= experts
+        assert choices == routes, f"routes: {what}"
+        for step in range(2):
+            compare(f"step {step + 1} gradient, {what}", assemble(r[1][step] for r in results), gradients[step])
+        compare(f"weight, {what}", assemble(r[2] for r in results), weights)
+
+
+def test_two_ranks_equal_one_process() -> None:
+    check(2, dealt(2)[3:])
+
+
+PARTS = {3: 1, 4: 3, 8: 6}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "part"), [(ranks, part) for ranks, count in PARTS.items() for part in range(count)])
+def test_every_grid_with_every_ep_equals_one_process(ranks: int, part: int) -> None:
+    check(ranks, dealt(ranks)[part :: PARTS[ranks]])
+
+
+@pytest.mark.slow
+def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
+    check(2, dealt(2)[:3])
+
+
+def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:
+    cases = [case for ranks in (2, 3, 4, 8) for case in dealt(ranks) if case[0]["ep"] > 1]
+    assert {name for _, name, _, _ in cases} == set(MODELS)
+    met = {key: {options[key] for *_, options in cases} for key in cases[0][-1]}
+    assert {key: len(values) for key, values in met.items()} == {
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "pipeline_schedule": 2,
+        "recompute_granularity": 3,
+        "data_parallel_sharding_strategy": 2,
+        "num_distributed_optimizer_instances": 2,
+        "activation_offload": 2,
+        "ddp_bucket_size": 2,
+        "cp_comm_type": 5,
+        "cp_layout": 4,
+        "hierarchical_context_parallel_sizes": len(met["hierarchical_context_parallel_sizes"]),
+    }

@@ -1,0 +1,140 @@
+"""Ranks that share experts, choices, bytes of the exchange, and what a step computes of a layer again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megacp.core.config.parallel import GridShape
+from megacp.core.distributed import grid as grid_file
+from megacp.core.distributed.grid import Axis, build_grid
+from megacp.core.expert_parallel import layer
+from megacp.core.expert_parallel.route import Route
+from megacp.core.expert_parallel.router import choose, logits
+from megacp.core.models.block import Block, BlockInputs
+from megacp.core.training.step import ParallelModel
+from tests.ranks import grid, run_ranks
+from tests.reference.training import MOE, config_of, step_batches
+from tests.training.runs import TINY, grid_flags, losses, run
+
+TP2_CP3_DP2 = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "ep", "edp"),
+    [
+        (GridShape(tp=2, cp=2, dp=2, ep=4), [(0, 1, 2, 3), (4, 5, 6, 7)], [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        (GridShape(tp=2, dp=2, pp=2, ep=4), [(0, 1, 2, 3), (4, 5, 6, 7)], [(rank,) for rank in range(8)]),
+        (GridShape(tp=2, cp=3, dp=2, ep=4), *TP2_CP3_DP2),
+    ],
+)
+def test_neighbours_in_a_stage_share_experts(shape: GridShape, ep: list[Any], edp: list[Any]) -> None:
+    found = [shape.experts(rank) for rank in range(shape.world_size)]
+    assert sorted({one for one, _ in found}) == ep and sorted({one for _, one in found}) == edp
+    assert all(rank in one and rank in other for rank, (one, other) in enumerate(found))
+
+
+def groups_made(shape: GridShape, rank: int) -> list[tuple[int, ...]]:
+    """What the ranks of a grid would ask torch for."""
+    made: list[tuple[int, ...]] = []
+
+    def axis(name: str, members: tuple[int, ...], me: int, near: None, timeout: None, group: Any = None) -> Axis:
+        made.extend([members] * (len(members) > 1 and name != "world"))
+        return Axis(name, len(members), members.index(me), members)
+
+    with (
+        mock.patch.multiple(grid_file, _axis=axis, _near=lambda rank: None, new_group=lambda *args: made.append((-1,))),
+        mock.patch.multiple(dist, is_initialized=lambda: True, get_world_size=lambda: shape.world_size),
+    ):
+        build_grid(shape, rank)
+    return made
+
+
+def test_all_ranks_make_equally_many_groups_and_at_most_two_for_experts() -> None:
+    """torch names them after how many a rank has made."""
+    counts = set()
+    for tp, cp, dp, pp in [(2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 2, 3), (2, 3, 2, 1), (1, 1, 4, 1), (4, 1, 1, 2)]:
+        stage = tp * cp * dp
+        for ep in (n for n in range(1, stage + 1) if stage % n == 0):
+            shape, without = GridShape(tp, cp, dp, pp, ep), GridShape(tp, cp, dp, pp)
+            more = {len(groups_made(shape, r)) - len(groups_made(without, r)) for r in range(shape.world_size)}
+            assert len(more) == 1, (shape, more)
+            counts |= more
+    assert counts == {0, 1, 2}
+
+
+def test_equal_scores_are_chosen_by_the_number_of_the_expert() -> None:
+    scores = torch.zeros(64, 128)
+    scores[:, 100] = 1
+    assert choose(scores, 3).tolist() == [[0, 1, 100]] * 64
+
+
+def test_scores_of_bfloat16_are_as_exact_as_float32() -> None:
+    x, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in ((7, 64), (5, 64)))
+    found = logits(x.bfloat16(), weight.bfloat16())
+    exact = x.bfloat16().double() @ weight.bfloat16().double().t()
+    assert found.dtype == torch.float32 and (found - exact).abs().max() < 64 * 2**-23 * exact.abs().max()
+
+
+SIZES = {**MOE, "num_layers": 1, "moe_layer_freq": "1"}
+
+
+def sent_by_a_step(rank: int, world_size: int, recompute: str) -> tuple[int, int, int, int]:
+    """Bytes over ep, their number by the formulas, and rows sent and received; the last rank has no token."""
+    config = config_of({**SIZES, "recompute_granularity": recompute}, {"dp": world_size, "ep": world_size})
+    here = grid(dp=world_size, ep=world_size)
+    model, routes, run = ParallelModel(config, here), list[Route](), Block.forward
+    batch = step_batches(4, 2)[-1 if rank == world_size - 1 else 0]
+
+    def forward(self: Block, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
+        out = run(self, x, inputs)
+        routes.append(inputs.routes.by_layer[0])  # type: ignore[union-attr]  # there are experts
+        return out
+
+    before = here.ep.traffic["all_to_all"]
+    with mock.patch.object(Block, "forward", forward):
+        model.gradients([batch], 1, 10.0)
+    (route,) = routes
+    there = sum(count for other, count in enumerate(route.sent) if other != rank)
+    here_from = sum(count for other, count in enumerate(route.received) if other != rank)
+    width = 8 * 32  # a row of float64
+    by_formula = 8 * 8 // world_size * (world_size - 1) + 2 * width * (there + here_from) + 8 * (there + here_from)
+    by_formula += (width + 8) * there * (recompute == "full")
+    assert len(route.chosen) == (batch.leave > 0).sum() and sum(route.sent) == route.chosen.numel(), "padding is routed"
+    return here.ep.traffic["all_to_all"] - before, by_formula, sum(route.sent), sum(route.counts)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(ranks: int, recompute: str) -> None:
+    found = run_ranks(sent_by_a_step, ranks, recompute)
+    sent, by_formula, rows, received = zip(*found, strict=True)
+    assert sent == by_formula and sum(rows) == sum(received)
+    assert rows[-1] == 0 < rows[0]
+
+
+def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
+    """Also where its input is not quite the same."""
+    model = ParallelModel(config_of({**SIZES, "recompute_granularity": "full", "dtype": "float32"}, {}), grid())
+    with mock.patch.object(layer, "choose", wraps=choose) as choices, mock.patch.object(layer, "logits") as found:
+        noise = torch.Generator().manual_seed(1)
+        found.side_effect = lambda x, weight: torch.rand(len(x), 8, generator=noise) + 0 * logits(x, weight)
+        model.gradients(step_batches(2, 1), 1, 10.0)
+    assert (len(choices.mock_calls), len(found.mock_calls)) == (2, 4)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Path) -> None:
+    flags = [*TINY, "--num-experts", "8", "--moe-router-topk", "3", "--train-iters", "4", "--lr-decay-iters", "4"]
+    run(1, [*flags, "--save", str(tmp_path / "whole")])
+    moved = [*flags, "--save", str(tmp_path / "moved")]
+    load = ["--load", str(tmp_path / "moved")]
+    run(4, [*moved, *grid_flags(tp=2, ep=1), "--train-iters", "1"])
+    run(4, [*moved, *load, *grid_flags(ep=4), "--train-iters", "2", "--data-parallel-sharding-strategy", "optim_grads"])
+    run(4, [*moved, *load, *grid_flags(pp=2, ep=2)])
+    assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
