@@ -86,7 +86,8 @@ def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     rows = 6 if "molmo2" in name else 4 if "images" in name else 2
     assert text.count("verify: random text") == 2 and text.count("verify: random") == rows
     assert text.count("100.00 %") == rows
-    assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
+    if "stacked" not in name:  # experts are written one by one, as they are released
+        assert equal(tensors_of(tmp_path / "a"), tensors_of(tmp_path / "c"))
     again = loaded(tmp_path / "c")
     assert equal(model.state_dict(), again.state_dict())
     before, after = plain(model.config.to_dict()), plain(again.config.to_dict())

@@ -6,6 +6,7 @@ every file follow from the index. Files are read, not mapped: a mapped file that
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections import Counter, defaultdict
@@ -191,6 +192,7 @@ class Payload:
         if unknown := set(boxes) - set(files):
             raise ValueError(f"{folder / INDEX_FILE} refers to files outside the manifest: {sorted(unknown)[:3]}")
         self._index = Index(tensors, boxes)
+        self._header = functools.cache(self._index.header)  # the converter reads tensor by tensor
         self._positions: dict[str, list[Position]] = defaultdict(list)
         for position in self._index.positions():
             self._positions[position.box.name].append(position)
@@ -231,7 +233,7 @@ class Payload:
             if found != box.tensor.numel():
                 raise ValueError(f"the checkpoint index does not cover {box.name}: {found} elements found")
         for file, of_file in sorted(reads.items()):
-            path, expected = self._folder / file, self._index.header(file)
+            path, expected = self._folder / file, self._header(file)
             with open_stream(path, self._records[file].size) as stream:
                 if stream.read(len(expected)) != expected:
                     raise ValueError(f"{path} does not hold the tensors that {INDEX_FILE} lists")

@@ -13,6 +13,7 @@ from typing import Any
 
 from megacp.core.config.model import ModelConfig, skip_pattern
 from megacp.core.config.run import RunConfig, flag, with_values
+from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import decoder_tensors, layers_of
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
@@ -21,7 +22,7 @@ from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
 NATIVE, RELEASED = "native", "released"
 NAMINGS = (NATIVE, RELEASED)
 Table = Mapping[str, str | tuple[str, ...]]
-"""Their tensor -> ours, or ours stacked; `{i}` counts decoder layers, `{v}` those of a tower."""
+"""Their tensor -> ours, or ours stacked; `{i}` counts decoder layers, `{v}` those of a tower, `{e}` experts."""
 
 _LINEARS = {f"self_attn.{x}_proj": f"attention.{x}" for x in "qkv"} | {"self_attn.o_proj": "attention.output"}
 _LINEARS |= {f"mlp.{x}_proj": f"mlp.{x}" for x in ("gate", "up", "down")}
@@ -85,17 +86,19 @@ def shapes_of(values: Values) -> dict[str, Shape]:
     return {tensor.name: tensor.shape for tensor in tensors}
 
 
-def links_of(table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0) -> list[Link]:
+def links_of(
+    table: Table, shapes: Mapping[str, Shape], layers: int, tower_layers: int = 0, experts: int = 0
+) -> list[Link]:
     """A table with its counters filled in, as far as `shapes` has the tensors of a row."""
     found = []
     for i in range(max(1, layers, tower_layers)):
-        for theirs, ours in table.items():
+        for (theirs, ours), e in ((row, e) for row in table.items() for e in range(experts if "{e}" in row[0] else 1)):
             count = layers if "{i}" in theirs else tower_layers if "{v}" in theirs else 1
-            names = [name.format(i=i, v=i) for name in ((ours,) if isinstance(ours, str) else ours)]
+            names = [name.format(i=i, v=i, e=e) for name in ((ours,) if isinstance(ours, str) else ours)]
             if i < count and all(name in shapes for name in names):
                 parts = tuple(Named(name, shapes[name]) for name in names)
                 rows = sum(part.shape[0] for part in parts)
-                found.append(Link((Named(theirs.format(i=i, v=i), (rows, *parts[0].shape[1:])),), parts))
+                found.append(Link((Named(theirs.format(i=i, v=i, e=e), (rows, *parts[0].shape[1:])),), parts))
     return found
 
 
@@ -118,7 +121,7 @@ _PLAIN: Values = {
     **{"window_size": None, "window_attn_skip_freq": None, "window_rotary_base": None},
     **{"linear_attention_freq": None, "linear_attention_rule": "gated_delta", "attention_output_gate": False},
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
-    "rotary_percent": 1.0,
+    **{"rotary_percent": 1.0, "num_experts": 0},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""
@@ -356,6 +359,16 @@ def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
     return f"[{','.join(digits[not one] for one in without)}]"
 
 
+def routed_layers(values: Values) -> list[bool]:
+    """Which layers have experts."""
+    return [layer.mlp is MOE for layer in layers_of(model_of(values))]
+
+
+def expert_pattern(routed: list[bool]) -> str:
+    """The flag that says which layers have experts, one by one."""
+    return "1" if all(routed) else f"[{','.join(str(int(one)) for one in routed)}]"
+
+
 @dataclass(frozen=True)
 class SmolLM3Words(Words):
     """Words of a class with layers that have no rotary embedding."""
@@ -393,6 +406,11 @@ def resolved(values: Values) -> Values:
         if (freq := values.get(name)) is not None:
             pattern = skip_pattern(f"--{name.replace('_', '-')}", freq, digits[0])
             found[name] = layer_pattern([pattern[i % len(pattern)] for i in range(values["num_layers"])], digits)
+    if values.get("num_experts"):
+        routed, width = routed_layers(values), model_of(values).expert_hidden_size
+        found |= {"moe_layer_freq": expert_pattern(routed), "moe_ffn_hidden_size": width}
+        if all(routed):  # no MLP is left that has a width of its own
+            found["ffn_hidden_size"] = width
     if values.get("vision_num_layers"):
         found["connector_ffn_hidden_size"] = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
         layers = values.get("vision_feature_layers") or ()
@@ -469,12 +487,12 @@ class Family:
         return NATIVE
 
 
-_NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 """Keys without a meaning while `use_sliding_window` is false."""
 
 
 def _text(name: str, cls: str, words: Words, table: Table = DECODER) -> Family:
-    harmless = _NO_WINDOW if words.window == _OFF else frozenset[str]()
+    harmless = NO_WINDOW if words.window == _OFF else frozenset[str]()
     if words.rope_kinds:  # of scaled rotary embeddings alone, which are refused
         harmless = frozenset({"original_max_position_embeddings"})
     if words is QWEN3_5_WORDS:

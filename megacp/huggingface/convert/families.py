@@ -7,10 +7,12 @@ from typing import Any
 
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.decoder import TEXT_FAMILIES, Family
+from megacp.huggingface.convert.moe import EXPERT_FAMILIES
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (*TEXT_FAMILIES, MOLMO2, QWEN3_5_VL)}
+_ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, MOLMO2, QWEN3_5_VL)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names in old files that are not read: they follow from the config."""
 
@@ -18,8 +20,6 @@ IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 def of_config(content: Mapping[str, Any]) -> Family:
     """The family of a config.json. ValueError when it is not known."""
     name = content.get("model_type")
-    if experts := next((key for key in ("num_local_experts", "num_experts") if content.get(key)), None):
-        raise ValueError(f"config.json: {experts} is {content[experts]}, megacp has no experts ({name!r:.80})")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -33,8 +33,12 @@ def of_values(values: Values) -> Family:
             raise ValueError(f"--hf-model-type {named} is not known, known are {', '.join(FAMILIES)}")
         return FAMILIES[named]
     after, biases = values["norm_position"] == "after", (values["add_qkv_bias"], values["add_attention_output_bias"])
+    experts = values["num_experts"] > 0
     chosen = {
         values["vision_family"]: values["vision_num_layers"] > 0,  # the library's word is ours
+        "qwen3_moe": experts and values["qk_layernorm"] == "head",
+        "olmoe": experts and values["qk_layernorm"] == "all_heads",
+        "mixtral": experts,
         "gemma3_text": values["norm_position"] == "both",
         "olmo3": (after or values["qk_layernorm"] == "all_heads") and values["window_size"] is not None,
         "olmo2": after or values["qk_layernorm"] == "all_heads",

@@ -106,7 +106,7 @@ _TOWER = {
 
 def _from_hf(c: ConfigJson) -> Values:
     v = sizes_from_hf(c, _TEXT, "text_config.")
-    v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before"}
+    v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before", "num_experts": 0}
     v |= {"qk_layernorm": "head", "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
     v |= {"image_attention": "example", "add_qkv_bias": c.switch("text_config.attention_bias")}
     v["additional_vocab_size"] = c.number("text_config.additional_vocab_size", 128)

@@ -29,7 +29,7 @@ from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, tensor_problems, whole
+from megacp.huggingface.convert.tensors import Info, Joined, Link, Mapped, Source, one_dtype, tensor_problems, whole
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -151,7 +151,8 @@ def _of_folder(path: Path) -> Loaded:
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
-    weights = hf_files.SafetensorsFolder(path)
+    files = hf_files.SafetensorsFolder(path)
+    weights = Joined(files)
     # of layers that predict further tokens, which the library leaves out too
     infos = {name: info for name, info in weights.infos.items() if not name.startswith("mtp.")}
     if not values["untie_embeddings_and_output_weights"]:
@@ -163,7 +164,7 @@ def _of_folder(path: Path) -> Loaded:
     require_all(infos, links, True, path)
     source = Mapped(weights, links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
-    return Loaded(path, family, source, config, rules, None, content, [*weights.files], left_out=left_out)
+    return Loaded(path, family, source, config, rules, None, content, [*files.files], left_out=left_out)
 
 
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:

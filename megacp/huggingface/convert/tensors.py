@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 
 Shape = tuple[int, ...]
+STACKS = (".experts.gate_up_proj", ".experts.down_proj")
+"""Ends of names of the matrices of all experts, stacked."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,30 @@ class Mapped:
                 found.append(self._source.rows(part.name, low - begin, high - begin))
             begin += part.shape[0]
         return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class Joined:
+    """A source whose stacks of matrices, `[n, rows, columns]`, are seen as one `[n rows, columns]`."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._infos = source, dict(source.infos)
+        self._rows = dict[str, int]()  # of one matrix
+        for name, info in source.infos.items():
+            if name.endswith(STACKS) and len(info.shape) == 3:
+                count, self._rows[name], columns = info.shape
+                self._infos[name] = Info((count * self._rows[name], columns), info.dtype)
+
+    @property
+    def infos(self) -> Mapping[str, Info]:
+        return self._infos
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        if name not in self._rows:
+            return self._source.rows(name, start, stop)
+        rows = self._rows[name]
+        first = start // rows
+        found = self._source.rows(name, first, -(-stop // rows)).flatten(0, 1)  # whole matrices
+        return found[start - first * rows : stop - first * rows]
 
 
 class Cast:

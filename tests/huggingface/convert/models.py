@@ -60,6 +60,7 @@ GEMMA3 = {"hidden_size": 64, "num_hidden_layers": 7, "head_dim": 16, "sliding_wi
 QWEN3_5 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 QWEN3_5 |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
 KINDS = ["full_attention", "linear_attention", "linear_attention"]
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
 
@@ -150,6 +151,14 @@ MODELS = {
     "qwen3_5_text tied, other kinds": lambda: made(
         *("Qwen3_5",), head_dim=16, tie_word_embeddings=True, layer_types=KINDS, **QWEN3_5
     ),
+    "mixtral": lambda: made("Mixtral", num_local_experts=4, sliding_window=9, head_dim=16),
+    "olmoe": lambda: made("Olmoe", num_experts=6, num_experts_per_tok=3),
+    "olmoe tied, renormalised": lambda: made(
+        *("Olmoe",), num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, tie_word_embeddings=True
+    ),
+    "qwen3_moe": lambda: made("Qwen3Moe", mlp_only_layers=[1], norm_topk_prob=True, head_dim=16, **EXPERTS),
+    "qwen3_moe stacked": lambda: made("Qwen3Moe", decoder_sparse_step=2, tie_word_embeddings=True, **EXPERTS),
+    "mixtral stacked": lambda: made("Mixtral", num_local_experts=4),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
@@ -176,7 +185,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
         folder.mkdir()
         write_processor(TINY, folder)
         write_tokenizer(given("byte", images=True), folder, 512, ())
-    model.save_pretrained(folder, save_original_format=name != "molmo2 native", **options)
+    model.save_pretrained(folder, save_original_format=not name.endswith(("native", "stacked")), **options)
     return model.eval()
 
 

@@ -19,7 +19,7 @@ from megacp.core.data.image_shards import REPLICATE
 from megacp.core.ops.rotary import RotaryScaling, inverse_frequencies
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.tensors import Mapped, whole
+from megacp.huggingface.convert.tensors import Joined, Mapped, whole
 from tests.huggingface.convert.models import MODELS, Tensors
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
@@ -78,7 +78,7 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
     torch.manual_seed(0)
     with float32_is_float64(patch):
         model = MODELS[name]().to(torch.float64)
-        model.config._attn_implementation = "eager"
+        model.config._attn_implementation = model.config._experts_implementation = "eager"
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
@@ -89,13 +89,13 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
     content = model.config.to_dict()
     architecture = of_config(content)
     values = architecture.values(content)
-    links = architecture.links(values)
     named = dict(model.named_parameters())  # a tied head is named once
+    links = architecture.links(values, architecture.layout_of(Tensors(named).infos))
     weights, gradients = (
         {ours.name: whole(mapped, ours.name).clone() for link in links for ours in link.ours}
         for mapped in (
-            Mapped(Tensors({k: p.detach() for k, p in named.items()}), links, to_ours=True),
-            Mapped(Tensors({k: p.grad for k, p in named.items() if p.grad is not None}), links, to_ours=True),
+            Mapped(Joined(Tensors({k: p.detach() for k, p in named.items()})), links, to_ours=True),
+            Mapped(Joined(Tensors({k: p.grad for k, p in named.items() if p.grad is not None})), links, to_ours=True),
         )
     )
     return values, loss.item(), weights, gradients, logits.detach().numpy(), batch
@@ -110,6 +110,9 @@ def ours(
     batch: PackedBatch,
 ) -> tuple[float, Pieces, np.ndarray | None]:
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
+    if values["num_experts"]:  # ranks with other tokens share them: tp ranks need sequence parallelism for that
+        shape = {**shape, "ep": shape.get("tp", 1) * shape.get("cp", 1)}
+        axes |= {"expert_model_parallel_size": shape["ep"], "sequence_parallel": "tp" in shape}
     config = with_values(
         RunConfig(), {**values, **axes, "seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
     )

@@ -17,7 +17,7 @@ from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
-from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
+from megacp.huggingface.convert.tensors import Cast, Info, Joined, Mapped, whole
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
@@ -33,6 +33,9 @@ OURS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**GEMMA, "softmax_scale": 0.25, "embedding_multiplier": 8.0, "num_query_groups": 2},
     "qwen3_5_text": QWEN3_5,
     "olmo2": MODELS["tiny_olmo2"],
+    "mixtral": {"num_experts": 4, "num_query_groups": 2},
+    "olmoe": {"num_experts": 4, "qk_layernorm": "all_heads", "moe_ffn_hidden_size": 32},
+    "qwen3_moe": {"num_experts": 4, "qk_layernorm": "head", "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 32},
     "smollm3": MODELS["tiny_smollm3"],
     "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": "head", "add_qkv_bias": True},
 }
@@ -67,20 +70,21 @@ def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_mod
     pytest.importorskip("transformers")
     model = THEIRS[name]()
     content, theirs = model.config.to_dict(), dict(model.named_parameters())
+    shapes = Joined(Tensors(theirs)).infos
     values = of_config(content).values(content)
     config = with_values(RunConfig(), values)
     tensors = (*stack.model_tensors(config.model), *vision.tower_tensors(config), *vision.connector_tensors(config))
     treated = {tensor.name: tensor.treated for tensor in tensors}
     assert run_parameters(config) == sum(parameter.numel() for parameter in theirs.values())
-    for link in of_config(content).links(values):
+    for link in of_config(content).links(values, of_config(content).layout_of(shapes)):
         for named in link.theirs:
             owner, _, field = named.name.rpartition(".")
             module, expected = model.get_submodule(owner), "vector"
             if isinstance(module, nn.Embedding) or owner == "lm_head" or field == "positional_embedding":
                 expected = "table"
-            elif isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight":
+            elif hasattr(module, "num_experts") or (isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight"):
                 expected = "matrix"
-            assert (named.shape, {expected}) == (theirs[named.name].shape, {treated[o.name] for o in link.ours}), named
+            assert (named.shape, {expected}) == (shapes[named.name].shape, {treated[o.name] for o in link.ours}), named
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -90,7 +94,7 @@ def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     library, table = getattr(library, "text_config", library), FAMILIES[name].defaults
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6}.get(name, 10_000.0)
+    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6, "mixtral": 1e6}.get(name, 10_000.0)
     assert library.rope_parameters.get("full_attention", library.rope_parameters)["rope_theta"] == theta
 
 
@@ -177,11 +181,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"vision_config": {"hidden_act": "gelu"}}, "vision_config.hidden_act"),
     ("molmo2", {"adapter_config": {"text_hidden_size": 1}}, "adapter_config.text_hidden_size"),
     ("molmo2", {"vision_config": {"registers": 4}}, "vision_config.registers"),
-    ("gpt_oss", {"num_local_experts": 32}, "num_local_experts is 32, megacp has no experts"),
+    ("mixtral", {"num_local_experts": 4, "num_experts": 8}, "num_experts is 8, megacp can only express 4"),
+    ("mixtral", {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmoe", {"sliding_window": 8}, "sliding_window is not known"),
+    ("qwen3_moe", {"num_experts": 0}, "num_experts"),
+    ("qwen3_moe", {"mlp_only_layers": [0.0]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 25}, "decoder_sparse_step 25: no layer has experts"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is not known"),
     (
         "gpt2",
         {},
-        "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, molmo2",
+        "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe",
     ),
 ]
 
@@ -257,6 +269,11 @@ UNSAID: list[tuple[str, dict[str, Any], str]] = [
     ("auto", MODELS["tiny_vlm"], "--qk-layernorm"),
     ("auto", {**MODELS["tiny_vlm"], "qk_layernorm": "head", "image_attention": "causal"}, "--image-attention"),
     ("molmo2", {"qk_layernorm": "head"}, "vision_config.num_hidden_layers"),
+    ("llama", {"num_experts": 8}, "--num-experts"),
+    ("auto", {"num_experts": 8, "moe_layer_freq": "[0,1]"}, "--moe-layer-freq"),
+    ("auto", {"num_experts": 8, "moe_router_pre_softmax": True}, "--moe-router-pre-softmax"),
+    ("olmoe", {"num_experts": 8, "qk_layernorm": "head"}, "--qk-layernorm"),
+    ("qwen3_moe", {"qk_layernorm": "head"}, "--num-experts"),
 ]
 
 

@@ -1,0 +1,156 @@
+"""Families with experts: how many there are, how a token's are chosen and weighed, which layers have them.
+
+Released folders hold tensors of single experts, as checkpoints of ours do; the library's own modules hold those of all
+experts stacked, and some folders have them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
+from megacp.huggingface.convert.decoder import (
+    DECODER,
+    NATIVE,
+    NO_WINDOW,
+    OLMO2_SIZES,
+    QWEN2,
+    Family,
+    Table,
+    Words,
+    expert_pattern,
+    layer_pattern,
+    links_of,
+    model_of,
+    resolved,
+    routed_layers,
+    shapes_of,
+)
+from megacp.huggingface.convert.tensors import STACKS, Info, Link
+
+_COUNTS = ("num_local_experts", "num_experts")
+_STACKED = "stacked"
+"""The layout of a folder with stacked experts, which is read alone."""
+
+
+def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[str, ...]]:
+    """The router and the matrices of each expert, with their words for gate, up and down."""
+    named = zip(words, ("gate", "up", "down"), strict=True)
+    matrices = {f"experts.{{e}}.{word}.weight": f"experts.{{e}}.{name}.weight" for word, name in named}
+    rows = {"gate.weight": "router.weight", **matrices}
+    return {f"model.layers.{{i}}.{block}.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in rows.items()}
+
+
+_EACH = DECODER | _experts("mlp", ("gate_proj", "up_proj", "down_proj"))
+_MIXTRAL = DECODER | _experts("block_sparse_moe", ("w1", "w3", "w2"))
+
+
+def _stacked(experts: int) -> Table:
+    """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as others name it."""
+    begin = "layers.{i}.mlp.experts"
+    gate_up = tuple(f"{begin}.{e}.{name}.weight" for e in range(experts) for name in ("gate", "up"))
+    down = tuple(f"{begin}.{e}.down.weight" for e in range(experts))
+    stacks = {f"model.layers.{{i}}.mlp{end}": ours for end, ours in zip(STACKS, (gate_up, down), strict=True)}
+    return {theirs: ours for theirs, ours in _EACH.items() if "{e}" not in theirs} | stacks
+
+
+class ExpertFamily(Family):
+    """A family whose folders may have their experts stacked."""
+
+    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
+        experts = values["num_experts"]
+        table = _stacked(experts) if layout == _STACKED else self.table
+        return links_of(table, shapes_of(values), values["num_layers"], experts=experts)
+
+    def layout_of(self, infos: Mapping[str, Info]) -> str:
+        return _STACKED if any(name.endswith(STACKS) for name in infos) else NATIVE
+
+
+@dataclass(frozen=True)
+class ExpertWords(Words):
+    """Words of a class with experts in every layer, as wide as its config says of an MLP."""
+
+    experts: tuple[str, int] = ("num_experts", 64)
+    """Its field of their number, which the library reads by either of _COUNTS, and how many without it."""
+    chosen: int = 8
+    has_norm: bool = True
+    """Whether `norm_topk_prob` says that a token's weights are those of the chosen alone; they always are otherwise."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        name = next((name for name in _COUNTS if c.get(name) is not None), self.experts[0])
+        count = v["num_experts"] = c.number(name, self.experts[1])
+        c.only(**dict.fromkeys(_COUNTS, count))
+        v["moe_router_topk"] = c.number("num_experts_per_tok", self.chosen, high=count)
+        v["moe_router_pre_softmax"] = self.has_norm and not c.switch("norm_topk_prob")
+        c.only(router_jitter_noise=0.0, clip_qkv=None)
+        return v | {"moe_ffn_hidden_size": None, "moe_layer_freq": "1"}
+
+    def to_hf(self, v: Values) -> Values:
+        content = super().to_hf(v) | {"intermediate_size": resolved(v)["ffn_hidden_size"]}
+        content |= {self.experts[0]: v["num_experts"], "num_experts_per_tok": v["moe_router_topk"]}
+        return content | ({"norm_topk_prob": not v["moe_router_pre_softmax"]} if self.has_norm else {})
+
+
+@dataclass(frozen=True)
+class Qwen3MoeWords(ExpertWords):
+    """Words of a class with dense layers between, whose MLPs have a width of their own."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        layers, every, listed = v["num_layers"], c.number("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or not all(type(i) is int for i in listed):
+            c.faults.append(f"mlp_only_layers is {shown(listed)}, expected numbers of layers")
+            return v
+        routed = [i not in listed and (i + 1) % every == 0 for i in range(layers)]
+        if not any(routed):
+            c.faults.append(f"mlp_only_layers {shown(listed)}, decoder_sparse_step {every}: no layer has experts")
+        width = c.number("moe_intermediate_size", 768)
+        return v | {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
+
+    def to_hf(self, v: Values) -> Values:
+        pattern = layer_pattern(routed_layers(v)) or ""
+        every = int(pattern) if pattern.isdigit() else 1
+        dense = [i for i, routed in enumerate(routed_layers(v)) if every == 1 and not routed]
+        content = super().to_hf(v) | {"decoder_sparse_step": every, "mlp_only_layers": dense}
+        widths = {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": model_of(v).expert_hidden_size}
+        return content | widths
+
+
+_TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
+"""Keys of a loss that training may add."""
+_COMMON = OLMO2_SIZES | {"hidden_size": 2048}
+_MIXTRAL_WORDS = ExpertWords(
+    OLMO2_SIZES
+    | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
+    | {"max_position_embeddings": 131072},
+    1e6,
+    window="sliding_window",
+    experts=("num_local_experts", 8),
+    chosen=2,
+    has_norm=False,
+)
+_OLMOE_WORDS = ExpertWords(
+    _COMMON
+    | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
+    | {"max_position_embeddings": 4096},
+    attention_bias=True,
+    fixed={"qk_layernorm": "all_heads"},
+)
+_QWEN3_WORDS = Qwen3MoeWords(
+    QWEN2 | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4},
+    attention_bias=True,
+    experts=("num_experts", 128),
+    fixed={"qk_layernorm": "head"},
+)
+
+
+EXPERT_FAMILIES = tuple(
+    ExpertFamily(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, _TRAINING | more)
+    for name, cls, words, table, more in (
+        ("mixtral", "Mixtral", _MIXTRAL_WORDS, _MIXTRAL, frozenset[str]()),
+        ("olmoe", "Olmoe", _OLMOE_WORDS, _EACH, frozenset[str]()),
+        ("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, _EACH, NO_WINDOW),
+    )
+)
