@@ -193,7 +193,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "gpt2",
         {},
-        "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe",
+        "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral",
     ),
 ]
 
