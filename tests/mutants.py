@@ -210,6 +210,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/models/mamba2.py", MODEL): [
         ("F.silu(z)).unflatten", "z).unflatten", "Mamba-2's gate is no SiLU"),
         ("read + x * self.skip.unsqueeze(-1)", "read", "nothing passes a state by"),
+        ("unflatten(-1, (self.groups, -1)).to", "unflatten(-1, (1, -1)).to", "all groups are normed together"),
+        ("dt.to(wide) + self.dt_bias.to(wide)", "dt.to(wide)", "steps have no bias"),
     ],
     ("core/ops/recurrence.py", STATES): [
         ("yield since[:, :, -1:], (b", "yield since[:, :, :1], (b", "a state decays by one token of a chunk alone"),

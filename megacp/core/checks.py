@@ -71,10 +71,10 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
         packs = t.micro_batch_size * dp
         of = f"--micro-batch-size {t.micro_batch_size} x dp {dp} = {packs} (dp = {world} ranks / {ranks})"
         rows.append((f"--global-batch-size {t.global_batch_size}", t.global_batch_size, of, packs))
-    chunks = 2 if p.cp_layout not in ("contiguous", "balanced") and cp > 1 else 1
+    slices = 2 if p.cp_layout not in ("contiguous", "balanced") and cp > 1 else 1
     sharded = tp if p.sequence_parallel else 1
-    of = f"{chunks} chunks of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = {chunks * cp * sharded}"
-    rows.append((f"--seq-length {config.data.seq_length}", config.data.seq_length, of, chunks * cp * sharded))
+    of = f"{slices} slices of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = {slices * cp * sharded}"
+    rows.append((f"--seq-length {config.data.seq_length}", config.data.seq_length, of, slices * cp * sharded))
     if m.kv_channels is None:
         of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
         rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))

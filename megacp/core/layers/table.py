@@ -138,7 +138,7 @@ class Share:
         """Whether the MLP runs over tiles of tokens."""
 
     def bytes_of(self, elements: int, wide: int) -> int:
-        """Of elements of the model's dtype, and of wide ones."""
+        """Bytes of elements of the model's dtype, and of wide ones."""
         return elements * self.size + wide * self.wide_size
 
     def product_input(self, linear: Linear) -> int:
