@@ -34,7 +34,6 @@ _ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
     "num_virtual_stages_per_pipeline_rank": 1,
     "pipeline_schedule": "1f1b",
     "dynamic_context_parallel": False,
