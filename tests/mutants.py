@@ -57,6 +57,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
         ("expert.repeat_interleave(", "expert[:1].repeat(sum(own)) if found.any() else (", "rows stay by their source"),
     ],
+    ("core/expert_parallel/exchange.py", EXPERTS): [
+        ("rows.shape[1])  #", "-1)  #", "a rank without tokens has no shape"),
+    ],
     ("core/expert_parallel/exchange.py", MODEL): [
         ("range(1, count)", "range(1, 1)", "one expert of a token is heard"),
         ("route.collect(column.squeeze(1))", "0 * route.collect(column.squeeze(1))", "the router learns nothing"),
@@ -68,6 +71,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/expert_parallel/layer.py", EXPERTS): [
         ("routes.by_layer.get(self.layer)", "routes.by_layer.get(-1)", "a layer computed again may choose others"),
+        (
+            "[router_tensor(config)], backend.options)",
+            '[router_tensor(config)], __import__("dataclasses").replace(backend.options, sequence_parallel=False))',
+            "the gradient of the router is not summed over tp",
+        ),
         ("range(self.axis.rank * own,", "range(0 * own,", "all ep ranks begin with the first experts"),
     ],
     ("core/models/build.py", EXPERTS): [
