@@ -71,6 +71,13 @@ def _heading(config: RunConfig, world_size: int) -> str:
             f"crops of {v.vision_image_size} pixels in {v.patches_per_crop} patches; connector "
             f"{human_count(parts[1])}; planned for {costs.planned_images(config)[0]:,} crops a pack"
         )
+    if m.num_experts:
+        experts = sum(costs.expert_parameters(m, layer) for layer in range(m.num_layers))
+        active = costs.run_parameters(config) - experts * (m.num_experts - m.moe_router_topk) // m.num_experts
+        lines.append(
+            f"Experts: {m.moe_router_topk} of {m.num_experts} for a token, {human_count(active)} parameters active, "
+            f"a rank has {m.num_experts // config.parallel.expert_model_parallel_size} of a layer"
+        )
     if m.lora_rank:
         lines.append(
             f"Trained: {human_count(costs.trained_parameters(config))} parameters in low-rank pairs of rank "
@@ -86,9 +93,11 @@ def _heading(config: RunConfig, world_size: int) -> str:
 def _grid(config: RunConfig, world_size: int) -> str:
     rows = [["axis", "size", "stride", "group of rank 0"]]
     shape, stride = config.grid_shape(world_size), 1
-    for name in AXES:
-        members = shape.members(0, (name,))
+    groups = {name: shape.members(0, (name,)) for name in AXES}
+    groups |= zip(("ep", "edp"), shape.experts(0), strict=True) if shape.ep else ()
+    for name, members in groups.items():
         shown = members if len(members) <= 8 else [*members[:4], "...", members[-1]]
+        stride = 1 if name == "ep" else stride
         rows.append([name, str(len(members)), str(stride), " ".join(map(str, shown))])
         stride *= len(members)
     width = max(len(row[3]) for row in rows)

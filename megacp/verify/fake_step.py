@@ -309,6 +309,10 @@ def main(argv: Sequence[str]) -> int:
     config = with_values(parse(rest, parser.prog), {"train_epochs": None})  # of random packs there are no epochs
     world_size = config.world_size or config.model_ranks
     require(config, world_size, backend_problems(config, None))
+    if config.model.num_experts > 0:
+        raise ValueError(
+            f"--fake with --num-experts {config.model.num_experts}: who routes where is known by values alone"
+        )
     config, _ = open_sources(config)
     config, chosen = resolve_auto(config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)])
     shape, watch = config.grid_shape(world_size), Watch()

@@ -127,6 +127,16 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters() -> None:
     assert stage_parameters(one, [range(8)]) == 2 * layers + 2 * table + 256
 
 
+def test_a_rank_holds_its_experts_and_a_part_of_their_state() -> None:
+    """Ranks of tp hold different experts too, and share the state of equal ones."""
+    config = config_of(num_experts=16, moe_layer_freq="2", tensor_model_parallel_size=2, expert_model_parallel_size=4)
+    experts = 4 * 16 * 3 * 256 * 768
+    terms, dense = stage(config, 16), stage_parameters(config, [range(8)]) - experts // 4
+    assert (terms.weights, terms.gradients) == (4 * (dense + experts // 4),) * 2
+    assert terms.optimizer == 8 * (dense // 8 + experts // 16)
+    assert dense == stage_parameters(config_of(**{TP: 2}), [range(8)]) - 4 * (3 * 256 * 768 // 2 - 16 * 256)
+
+
 def test_each_axis_shrinks_its_terms() -> None:
     """Activations fall with cp, and with tp wholly only under sequence parallelism; the optimizer's with dp x cp."""
     one, cp4, dp2_cp4 = stage(config_of(), 1), stage(config_of(**{CP: 4}), 4), stage(config_of(**{CP: 4}), 8)
