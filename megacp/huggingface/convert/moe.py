@@ -1,7 +1,5 @@
-"""Families with experts: how many there are, how a token's are chosen and weighed, which layers have them.
-
-Released folders hold tensors of single experts, as checkpoints of ours do; the library's own modules hold those of all
-experts stacked, and some folders have them so.
+"""Families with experts. Released folders hold tensors of single experts, as checkpoints of ours do; the library's own
+modules hold those of all experts stacked, and some folders have them so.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from megacp.huggingface.convert.decoder import (
     expert_pattern,
     layer_pattern,
     links_of,
-    model_of,
     resolved,
     routed_layers,
     shapes_of,
@@ -36,9 +33,9 @@ _STACKED = "stacked"
 
 def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[str, ...]]:
     """The router and the matrices of each expert, with their words for gate, up and down."""
-    named = zip(words, ("gate", "up", "down"), strict=True)
-    matrices = {f"experts.{{e}}.{word}.weight": f"experts.{{e}}.{name}.weight" for word, name in named}
-    rows = {"gate.weight": "router.weight", **matrices}
+    rows = {"gate.weight": "router.weight"}
+    for word, name in zip(words, ("gate", "up", "down"), strict=True):
+        rows[f"experts.{{e}}.{word}.weight"] = f"experts.{{e}}.{name}.weight"
     return {f"model.layers.{{i}}.{block}.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in rows.items()}
 
 
@@ -59,9 +56,9 @@ class ExpertFamily(Family):
     """A family whose folders may have their experts stacked."""
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
-        experts = values["num_experts"]
-        table = _stacked(experts) if layout == _STACKED else self.table
-        return links_of(table, shapes_of(values), values["num_layers"], experts=experts)
+        count = values["num_experts"]
+        table = _stacked(count) if layout == _STACKED else self.table
+        return links_of(table, shapes_of(values), values["num_layers"], experts=count)
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         return _STACKED if any(name.endswith(STACKS) for name in infos) else NATIVE
@@ -99,58 +96,46 @@ class Qwen3MoeWords(ExpertWords):
 
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
-        layers, every, listed = v["num_layers"], c.number("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
-        if not isinstance(listed, list) or not all(type(i) is int for i in listed):
-            c.faults.append(f"mlp_only_layers is {shown(listed)}, expected numbers of layers")
-            return v
-        routed = [i not in listed and (i + 1) % every == 0 for i in range(layers)]
+        every, dense = c.number("decoder_sparse_step", 1), c.get("mlp_only_layers") or []
+        sparse = range(every - 1, v["num_layers"], every) if isinstance(dense, list) else ()
+        routed = [i in sparse and i not in dense for i in range(v["num_layers"])]
         if not any(routed):
-            c.faults.append(f"mlp_only_layers {shown(listed)}, decoder_sparse_step {every}: no layer has experts")
+            c.faults.append(f"mlp_only_layers {shown(dense)}, decoder_sparse_step {every}: no layer has experts")
         width = c.number("moe_intermediate_size", 768)
         return v | {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
 
     def to_hf(self, v: Values) -> Values:
-        pattern = layer_pattern(routed_layers(v)) or ""
+        routed = routed_layers(v)
+        pattern = layer_pattern(routed) or ""
         every = int(pattern) if pattern.isdigit() else 1
-        dense = [i for i, routed in enumerate(routed_layers(v)) if every == 1 and not routed]
-        content = super().to_hf(v) | {"decoder_sparse_step": every, "mlp_only_layers": dense}
-        widths = {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": model_of(v).expert_hidden_size}
-        return content | widths
+        content = super().to_hf(v) | {"intermediate_size": v["ffn_hidden_size"], "decoder_sparse_step": every}
+        content["mlp_only_layers"] = [i for i, one in enumerate(routed) if every == 1 and not one]
+        return content | {"moe_intermediate_size": resolved(v)["moe_ffn_hidden_size"]}
 
 
+_MIXTRAL_SIZES = OLMO2_SIZES | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
+_MIXTRAL_SIZES |= {"max_position_embeddings": 131072}
+_OLMOE_SIZES = OLMO2_SIZES | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
+_OLMOE_SIZES |= {"hidden_size": 2048, "max_position_embeddings": 4096}
+_QWEN3_SIZES = QWEN2 | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144}
+_QWEN3_SIZES |= {"num_key_value_heads": 4}
+_MIXTRAL_WORDS = ExpertWords(
+    _MIXTRAL_SIZES, 1e6, window="sliding_window", experts=("num_local_experts", 8), chosen=2, has_norm=False
+)
+_OLMOE_WORDS = ExpertWords(_OLMOE_SIZES, attention_bias=True, fixed={"qk_layernorm": "all_heads"})
+_QWEN3_WORDS = Qwen3MoeWords(
+    _QWEN3_SIZES, attention_bias=True, experts=("num_experts", 128), fixed={"qk_layernorm": "head"}
+)
 _TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of a loss that training may add."""
-_COMMON = OLMO2_SIZES | {"hidden_size": 2048}
-_MIXTRAL_WORDS = ExpertWords(
-    OLMO2_SIZES
-    | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
-    | {"max_position_embeddings": 131072},
-    1e6,
-    window="sliding_window",
-    experts=("num_local_experts", 8),
-    chosen=2,
-    has_norm=False,
-)
-_OLMOE_WORDS = ExpertWords(
-    _COMMON
-    | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
-    | {"max_position_embeddings": 4096},
-    attention_bias=True,
-    fixed={"qk_layernorm": "all_heads"},
-)
-_QWEN3_WORDS = Qwen3MoeWords(
-    QWEN2 | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4},
-    attention_bias=True,
-    experts=("num_experts", 128),
-    fixed={"qk_layernorm": "head"},
-)
 
 
-EXPERT_FAMILIES = tuple(
-    ExpertFamily(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, _TRAINING | more)
-    for name, cls, words, table, more in (
-        ("mixtral", "Mixtral", _MIXTRAL_WORDS, _MIXTRAL, frozenset[str]()),
-        ("olmoe", "Olmoe", _OLMOE_WORDS, _EACH, frozenset[str]()),
-        ("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, _EACH, NO_WINDOW),
-    )
+def _family(name: str, cls: str, words: ExpertWords, table: Table = _EACH, more: frozenset[str] = _TRAINING) -> Family:
+    return ExpertFamily(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, more)
+
+
+EXPERT_FAMILIES = (
+    _family("mixtral", "Mixtral", _MIXTRAL_WORDS, _MIXTRAL),
+    _family("olmoe", "Olmoe", _OLMOE_WORDS),
+    _family("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, more=_TRAINING | NO_WINDOW),
 )

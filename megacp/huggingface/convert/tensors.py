@@ -113,16 +113,13 @@ class Joined:
     """A source whose stacks of matrices, `[n, rows, columns]`, are seen as one `[n rows, columns]`."""
 
     def __init__(self, source: Source) -> None:
-        self._source, self._infos = source, dict(source.infos)
+        self._source = source
+        self.infos: dict[str, Info] = {**source.infos}
         self._rows = dict[str, int]()  # of one matrix
         for name, info in source.infos.items():
             if name.endswith(STACKS) and len(info.shape) == 3:
                 count, self._rows[name], columns = info.shape
-                self._infos[name] = Info((count * self._rows[name], columns), info.dtype)
-
-    @property
-    def infos(self) -> Mapping[str, Info]:
-        return self._infos
+                self.infos[name] = Info((count * self._rows[name], columns), info.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:

@@ -109,10 +109,10 @@ def ours(
     weights: dict[str, torch.Tensor],
     batch: PackedBatch,
 ) -> tuple[float, Pieces, np.ndarray | None]:
-    axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     if values["num_experts"]:  # ranks with other tokens share them: tp ranks need sequence parallelism for that
         shape = {**shape, "ep": shape.get("tp", 1) * shape.get("cp", 1)}
-        axes |= {"expert_model_parallel_size": shape["ep"], "sequence_parallel": "tp" in shape}
+        values = {**values, "sequence_parallel": "tp" in shape}
+    axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     config = with_values(
         RunConfig(), {**values, **axes, "seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
     )

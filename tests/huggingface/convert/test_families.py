@@ -187,13 +187,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
     ("olmoe", {"sliding_window": 8}, "sliding_window is not known"),
     ("qwen3_moe", {"num_experts": 0}, "num_experts"),
-    ("qwen3_moe", {"mlp_only_layers": [0.0]}, "mlp_only_layers"),
+    ("qwen3_moe", {"mlp_only_layers": 5}, "mlp_only_layers 5"),
     ("qwen3_moe", {"decoder_sparse_step": 25}, "decoder_sparse_step 25: no layer has experts"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is not known"),
     (
         "gpt2",
         {},
-        "known are llama, mistral, phi3, olmo2, olmo3, gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral",
+        "gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, molmo2",
     ),
 ]
 

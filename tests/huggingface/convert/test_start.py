@@ -28,7 +28,7 @@ from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
 from megacp.prepare.command import main as preprocess
 from megacp.train import main, plan_of, trainer_of
-from tests.huggingface.convert.models import BYTES, given, qwen3, save
+from tests.huggingface.convert.models import BYTES, EXPERTS, given, made, qwen3, save
 from tests.ranks import grid, run_ranks
 from tests.training.runs import grid_flags, losses
 
@@ -45,6 +45,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     qwen3(vocab_size=BYTES + 3, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(path)
     write_tokenizer(given("byte"), path, 256, ())
+    return path
+
+
+@pytest.fixture(scope="module")
+def experts(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `folder`, with a dense layer between two with experts."""
+    path = tmp_path_factory.mktemp("experts") / "tiny"
+    shutil.copytree(folder, path)
+    torch.manual_seed(0)
+    more = {"vocab_size": BYTES + 3, "mlp_only_layers": [1], "norm_topk_prob": True}
+    made("Qwen3Moe", **more, **EXPERTS).to(torch.bfloat16).save_pretrained(path)
     return path
 
 
@@ -66,7 +77,7 @@ def run_on_rank(rank: int, world_size: int, flags: list[str]) -> int:
     plan = plan_of(flags, launch.World(rank=rank, size=world_size, local_rank=rank))
     assert plan is not None
     s = plan.shape
-    return trainer_of(plan, grid(tp=s.tp, cp=s.cp, dp=s.dp, pp=s.pp)).run()
+    return trainer_of(plan, grid(tp=s.tp, cp=s.cp, dp=s.dp, pp=s.pp, ep=s.ep)).run()
 
 
 def trained(flags: list[str], ranks: int) -> None:
@@ -81,6 +92,7 @@ def weights_of(path: Path) -> dict[str, torch.Tensor]:
 GRIDS: dict[str, tuple[int, list[str]]] = {
     "one process": (1, []),
     "dp x tp, all sharded": (4, [*grid_flags(tp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
+    "dp x ep, experts": (2, grid_flags(ep=2)),
     "cp x pp, all sharded": (4, [*grid_flags(cp=2, pp=2), "--data-parallel-sharding-strategy", "optim_grads_params"]),
 }
 
@@ -88,9 +100,10 @@ GRIDS: dict[str, tuple[int, list[str]]] = {
 @pytest.mark.parametrize("name", GRIDS)
 @pytest.mark.slow
 def test_a_run_from_a_folder_has_the_bits_of_one_from_the_converted_checkpoint(
-    name: str, folder: Path, data: Path, tmp_path: Path
+    name: str, folder: Path, experts: Path, data: Path, tmp_path: Path
 ) -> None:
     ranks, flags = GRIDS[name]
+    folder = experts if "experts" in name else folder
     flags = [*STEPS, *flags, "--data-path", str(data)]
     assert convert(["--from", "hf", "--to", "megacp", "--input", str(folder), "--output", str(tmp_path / "start")]) == 0
     trained([*flags, "--load", str(tmp_path / "start"), "--finetune", "--save", str(tmp_path / "a")], ranks)

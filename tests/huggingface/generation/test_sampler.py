@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.data.collate import collate
@@ -24,6 +25,7 @@ from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.train import main
 from megacp.verify.parity import MODELS
+from tests.huggingface.convert.models import save
 from tests.prepare.media.pictures import TINY
 from tests.prepare.packs.builds import run as build
 from tests.training.test_vision_dataset import flags_of, image_part
@@ -77,6 +79,22 @@ def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypat
         "megacp.huggingface.generation.sampler.stored_config", lambda loaded: with_values(stored_config(loaded), gpu)
     )
     assert Generator(str(trained / "run")).config.training.transformer_impl == "native"
+
+
+def test_experts_that_ranks_shared_answer_on_one_process_as_the_library_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    model, shared = save("qwen3_moe", tmp_path / "a"), {"expert_model_parallel_size": 2}
+    folders = ["--input", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
+    assert convert.main(["--from", "hf", "--to", "megacp", *folders]) == 0
+    monkeypatch.setattr(
+        "megacp.huggingface.generation.sampler.stored_config", lambda loaded: with_values(stored_config(loaded), shared)
+    )
+    prompts = [Prompt(np.arange(5 + i)) for i in range(2)]
+    for prompt, answer in zip(prompts, Generator(tmp_path / "b").answer(prompts, Sampling(LENGTH)), strict=True):
+        expected = model.generate(torch.from_numpy(prompt.tokens)[None], max_new_tokens=LENGTH, do_sample=False)
+        assert answer.tolist() == expected[0, len(prompt.tokens) :].tolist()
 
 
 @pytest.mark.slow
