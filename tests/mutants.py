@@ -564,6 +564,29 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
+    ("huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
+        ("experts=count)", "experts=count - 1)", "the converter drops an expert"),
+        ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
+        ("c.only(router_jitter_noise=0.0, clip_qkv=None)", "pass", "queries are not clipped, in silence"),
+        ('resolved(v)["ffn_hidden_size"]', 'v["ffn_hidden_size"]', "experts have the width of no layer"),
+    ],
+    ("huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
+        ("and not c.switch", "and c.switch", "a token's weights are those of all experts, or not"),
+        (
+            'for e in range(experts) for name in ("gate", "up"))',
+            'for name in ("gate", "up") for e in range(experts))',
+            "stacked gates stand before all ups",
+        ),
+    ],
+    ("huggingface/convert/moe.py", "tests/huggingface/generation/test_sampler.py"): [
+        ('("w1", "w3", "w2")', '("w3", "w1", "w2")', "gate and up of a Mixtral are each other's"),
+    ],
+    ("huggingface/convert/tensors.py", "tests/huggingface/convert/test_exact.py"): [
+        ("found[start - first * rows : stop", "found[0 : stop", "an expert's rows begin at its stack's"),
+    ],
+    ("core/checkpoint/storage.py", "tests/checkpoint/test_storage.py"): [
+        ("functools.cache(self._index.header)", "self._index.header", "a file's header is made for each tensor"),
+    ],
     ("huggingface/generate_command.py", "tests/huggingface/convert/test_template_of_training.py"): [
         (
             "if kept is None and not generator.step and",

@@ -64,6 +64,12 @@ def test_the_tables_hold_each_tensor_of_our_models_once(name: str, layout: str) 
     assert len(set(theirs)) == len(theirs)
 
 
+def test_experts_of_every_layer_are_as_wide_as_the_librarys_mlp() -> None:
+    """No dense MLP is left that another width could be of."""
+    written = FAMILIES["olmoe"].config(values_of(OURS["olmoe"]))
+    assert (written["intermediate_size"], written["num_experts"]) == (32, 4)
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_modules(name: str) -> None:
     """A weight of a product is a matrix, one of rows that are looked up a table."""

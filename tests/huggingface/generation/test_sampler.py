@@ -81,11 +81,12 @@ def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypat
     assert Generator(str(trained / "run")).config.training.transformer_impl == "native"
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
 def test_experts_that_ranks_shared_answer_on_one_process_as_the_library_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
-    model, shared = save("qwen3_moe", tmp_path / "a"), {"expert_model_parallel_size": 2}
+    model, shared = save(name, tmp_path / "a"), {"expert_model_parallel_size": 2}
     folders = ["--input", str(tmp_path / "a"), "--output", str(tmp_path / "b")]
     assert convert.main(["--from", "hf", "--to", "megacp", *folders]) == 0
     monkeypatch.setattr(
