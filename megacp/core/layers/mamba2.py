@@ -43,8 +43,8 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     """Products inside a chunk of C tokens, what it adds to its state, and what is read of the state before it."""
     keys, values = model.linear_key_head_dim, model.linear_value_head_dim
-    each = CHUNK * (keys + values) + 2 * keys * values
-    return Flops(2.0 * tokens * model.linear_num_value_heads * each, 0.0)
+    each = model.linear_num_value_heads * (CHUNK * values + 2 * keys * values)
+    return Flops(2.0 * tokens * (model.linear_num_key_heads * CHUNK * keys + each), 0.0)
 
 
 def _kept(share: Share) -> tuple[int, int]:

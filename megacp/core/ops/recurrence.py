@@ -99,11 +99,13 @@ def state_space_dual(c: torch.Tensor, b: torch.Tensor, x: torch.Tensor, log_deca
     `log_decay[n, C, heads]`. A is one number.
     """
     share = x.shape[2] // b.shape[2]
-    c, b = (each.transpose(1, 2).repeat_interleave(share, 1) for each in (c, b))  # [n, heads, C, K]
+    c, b = (each.transpose(1, 2) for each in (c, b))  # [n, groups, C, K]
+    scores = (c @ b.transpose(-1, -2)).repeat_interleave(share, 1)  # once for the heads of a group
+    c, b = (each.repeat_interleave(share, 1) for each in (c, b))  # [n, heads, C, K]
     x = x.transpose(1, 2)
     between, since, until = _decays(log_decay)
     yield since[:, :, -1:], (b * until).transpose(-1, -2) @ x
-    yield c * since, (c @ b.transpose(-1, -2) * between) @ x
+    yield c * since, (scores * between) @ x
 
 
 def unchanged(turn: torch.Tensor, keys: int) -> torch.Tensor:
