@@ -454,6 +454,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
     ],
     ("core/distributed/grid.py", "tests/training/test_denominator.py"): [
+        ("([self.ep], [self.edp]) if", "([], []) if", "ranks with experts first meet in a step"),
         ('self.over("dp", "cp"), *edp', "*edp", "ranks that sum gradients first meet in a step"),
         ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
     ],

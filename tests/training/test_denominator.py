@@ -322,6 +322,7 @@ def _strangers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int,
         {"context_parallel_size": 2, "pipeline_model_parallel_size": 2},
         {"tensor_model_parallel_size": 2, "context_parallel_size": 2},
         {"tensor_model_parallel_size": 2},
+        {"context_parallel_size": 4, "num_experts": 4, "expert_model_parallel_size": 2},
     ],
     ids=str,
 )

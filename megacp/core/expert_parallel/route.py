@@ -45,8 +45,10 @@ class Route:
     @classmethod
     def of(cls, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis) -> Route:
         """The route of chosen experts; the ranks of `axis` call it together, and wait for the device once."""
-        order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=experts)  # [E]
+        sorted_slots, order = chosen.flatten().sort(stable=True)
+        # bincount would wait for the device
+        ends = torch.searchsorted(sorted_slots, torch.arange(experts, device=chosen.device), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))  # [E]
         found = all_to_all(counts, axis)  # rows of every source for each expert here
         both = torch.stack([counts, found]).tolist()
         sent, received = (np.reshape(numbers, (axis.size, -1)) for numbers in both)  # [ep, n]
@@ -74,8 +76,8 @@ class Route:
 
 @dataclass(frozen=True)
 class Routes:
-    """What the layers of a microbatch share, and the route of each: a layer that is computed again takes it anew, so it
-    gives every token to the same experts.
+    """What the layers of a microbatch share, and the route of each: a layer that is computed again takes the same,
+    so it gives every token to the same experts.
     """
 
     places: torch.Tensor
