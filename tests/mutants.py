@@ -215,7 +215,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("joint[1:, ..., :keys] = torch.eye", "joint[:0, ..., :keys] = torch.eye", "maps of a kernel are lost"),
         ("= 1 + depth.get(segments[n].before, -1)", "= 0", "branches of a kernel begin with zeros"),
     ],
+    ("core/models/mamba2.py", MODEL): [
+        ("F.silu(z)).unflatten", "z).unflatten", "Mamba-2's gate is no SiLU"),
+        ("read + x * self.skip.unsqueeze(-1)", "read", "nothing passes a state by"),
+        ("unflatten(-1, (self.groups, -1)).to", "unflatten(-1, (1, -1)).to", "all groups are normed together"),
+        ("dt.to(wide) + self.dt_bias.to(wide)", "dt.to(wide)", "steps have no bias"),
+    ],
     ("core/ops/recurrence.py", STATES): [
+        ("yield since[:, :, -1:], (b", "yield since[:, :, :1], (b", "a state decays by one token of a chunk alone"),
         (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),
         ("return turn * grad if", "return grad if", "the gradient of a diagonal map passes as it is"),
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
@@ -359,7 +366,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
-        ("Kind.WEIGHTS) - 1 if", "Kind.WEIGHTS) if", "a backward waits for itself"),
     ],
     ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),

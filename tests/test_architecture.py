@@ -384,20 +384,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 34_122,
-    "megacp/core": 20_340,
+    "megacp": 34_860,
+    "megacp/core": 20_865,
     "megacp/prepare": 5_748,
-    "megacp/huggingface": 5_747,
-    "megacp/verify": 1_345,
+    "megacp/huggingface": 5_890,
+    "megacp/verify": 1_355,
     "megacp/plan": 776,
     "bench tools": 2_838,
-    "tests": 34_214,
+    "tests": 34_800,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (151, 21_221)}
+REACHED = {"megacp.train": (158, 21_900)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 11_650
-FLAGS = 127
+WORDS_OF_DOCS = 12_100
+FLAGS = 133
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

@@ -71,10 +71,10 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
         packs = t.micro_batch_size * dp
         of = f"--micro-batch-size {t.micro_batch_size} x dp {dp} = {packs} (dp = {world} ranks / {ranks})"
         rows.append((f"--global-batch-size {t.global_batch_size}", t.global_batch_size, of, packs))
-    chunks = 2 if p.cp_layout not in ("contiguous", "balanced") and cp > 1 else 1
+    slices = 2 if p.cp_layout not in ("contiguous", "balanced") and cp > 1 else 1
     sharded = tp if p.sequence_parallel else 1
-    of = f"{chunks} chunks of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = {chunks * cp * sharded}"
-    rows.append((f"--seq-length {config.data.seq_length}", config.data.seq_length, of, chunks * cp * sharded))
+    of = f"{slices} slices of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = {slices * cp * sharded}"
+    rows.append((f"--seq-length {config.data.seq_length}", config.data.seq_length, of, slices * cp * sharded))
     if m.kv_channels is None:
         of = f"--num-attention-heads {m.num_attention_heads} (or give --kv-channels)"
         rows.append((f"--hidden-size {m.hidden_size}", m.hidden_size, of, m.num_attention_heads))
@@ -269,7 +269,10 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     if m.num_experts > 0 and {"gate", "up", "down"} & set(m.lora_linears):
         yield f"--lora-targets {m.lora_targets} with --num-experts {m.num_experts}: name some of q, k, v and output"
         return
-    widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears) for name in m.lora_linears}
+    has = [name for name in m.lora_linears if any(name in of for of in linears)]
+    if m.lora_linears and not has:
+        yield f"--lora-targets {' '.join(m.lora_linears)}: no layer has one of them"
+    widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears if name in of) for name in has}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
     if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):

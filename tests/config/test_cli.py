@@ -286,6 +286,7 @@ SEES = {
     "untie_embeddings_and_output_weights": True,
 }
 """A tiny tower of crops of 16 pixels, which fits."""
+HYBRID = {"linear_attention_rule": "mamba2", "linear_attention_freq": "2"}
 GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
 EP, EXPERTS = "expert_model_parallel_size", {"num_experts": 8}
@@ -353,6 +354,8 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"lora_rank": 4, "lora_targets": "v,up", "lora_dropout": 0.1, "mlp_chunk_tokens": 64}, 1, "--lora-dropout 0.1"),
     ({"lora_rank": 4, "lora_targets": "q,query,all"}, 1, "--lora-targets q,query,all"),
     ({"lora_rank": 65, "num_query_groups": 2, "lora_targets": "all"}, 1, "--lora-rank 65"),
+    (HYBRID | {"lora_rank": 4, "linear_attention_freq": "[1]"}, 1, "--lora-targets q v"),
+    (HYBRID | {"lora_rank": 65, "num_query_groups": 2}, 1, "--lora-rank 65"),
     ({"lora_rank": 4, "vision_from_hf": "none", "load_hf": "a", "dry_run": True}, 1, "--vision-from-hf none"),
     ({CP: 2, "attention_kernel": "dense"}, 2, "--attention-kernel dense"),
     ({"seq_length": 16384, "attention_kernel": "dense"}, 1, "--attention-kernel dense"),

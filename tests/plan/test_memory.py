@@ -158,9 +158,7 @@ def test_each_axis_shrinks_its_terms() -> None:
     ("stages", "chunks", "batch"), [(4, 1, 32), (4, 1, 2), (1, 1, 32), (2, 2, 32), (4, 2, 32), (4, 2, 4), (3, 2, 4)]
 )
 @pytest.mark.parametrize("name", ["1f1b", "zero_bubble"])
-def test_a_stage_holds_as_much_as_when_all_stages_run_their_lists(
-    name: str, stages: int, chunks: int, batch: int
-) -> None:
+def test_a_stage_holds_what_it_does_when_all_run_their_lists(name: str, stages: int, chunks: int, batch: int) -> None:
     """A short first group, 4 microbatches over 3 stages, holds less than its warm-up counts."""
     config = config_of(**{PP: stages, CHUNKS: chunks, "global_batch_size": batch}, pipeline_schedule=name)
     held = [activations.most_held(config, index, stages) for index in range(stages)]

@@ -94,6 +94,12 @@ CASES += [
     (3, {CP: 3, "vision_shards": "replicate", **BETWEEN, **QWEN3_5}, "stored"),
     (4, {CP: 2, TP: 2, "lora_rank": 3, "lora_targets": "all", "recompute_granularity": "full", **QWEN3_5}, "stored"),
 ]
+MAMBA2 = {"tiny_mamba2": True}
+CASES += [
+    (2, {CP: 2, "cp_layout": "balanced", SHARDED: PARAMS, "recompute_granularity": "full", **MAMBA2}, "stored"),
+    (4, {CP: 2, TP: 2, "cp_comm_type": "a2a", "recompute_granularity": "selective", **MAMBA2}, "stored"),
+    (4, {CP: 2, PP: 2, "pipeline_schedule": "zero_bubble", **MAMBA2}, "stored"),
+]
 CASES += [
     pytest.param(
         8,

@@ -221,6 +221,9 @@ class NativeBackend:
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
         self.transport.prepare(plan, self._heads)
+
+    def prepare_states(self, plan: AttentionPlan) -> None:
+        """Make on the host what layers with a state will ask of a plan, likewise."""
         for states in self._state_transports[:1]:  # all layers ask the same
             states.prepare(plan)
 

@@ -51,7 +51,7 @@ class ParallelConfig:
     """Ranks of a group that swaps tokens for heads, and number of groups in the ring, under a2a+p2p; A x B = cp."""
 
     cp_layout: Literal["zigzag", "zigzag_document", "contiguous", "balanced", "auto"] = "zigzag"
-    """Which tokens a cp rank holds: zigzag deals 2 x cp chunks of the row, zigzag_document of each document, contiguous
+    """Which tokens a cp rank holds: zigzag deals 2 x cp slices of the row, zigzag_document of each document, contiguous
     one stretch, balanced equal tokens and equal attention work for any mask, auto chooses with the transport."""
 
     dynamic_context_parallel: bool = False

@@ -34,7 +34,7 @@ class StateTransport:
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what the layers will ask of a plan; called from the loader's threads."""
-        chunks_of(plan)
+        chunks_of(plan.grouped(self.axis.size) if self.by_heads else plan)
         taps_plan(plan, self.taps)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:

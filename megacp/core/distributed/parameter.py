@@ -40,7 +40,8 @@ class ParameterSpec:
 
     pieces: tuple[TensorSlice, ...]
     init: str = "normal"
-    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16)."""
+    """`normal` or `uniform` (mean 0, `std`), `zeros` or `ones`, `log_rate` (the log of a rate within 0.01 and 16),
+    `step` (what softplus makes a step of within 0.001 and 0.1)."""
     std: float = 0.02
     treated: Treated = "matrix"
     """As `Tensor.treated`, and `reduced_over` likewise."""
@@ -60,7 +61,7 @@ class ParameterSpec:
     def of(
         cls, tensor: Tensor, pieces: Iterable[TensorSlice], partial_over: tuple[str, ...] = (), counted: bool = True
     ) -> ParameterSpec:
-        """Of pieces of tensors that are described as this one, but for name and shape."""
+        """The spec of pieces of tensors that are described as this one, but for name and shape."""
         described = tensor.init, tensor.std, tensor.treated, tensor.decays, tensor.reduced_over
         return cls(tuple(pieces), *described, partial_over, counted)
 

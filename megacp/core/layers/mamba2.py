@@ -34,7 +34,7 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
     for name in CONVOLVED:
         yield Tensor(f"convolution_{name}.bias", (linears[name].outputs,), "rows", "zeros", decays=False)
     heads = (model.linear_num_value_heads,)
-    yield Tensor("dt_bias", heads, "rows", "ones", decays=False)
+    yield Tensor("dt_bias", heads, "rows", "step", 1.0, decays=False)
     yield Tensor("A_log", heads, "rows", "log_rate", 1.0, decays=False)
     yield Tensor("D", heads, "rows", "ones", decays=False)
     yield Tensor("norm.weight", (linears["z"].outputs,), "rows", "ones", decays=False)

@@ -67,8 +67,7 @@ class Linear:
 
     def tensors(self, name: str) -> Iterator[Tensor]:
         """Its weight and bias. A bias behind columns is whole, because it is added after the sum over tp."""
-        shape = (self.outputs, self.inputs)
-        yield Tensor(f"{name}.weight", shape, self.cut, "normal", self.std, treated="matrix")
+        yield Tensor(f"{name}.weight", (self.outputs, self.inputs), self.cut, "normal", self.std, treated="matrix")
         if self.bias:
             cut: Cut = "rows" if self.cut == "rows" else "whole"
             yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False)
@@ -139,7 +138,7 @@ class Share:
         """Whether the MLP runs over tiles of tokens."""
 
     def bytes_of(self, elements: int, wide: int) -> int:
-        """Of elements of the model's dtype, and of wide ones."""
+        """Bytes of elements of the model's dtype, and of wide ones."""
         return elements * self.size + wide * self.wide_size
 
     def product_input(self, linear: Linear) -> int:

@@ -111,8 +111,7 @@ def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
     """Keys and values are those of each patch; the rest meets the pooled token alone."""
     linears = pooling_linears(v, model)
     each = _weights({name: linears[f"attention.{name}"] for name in "kv"})
-    weights = _weights(linears) + (patches - 1) * each
-    return Flops(2.0 * weights, 4.0 * patches * v.vision_hidden_size)
+    return Flops(2.0 * (_weights(linears) + (patches - 1) * each), 4.0 * patches * v.vision_hidden_size)
 
 
 def _pooling_kept(share: Share) -> tuple[int, int]:

@@ -97,9 +97,8 @@ def trained_parameters(config: RunConfig) -> int:
 
 def crop_flops(config: RunConfig) -> Flops:
     """The tower's forward over one crop, of images as large as the table of positions."""
-    v = config.vision
-    tower, _ = VISION_KINDS[v.vision_family]
-    return tower.flops(v, config.model, v.crop_patches)
+    tower, _ = VISION_KINDS[config.vision.vision_family]
+    return tower.flops(config.vision, config.model, config.vision.crop_patches)
 
 
 def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:

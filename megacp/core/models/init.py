@@ -27,6 +27,8 @@ DRAWS: dict[str, Draw] = {
     "normal": torch.randn,
     "uniform": lambda *shape, generator: (2.0 * torch.rand(*shape, generator=generator) - 1.0) * math.sqrt(3.0),
     "log_rate": lambda *shape, generator: torch.log(0.01 + 15.99 * torch.rand(*shape, generator=generator)),
+    # the inverse of softplus, of steps between 0.001 and 0.1 (Gu and Dao, 2023): larger ones forget at once
+    "step": lambda *shape, generator: torch.log(torch.expm1(10.0 ** (2 * torch.rand(*shape, generator=generator) - 3))),
 }
 """Draws by the name in `ParameterSpec.init`."""
 

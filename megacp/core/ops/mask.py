@@ -44,6 +44,7 @@ _PAIRS_AT_ONCE = 1 << 20
 
 def once(derive: Callable[[Owner, *More], Part]) -> Callable[[Owner, *More], Part]:
     """`derive`, run once for each owner and further arguments: what it returns is kept with the owner, as its part.
+    Threads hand an owner over, and do not share it.
 
     A plan or a table has parts of many rooms, made for all layers together. They are named by their functions.
     """

@@ -83,6 +83,7 @@ class ParallelModel:
         )
         for reach in self.mix:
             self.backend.prepare(share.plan.within(reach))
+        self.backend.prepare_states(share.plan)
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
             share = dataclasses.replace(share, vision=vision)

@@ -11,8 +11,8 @@
     sum_gradients(model.parameters(), axis)
 
 What would see this rank's tokens alone is refused by all ranks alike: by the model's config at the beginning, by the
-arguments of its call, or in an attention call. Nothing of torch or of the model is replaced: the registered attention
-asks `block_of` for the open block.
+arguments of its call, or in an attention call. Nothing of torch is replaced, and of the model states alone
+(`recurrent.py`): the registered attention asks `block_of` for the open block.
 """
 
 from __future__ import annotations

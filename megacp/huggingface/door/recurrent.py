@@ -85,6 +85,8 @@ def _state_space(
     """
     if more.get("initial_states") is not None or more.get("return_final_states"):
         refuse("a cache of states (use_cache) is not sharded")
+    if more.get("z") is not None:
+        refuse("Mamba-2 with its gate inside the rule is not supported")
     if (bias := more.get("dt_bias")) is not None:
         dt = dt + bias.to(dt.dtype)
     if more.get("dt_softplus"):
