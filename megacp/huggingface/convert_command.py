@@ -7,9 +7,9 @@
     python tools/convert_checkpoint.py --from hf --to hf --input Molmo2-8B --output native --layout native
     torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp --input Llama-3-70B --output start
 
-Llama, Mistral, Phi-3, Qwen2, Qwen3, OLMo2, OLMo3, Gemma 3, SmolLM3 and Molmo2. Everything is written to a folder beside
---output, which is renamed when all is well. Exit status: 0 done, 1 --verify found a difference, 2 refused with one
-message.
+Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3-MoE, OLMo2, OLMo3, OLMoE, Gemma 3, SmolLM3 and Molmo2. Everything is
+written to a folder beside --output, which is renamed when all is well. Exit status: 0 done, 1 --verify found a
+difference, 2 refused with one message.
 """
 
 from __future__ import annotations

@@ -199,6 +199,7 @@ VISION: Values = {**OURS["tiny_vlm"], "vocab_size": 257, "num_query_groups": 4, 
 SAVED: dict[str, tuple[Values, dict[str, Any] | None, tuple[str, ...]]] = {
     "tied": ({"num_query_groups": 4, "untie_embeddings_and_output_weights": False}, None, ()),
     "untied": ({"num_query_groups": 4, "untie_embeddings_and_output_weights": True}, None, ()),
+    "experts": ({"num_query_groups": 4, "num_experts": 8, "qk_layernorm": "head"}, None, ()),
     "vision": (VISION, TINY.to_dict(), ("--layout", "released", "--tokenizer", "byte")),
 }
 
@@ -216,6 +217,8 @@ def test_checkpoints_of_any_grid_become_equal_files(kind: str, tmp_path: Path) -
         assert ("lm_head.weight" in tensors) == (kind == "untied")
     for number, (shape, more) in enumerate(GRIDS.values()):
         folder = tmp_path / f"grid{number}"
+        if kind == "experts":
+            shape, more = {**shape, "ep": 4}, {**more, "sequence_parallel": True}
         run_ranks(saved_on_grid, 8, shape, {**values, **more, "dtype": "float32"}, str(folder), rules)
         assert exported(folder, *flags) == expected
 

@@ -222,6 +222,7 @@ ANY |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "b
 INTERVALS = {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
 HARMLESS: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"model_type": "qwen3_5_text", **PUBLISHED_QWEN3_5},
+    "Qwen3-MoE": {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.01, "mlp_only_layers": [], "sliding_window": 8},
     "Gemma 3": {"model_type": "gemma3_text", "cache_implementation": "hybrid"},
     "SmolLM2": {"model_type": "llama", "rope_interleaved": False, "layer_types": ["full_attention"] * 32},
     "a fine-tune": {"model_type": "qwen3", "_model_name_or_path": "a", "unsloth_model": {"b": 1}},

@@ -21,7 +21,7 @@ from megacp.huggingface.convert.families import of_config
 from megacp.huggingface.convert.lora import HARMLESS, READ, Adapter, folded
 from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.start import Together
-from megacp.huggingface.convert.tensors import Mapped, whole
+from megacp.huggingface.convert.tensors import Joined, Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
 from tests.huggingface.convert.models import MODELS, Tensors, save
@@ -61,14 +61,15 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
     names = list(MODULES) if targets == "all" else targets.split(",")
     with float32_is_float64(patch):
         base = MODELS[name]().to(torch.float64)
-        base.config._attn_implementation = "eager"
+        base.config._attn_implementation = base.config._experts_implementation = "eager"
         with torch.no_grad():
             for key, parameter in base.named_parameters():
                 parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
         content = base.config.to_dict()
         architecture = of_config(content)
         values = architecture.values(content)
-        frozen = Mapped(Tensors(dict(base.state_dict())), architecture.links(values), to_ours=True)
+        theirs = Joined(Tensors(dict(base.state_dict())))
+        frozen = Mapped(theirs, architecture.links(values, architecture.layout_of(theirs.infos)), to_ours=True)
         weights = {key: whole(frozen, key).clone() for key in frozen.infos}
         wanted = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[MODULES[n] for n in names])
         model = peft.get_peft_model(base, wanted).to(torch.float64)
@@ -95,6 +96,9 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
 def ours(
     rank: int, world_size: int, shape: dict[str, int], values: dict[str, Any], weights: dict[str, torch.Tensor]
 ) -> list[tuple[float, Pieces, Pieces]]:
+    if values["num_experts"]:
+        shape = {**shape, "ep": shape.get("tp", 1)}
+        values = {**values, "sequence_parallel": "tp" in shape}
     axes = {flag: shape.get(axis, 1) for axis, flag in AXIS_FLAGS.items()}
     run = {"seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
     model = ParallelModel(with_values(RunConfig(), {**values, **axes, **ADAMW, **run}), grid(**shape))
@@ -111,7 +115,8 @@ def ours(
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up")]
+    ("name", "targets"),
+    [("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up"), ("olmoe", "q,output")],
 )
 @pytest.mark.slow
 def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
