@@ -14,6 +14,7 @@ from pathlib import Path
 from megacp.core.config.blend import named_folders, path_problems, shown_path
 from megacp.core.config.model import LINEARS
 from megacp.core.config.run import RunConfig, fields, flag, flatten
+from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import layers_of
 from megacp.core.storage.place import place_of
 from megacp.core.storage.url import Url, is_url
@@ -129,7 +130,9 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
-        layers_of(m)
+        mlps = {layer.mlp for layer in layers_of(m)}
+        if m.num_experts > 0 and MOE not in mlps:
+            yield f"--moe-layer-freq {m.moe_layer_freq} gives none of {m.num_layers} layers experts"
     except ValueError as error:
         yield str(error)
     if m.window_attn_skip_freq is not None and m.window_size is None:
@@ -161,6 +164,7 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
         ),
         f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}": config.training.mlp_chunk_tokens > 0,
         "--add-mlp-bias": m.add_mlp_bias,
+        f"--fp8 {config.training.fp8}": config.training.fp8 != "off",
     }
     for given in (words for words, asked in unable.items() if asked):
         yield f"{given} with {count}: experts have no such form"

@@ -301,6 +301,8 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({**EXPERTS, EP: 4, PP: 4}, 8, "dp 2 = 2, the ranks of a stage: use 2"),
     ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
     ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
+    ({**EXPERTS, "moe_layer_freq": "[0]"}, 1, "gives none of"),
+    ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
     ({**EXPERTS, STRATEGY: "optim_grads_params"}, 1, "--data-parallel-sharding-strategy optim_grads_params"),
