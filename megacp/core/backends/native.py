@@ -53,7 +53,7 @@ class NormSpec:
     """Whether a call has a gate, whose SiLU the result is multiplied by; the weight then begins at 1 in any model."""
 
     def weight(self, init: str, cut: Cut = "whole") -> Tensor:
-        """That of an RMSNorm."""
+        """The weight of an RMSNorm."""
         return Tensor(f"{self.name}.weight", (self.size,), cut, "ones" if self.gated else init, decays=False)
 
 

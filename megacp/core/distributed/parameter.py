@@ -44,7 +44,7 @@ class ParameterSpec:
     `step` (what softplus makes a step of within 0.001 and 0.1)."""
     std: float = 0.02
     treated: Treated = "matrix"
-    """As `Tensor.treated`, and `reduced_over` likewise."""
+    """Rule that steps it, as `Tensor.treated` says; `reduced_over` likewise."""
     weight_decay: bool = True
     """False for norm weights and biases."""
     reduced_over: str = DATA

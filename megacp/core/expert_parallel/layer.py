@@ -25,7 +25,8 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        prefix, self.layer = f"layers.{layer}.{MOE.name}", layer
+        prefix = f"layers.{layer}.{MOE.name}"
+        self.layer = layer
         self.axis, self.experts, self.count = backend.ep, config.num_experts, config.moe_router_topk
         norm = NormSpec(f"layers.{layer}.mlp_norm", config.hidden_size, config.norm_epsilon)
         self.norm = backend.norm(norm) if config.norm_position != "after" else None

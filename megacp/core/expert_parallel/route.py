@@ -20,7 +20,7 @@ from megacp.core.ops.device import to_device
 
 @dataclass(frozen=True)
 class Route:
-    """Of `t` tokens of this rank, and of `R` rows that its experts are given."""
+    """The way of `t` tokens of this rank, and of the `R` rows that its experts are given."""
 
     axis: Axis
     chosen: torch.Tensor
@@ -81,11 +81,11 @@ class Routes:
     """
 
     places: torch.Tensor
-    """As `Route.places`."""
+    """Indices of its tokens, as `Route.places`."""
     by_layer: dict[int, Route] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device) -> Routes:
-        """Of this rank's tokens, of which each of `tp` has a part."""
+        """Routes, none found yet, of this rank's tokens, of which each of `tp` has a part."""
         tokens = plan.local.reshape(tp.size, -1)[tp.rank]
         return cls(to_device(np.flatnonzero(plan.metadata.leave[tokens] > 0), device))

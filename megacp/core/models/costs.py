@@ -39,7 +39,7 @@ def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 
 
 
 def expert_parameters(model: ModelConfig, layer: int, ep: int = 1) -> int:
-    """Those among them that are of experts."""
+    """Parameters among them that are of experts."""
     tensors = layers_of(model)[layer].tensors(model)
     return sum(tensor.local_size(1, ep) for tensor in tensors if tensor.reduced_over == EXPERTS)
 
