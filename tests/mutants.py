@@ -69,7 +69,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
+    ("core/expert_parallel/layer.py", MODEL): [
+        ("return made + (of_all if", "return made + (0 * of_all if", "a shared expert is not heard"),
+        ("sigmoid_gate(of_all, product(", "sigmoid_gate(of_all, product(0 * ", "a shared expert is half heard by all"),
+    ],
+    ("core/layers/moe.py", "tests/plan/test_memory.py"): [
+        ("rows * columns + opened", "rows * columns", "the plan does not know what a gate keeps"),
+    ],
     ("core/expert_parallel/layer.py", EXPERTS): [
+        (
+            "[shared_gate_tensor(config)], backend.options)",
+            '[shared_gate_tensor(config)], backend.tower("vision").options)',
+            "the gradient of a shared expert's gate is not summed over tp",
+        ),
         ("routes.by_layer.get(self.layer)", "routes.by_layer.get(-1)", "a layer computed again may choose others"),
         (
             "[router_tensor(config)], backend.options)",

@@ -47,6 +47,7 @@ _DECODER_MULTIPLES = (
     ("num_query_groups", _TP),
     ("num_attention_heads", "num_query_groups"),
     ("ffn_hidden_size", _TP),
+    ("moe_shared_expert_intermediate_size", _TP),
 )
 _STATE_MULTIPLES = (
     ("linear_num_key_heads", _TP),
@@ -143,9 +144,14 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     m, p = config.model, config.parallel
     tp, ep, dp = p.tensor_model_parallel_size, p.expert_model_parallel_size, config.data_parallel_size(world)
     size, count = f"--expert-model-parallel-size {ep}", f"--num-experts {m.num_experts}"
+    width = "--moe-shared-expert-intermediate-size"
+    if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
+        yield f"--moe-shared-expert-gate acts only with {width}"
     if m.num_experts == 0:
         if ep > 1:
             yield f"{size} acts only with --num-experts above 0"
+        if m.moe_shared_expert_intermediate_size is not None:
+            yield f"{width} {m.moe_shared_expert_intermediate_size} acts only with --num-experts above 0"
         return
     if m.moe_router_topk > m.num_experts:
         yield f"--moe-router-topk {m.moe_router_topk} is above {count}"

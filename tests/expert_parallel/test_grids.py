@@ -28,8 +28,9 @@ from tests.reference.sharding import assemble
 from tests.reference.training import MOE, Values, config_of, train
 from tests.training.test_golden_gradients import TOLERANCE, Shape, compare, context_options, microbatches, shapes, steps
 
+SHARED: Values = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True}
 MODELS: dict[str, Values] = {
-    "softmax of the chosen": {**MOE, "num_experts": 24},
+    "softmax of the chosen, a gated shared expert": {**MOE, **SHARED, "num_experts": 24},
     "of all, dropout": {**MOE, "num_experts": 24, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
 }

@@ -64,6 +64,8 @@ MODELS: dict[str, Values] = {
         "moe_layer_freq": "2",
         "mlp_activation": "geglu",
     },
+    "experts and a shared one": {**MOE, "moe_shared_expert_intermediate_size": 24},
+    "experts and a gated one": {**MOE, "moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     "windows in two layers of three": {"window_size": 7, "window_attn_skip_freq": "3"},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }

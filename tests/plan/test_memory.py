@@ -31,6 +31,7 @@ from tests.reference.training import GEMMA, MAMBA2, QWEN3_5
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
+SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
 BASE = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 8, "global_batch_size": 32}
 LONG = {"vocab_size": 152_064, "hidden_size": 4096, "seq_length": 131_072, CP: 8, "dtype": "bfloat16"}
 
@@ -78,6 +79,8 @@ def kept_storages(found: dict[int, int]):
         {"mlp_chunk_tokens": 20},
         {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40},
         {"num_experts": 8, "moe_router_pre_softmax": True, "norm_position": "after", "freeze": "text"},
+        {"num_experts": 8, **SHARED},
+        {"num_experts": 8, **SHARED, "freeze": "text"},
         {"freeze": "text"},
         {"lora_rank": 4, "norm_position": "after"},
         {"lora_rank": 4, "lora_targets": "k,up,down"},

@@ -128,6 +128,12 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     return linear(out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output")
 
 
+def mlp(x: Tensor, weights: Weights, name: str, model: Any) -> Tensor:
+    gate, up = linear(x, weights, f"{name}.gate"), linear(x, weights, f"{name}.up")
+    gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
+    return linear(gate * up, weights, f"{name}.down")
+
+
 def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
     """Every expert over every token, times its share of the token: 0 unless it is one of the k with the highest scores,
     the first of equal ones; padding has none.
@@ -141,10 +147,11 @@ def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> T
     among = powers if model.moe_router_pre_softmax else powers * chosen
     share = powers * chosen / among.sum(1, keepdim=True).clamp_min(1e-300)
     for expert in range(model.num_experts):
-        gate, up = (linear(x, weights, f"{name}.experts.{expert}.{part}") for part in ("gate", "up"))
-        gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
-        total = total + share[:, [expert]] * linear(gate * up, weights, f"{name}.experts.{expert}.down")
-    return total
+        total = total + share[:, [expert]] * mlp(x, weights, f"{name}.experts.{expert}", model)
+    if model.moe_shared_expert_intermediate_size is None:
+        return total
+    opened = linear(x, weights, f"{name}.shared_gate").sigmoid() if model.moe_shared_expert_gate else 1
+    return total + opened * mlp(x, weights, f"{name}.shared", model)
 
 
 def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
@@ -167,9 +174,7 @@ def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
         if f"{name}.mlp.router.weight" in weights:
             h = experts(h, weights, f"{name}.mlp", batch, model)
         else:
-            gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
-            gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
-            h = linear(gate * up, weights, f"{name}.mlp.down")
+            h = mlp(h, weights, f"{name}.mlp", model)
         x = x + (norm(h, weights[f"{name}.mlp{out}_norm.weight"], model) if after else h)
     head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
     return norm(x, weights["final_norm.weight"], model) @ head.t()

@@ -149,6 +149,12 @@ class ModelConfig:
     moe_ffn_hidden_size: Positive[int | None] = None
     """Width of an expert's hidden layer (default: --ffn-hidden-size)."""
 
+    moe_shared_expert_intermediate_size: Positive[int | None] = None
+    """Width of an MLP that all tokens pass beside their experts (default: there is none)."""
+
+    moe_shared_expert_gate: bool = False
+    """That MLP's output times the sigmoid of a score of the token (Qwen3.5)."""
+
     moe_layer_freq: str = "1"
     """Which layers have experts: N gives them to the first of every N layers, [0,1,1] to all but the first of three."""
 

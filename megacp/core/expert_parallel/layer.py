@@ -1,4 +1,4 @@
-"""The layer: norm, router, rows to their experts, experts, and the sum of what they made of a token."""
+"""The layer: norm, router, experts over the rows that come to them, and the sum of what they and a shared one made."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from megacp.core.expert_parallel.exchange import to_experts, to_tokens, weights_
 from megacp.core.expert_parallel.experts import activated, matrices_product
 from megacp.core.expert_parallel.route import Route, Routes
 from megacp.core.expert_parallel.router import WEIGHTS, choose, logits
-from megacp.core.layers.moe import MOE, expert_tensors, router_tensor
-from megacp.core.ops.pointwise import ACTIVATIONS
-from megacp.core.tensor_parallel.linear import row_parameter
+from megacp.core.layers.moe import MOE, SHARED, expert_tensors, router_tensor, shared_gate_tensor
+from megacp.core.ops.pointwise import ACTIVATIONS, sigmoid_gate
+from megacp.core.tensor_parallel.linear import LinearSpec, product, row_parameter
 
 
 class MixtureOfExperts(nn.Module):
@@ -37,6 +37,14 @@ class MixtureOfExperts(nn.Module):
         self.router = row_parameter(prefix, [router_tensor(config)], backend.options)
         self.gate_up = row_parameter(prefix, list(chain(*zip(gate, up, strict=True))), backend.options)  # [n 2I, h]
         self.down = row_parameter(prefix, down, backend.options)  # [n h, I]
+        self.shared: nn.Module | None = None
+        self.shared_gate: nn.Parameter | None = None
+        if config.moe_shared_expert_intermediate_size:
+            linears = SHARED.linears(config)
+            products = (LinearSpec.of(f"{prefix}.shared", linears, *names) for names in SHARED.products)
+            self.shared = backend.norm_mlp(None, *products)
+        if config.moe_shared_expert_gate:
+            self.shared_gate = row_parameter(prefix, [shared_gate_tensor(config)], backend.options)
 
     def forward(self, x: torch.Tensor, save: Save, routes: Routes) -> torch.Tensor:
         """All ep ranks call it together, those without a token too."""
@@ -48,4 +56,8 @@ class MixtureOfExperts(nn.Module):
         weights = weights_to_experts(self.weigh(scores, route.chosen), route)
         gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.counts)  # [R, 2I]
         active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        return to_tokens(matrices_product(active, self.down, route.counts), route, len(x))
+        made = to_tokens(matrices_product(active, self.down, route.counts), route, len(x))
+        if self.shared is None:
+            return made
+        of_all = self.shared(normed, save)
+        return made + (of_all if self.shared_gate is None else sigmoid_gate(of_all, product(normed, self.shared_gate)))

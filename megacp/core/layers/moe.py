@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
+from megacp.core.layers.dense import gated_mlp
 from megacp.core.layers.table import EXPERTS, Flops, LayerKind, Share, Tensor, output_std
 
 
@@ -28,17 +29,24 @@ def expert_tensors(model: ModelConfig, name: str, experts: range) -> Iterator[Te
         yield Tensor(f"experts.{expert}.{name}.weight", shape, std=std, treated="matrix", reduced_over=EXPERTS)
 
 
+def shared_gate_tensor(model: ModelConfig) -> Tensor:
+    """What a token's share of the shared expert is made of."""
+    return Tensor("shared_gate.weight", (1, model.hidden_size), std=model.init_method_std, treated="matrix")
+
+
 def _others(model: ModelConfig) -> Iterator[Tensor]:
     yield router_tensor(model)
+    if model.moe_shared_expert_gate:
+        yield shared_gate_tensor(model)
     for expert in range(model.num_experts):
         for name in ("gate", "up", "down"):
             yield from expert_tensors(model, name, range(expert, expert + 1))
 
 
 def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """The scores of all experts, and the three products of the chosen ones."""
+    """The scores of all experts and of the gate, and the three products of the chosen ones."""
     chosen = 3 * model.expert_hidden_size * model.moe_router_topk
-    return Flops(2.0 * tokens * model.hidden_size * (chosen + model.num_experts), 0.0)
+    return Flops(2.0 * tokens * model.hidden_size * (chosen + model.num_experts + model.moe_shared_expert_gate), 0.0)
 
 
 def _rows(share: Share) -> int:
@@ -48,13 +56,15 @@ def _rows(share: Share) -> int:
 
 def _kept(share: Share) -> tuple[int, int]:
     """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
-    softmax, and that of the chosen. Frozen experts need no row again, nor what is made of it.
+    softmax, and that of the chosen. Frozen experts need no row again, nor what is made of it. What a gate opens, and
+    that gate.
     """
     rows, model = _rows(share), share.model
     trained = "text" not in share.config.frozen_parts
     columns = (2 + (share.cheap and trained)) * model.expert_hidden_size + model.hidden_size * trained
     shares = share.rows * model.num_experts + rows * (not model.moe_router_pre_softmax)
-    return rows * columns, rows + shares
+    opened = (share.residual + share.rows) * model.moe_shared_expert_gate
+    return rows * columns + opened, rows + shares
 
 
 def _held(share: Share) -> int:
@@ -67,4 +77,10 @@ def _work(share: Share) -> int:
     return 3 * _rows(share) * share.model.hidden_size * share.size
 
 
+def _shared_width(model: ModelConfig) -> int:
+    return model.moe_shared_expert_intermediate_size or 0
+
+
+SHARED = gated_mlp("mlp.shared", _shared_width)
+"""The MLP that all tokens pass beside their experts."""
 MOE = LayerKind("mlp", lambda model: {}, (), _kept, _work, _others, _flops, _held)
