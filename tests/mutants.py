@@ -55,14 +55,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("plan.metadata.leave[tokens] > 0", "plan.metadata.leave[tokens] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
-        ("expert.repeat_interleave(", "expert[:1].repeat(sum(own)) if found.any() else (", "rows stay by their source"),
+        ("return arrived.argsort(stable=True)", "return torch.arange(len(arrived))", "rows stay by their source"),
     ],
     ("core/expert_parallel/exchange.py", EXPERTS): [
         ("rows.shape[1])  #", "-1)  #", "a rank without tokens has no shape"),
     ],
     ("core/expert_parallel/exchange.py", MODEL): [
-        ("range(1, count)", "range(1, 1)", "one expert of a token is heard"),
+        ("range(1, slots.shape[1])", "range(1, 1)", "one expert of a token is heard"),
         ("route.collect(column.squeeze(1))", "0 * route.collect(column.squeeze(1))", "the router learns nothing"),
+    ],
+    ("core/expert_parallel/experts.py", EXPERTS): [
+        ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
+        ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
     ],
     ("core/expert_parallel/experts.py", MODEL): [
         ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),
@@ -70,8 +74,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
     ("core/expert_parallel/layer.py", MODEL): [
-        ("return made + (of_all if", "return made + (0 * of_all if", "a shared expert is not heard"),
-        ("sigmoid_gate(of_all, product(", "sigmoid_gate(of_all, product(0 * ", "a shared expert is half heard by all"),
+        ("else made + of_all", "else made + 0 * of_all", "a shared expert is not heard"),
+        ("sigmoid_gate(made, product(", "sigmoid_gate(made, product(0 * ", "a shared expert is half heard by all"),
     ],
     ("core/layers/moe.py", "tests/plan/test_memory.py"): [
         ("rows * columns + opened", "rows * columns", "the plan does not know what a gate keeps"),
@@ -578,7 +582,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
-        ("experts=count)", "experts=count - 1)", "the converter drops an expert"),
+        ('["vision_num_layers"], count)', '["vision_num_layers"], count - 1)', "the converter drops an expert"),
+        ('"moe_shared_expert_gate": True', '"moe_shared_expert_gate": False', "the gate of a shared expert is open"),
+        ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
         ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
         ("c.only(router_jitter_noise=0.0, clip_qkv=None)", "pass", "queries are not clipped, in silence"),
         ('resolved(v)["ffn_hidden_size"]', 'v["ffn_hidden_size"]', "experts have the width of no layer"),

@@ -52,12 +52,17 @@ class MixtureOfExperts(nn.Module):
         scores = logits(normed, self.router).index_select(0, routes.places)  # [t, E]
         if (route := routes.by_layer.get(self.layer)) is None:
             chosen = choose(scores.detach(), self.count)
-            route = routes.by_layer[self.layer] = Route.of(chosen, routes.places, self.experts, self.axis)
+            route = routes.by_layer[self.layer] = Route(chosen, routes.places, self.experts, self.axis)
+        of_all = self._of_all(normed, save)  # launched before the host waits for numbers of rows
         weights = weights_to_experts(self.weigh(scores, route.chosen), route)
-        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.counts)  # [R, 2I]
+        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.groups)  # [R, 2I]
         active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        made = to_tokens(matrices_product(active, self.down, route.counts), route, len(x))
+        made = to_tokens(matrices_product(active, self.down, route.groups), route, len(x))
+        return made if of_all is None else made + of_all
+
+    def _of_all(self, normed: torch.Tensor, save: Save) -> torch.Tensor | None:
+        """What the shared expert makes of every token."""
         if self.shared is None:
-            return made
-        of_all = self.shared(normed, save)
-        return made + (of_all if self.shared_gate is None else sigmoid_gate(of_all, product(normed, self.shared_gate)))
+            return None
+        made = self.shared(normed, save)
+        return made if self.shared_gate is None else sigmoid_gate(made, product(normed, self.shared_gate))
