@@ -8,6 +8,8 @@ none. Padding has no slots, it would load k experts.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,12 +82,27 @@ class Routes:
     so it gives every token to the same experts.
     """
 
+    plan: AttentionPlan
+    here: np.ndarray
+    """int64 `[t]`: this rank's tokens in the row, without padding."""
     places: torch.Tensor
-    """Indices of its tokens, as `Route.places`."""
+    """Where they stand, as `Route.places`."""
+    tokens: int = 0
+    """Those of the whole step, without padding; 0: nothing is counted, as in evaluation."""
     by_layer: dict[int, Route] = field(default_factory=dict)
+    terms: dict[int, Any] = field(default_factory=dict)
+    """What balance adds to the loss, by layer; found with the route."""
 
     @classmethod
-    def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device) -> Routes:
+    def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device, tokens: int = 0) -> Routes:
         """Routes, none found yet, of this rank's tokens, of which each of `tp` has a part."""
-        tokens = plan.local.reshape(tp.size, -1)[tp.rank]
-        return cls(to_device(np.flatnonzero(plan.metadata.leave[tokens] > 0), device))
+        held = plan.local.reshape(tp.size, -1)[tp.rank]
+        places = np.flatnonzero(plan.metadata.leave[held] > 0)
+        return cls(plan, held[places], to_device(places, device), tokens)
+
+    @cached_property
+    def documents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The document of each token here, int64 `[t]`, and the tokens of each of the row's documents `[D]`."""
+        number, device = self.plan.metadata.document, self.places.device
+        lengths = np.bincount(number[number >= 0], minlength=1)
+        return to_device(number[self.here], device), to_device(lengths, device)

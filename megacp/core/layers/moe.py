@@ -18,6 +18,17 @@ def router_tensor(model: ModelConfig) -> Tensor:
     return Tensor("router.weight", shape, std=model.init_method_std, treated="matrix")
 
 
+def router_bias(model: ModelConfig) -> Iterator[Tensor]:
+    """What is added to the scores, where there is such a thing."""
+    if model.moe_router_bias:
+        yield Tensor("router.bias", (model.num_experts,), init="zeros", decays=False)
+
+
+def correction_tensor(model: ModelConfig) -> Tensor:
+    """What is added to sigmoids where experts are chosen: no parameter, and float32 in any model."""
+    return Tensor("router.correction", (model.num_experts,), init="zeros", decays=False)
+
+
 def expert_tensors(model: ModelConfig, name: str, experts: range) -> Iterator[Tensor]:
     """The matrix `gate`, `up` or `down` of some experts."""
     hidden, width, std = model.hidden_size, model.expert_hidden_size, model.init_method_std
@@ -30,6 +41,7 @@ def expert_tensors(model: ModelConfig, name: str, experts: range) -> Iterator[Te
 
 def _others(model: ModelConfig) -> Iterator[Tensor]:
     yield router_tensor(model)
+    yield from router_bias(model)
     for expert in range(model.num_experts):
         for name in ("gate", "up", "down"):
             yield from expert_tensors(model, name, range(expert, expert + 1))
