@@ -25,16 +25,18 @@ from megacp.core.layers.table import Tensor
 from megacp.core.models.block import Block, BlockInputs
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import MOE, Values, config_of, train
+from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, train
 from tests.training.test_golden_gradients import TOLERANCE, Shape, compare, context_options, microbatches, shapes, steps
 
+BALANCED = {**MOE, "num_experts": 24, **BALANCE}
 MODELS: dict[str, Values] = {
-    "softmax of the chosen": {**MOE, "num_experts": 24},
-    "of all, dropout": {**MOE, "num_experts": 24, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
+    "softmax of the chosen": BALANCED,
+    "of all, dropout": {**BALANCED, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
+    "sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
 }
-"""Scores of the last are all 0 in the first step, and most stay 0: a choice by number alone, and experts without a
-token."""
+"""Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
+a token."""
 Case = tuple[Shape, str, Values, Values]
 """Grid, model, what the reference needs too, and options of the grid alone."""
 Choices = dict[tuple[int, int], set[tuple[int, ...]]]
