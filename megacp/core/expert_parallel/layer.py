@@ -52,14 +52,14 @@ class MixtureOfExperts(nn.Module):
             scores = scores + self.router_bias
         if (route := routes.by_layer.get(self.layer)) is None:
             chosen = self._choose(scores.detach())
-            route = routes.by_layer[self.layer] = Route.of(chosen, routes.places, self.experts, self.axis)
+            route = routes.by_layer[self.layer] = Route(chosen, routes.places, self.experts, self.axis)
             if routes.tokens > 0:
                 routes.terms[self.layer] = self.balance.count(scores.detach(), chosen, routes)
         scores = with_terms(scores, routes.terms.get(self.layer))
         weights = weights_to_experts(self.weigh(scores, route.chosen) * self.factor, route)
-        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.counts)  # [R, 2I]
+        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.groups)  # [R, 2I]
         active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        return to_tokens(matrices_product(active, self.down, route.counts), route, len(x))
+        return to_tokens(matrices_product(active, self.down, route.groups), route, len(x))
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
         choice = self.score.choice(scores)
