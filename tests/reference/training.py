@@ -76,10 +76,9 @@ MOE: Values = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 20
 """Experts in two layers of three."""
 SIGMOID: Values = {
     **{"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
-    **{"moe_router_num_groups": 4, "moe_router_group_topk": 2},
+    **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_bias_update_rate": 0.05},
 }
-BALANCE: Values = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1, "moe_router_bias_update_rate": 0.05}
-"""Large enough that no term is lost in the rounding of the loss, and corrections change what is chosen."""
+BALANCE: Values = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
 
 AXIS_FLAGS = {
     "tp": "tensor_model_parallel_size",
