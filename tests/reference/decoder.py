@@ -165,8 +165,8 @@ def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen
     return total
 
 
-def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> tuple[Tensor, Tensor]:
-    """The term of documents and the z-loss, document by document."""
+def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> list[Tensor]:
+    """The term of documents and the z-loss, document by document, where they are asked for."""
     tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
     of_documents, z = torch.zeros(2, dtype=torch.float64).unbind()
     for _, batch, scores, probabilities, chosen in seen:
@@ -178,7 +178,8 @@ def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> tu
             product = (chosen[inside].sum(0) * probabilities[inside].sum(0)).sum() / inside.sum()
             scale = training.moe_aux_loss_coeff * model.num_experts / (model.moe_router_topk * tokens)
             of_documents = of_documents + scale * product
-    return of_documents, z
+    found = ((of_documents, training.moe_aux_loss_coeff), (z, training.moe_z_loss_coeff))
+    return [term for term, coefficient in found if coefficient > 0]
 
 
 def loads(seen: Seen) -> dict[str, Tensor]:

@@ -127,7 +127,9 @@ class Balance:
 
     def __init__(self, layers: Sequence[LayerBalance], config: RunConfig, grid: ProcessGrid) -> None:
         self.layers, self.model, self.grid = layers, config.model, grid
-        self.rate = config.training.moe_router_bias_update_rate
+        training = config.training
+        self.rate = training.moe_router_bias_update_rate
+        self.terms = ("balance_loss", training.moe_aux_loss_coeff), ("z_loss", training.moe_z_loss_coeff)
         self.corrections = [layer.correction for layer in layers if layer.correction is not None]
         self.counts = torch.empty(0)
         """int64 `[layers, E]`: tokens of each expert in the last step, of all ranks."""
@@ -151,9 +153,10 @@ class Balance:
                 layer.counts.zero_()
                 layer.terms.zero_()
         table = all_gather(mine.unsqueeze(0), self.grid.world).cpu()  # [world, 4]
-        document, z = table[:, :2].sum(0).tolist()
+        terms = zip(self.terms, table[:, :2].sum(0).tolist(), strict=True)
         load, dropped = table[:, 2].max().item(), table[table[:, 3].abs().argmax(), 3].item()
-        return {"balance_loss": document, "z_loss": z, "expert_load": load, "dropped": int(dropped)}
+        figures = {name: value for (name, coefficient), value in terms if coefficient > 0}
+        return {**figures, "expert_load": load, "dropped": int(dropped)}
 
     def correct(self) -> None:
         """Move the corrections by the counts of the last step; integers say where to, so all ranks do the same."""

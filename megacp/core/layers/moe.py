@@ -60,13 +60,18 @@ def _rows(share: Share) -> int:
 
 def _kept(share: Share) -> tuple[int, int]:
     """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
-    softmax, and that of the chosen. Frozen experts need no row again, nor what is made of it.
+    softmax, both where there are terms of balance, what becomes of the chosen ones, and the sums of their sigmoids.
+    Frozen experts need no row again, nor what is made of it.
     """
     rows, model = _rows(share), share.model
     trained = "text" not in share.config.frozen_parts
     columns = (2 + (share.cheap and trained)) * model.expert_hidden_size + model.hidden_size * trained
-    shares = share.rows * model.num_experts + rows * (not model.moe_router_pre_softmax)
-    return rows * columns, rows + shares
+    training, softmax = share.config.training, model.moe_router_score_function == "softmax"
+    of_all = softmax and model.moe_router_pre_softmax
+    tables = 1 + (of_all and training.moe_aux_loss_coeff + training.moe_z_loss_coeff > 0)
+    sums = share.rows * (not softmax and not model.moe_router_pre_softmax)
+    shares = share.rows * model.num_experts * tables + rows * (not of_all)
+    return rows * columns, rows + shares + sums
 
 
 def _held(share: Share) -> int:
