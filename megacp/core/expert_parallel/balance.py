@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import nn
@@ -28,54 +27,37 @@ from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.collectives import all_gather, all_reduce
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.distributed.parameter import attach, spec_of
-from megacp.core.expert_parallel.route import Routes
-from megacp.core.expert_parallel.router import SCORES
+from megacp.core.expert_parallel.route import Routes, Terms
+from megacp.core.expert_parallel.router import SCORES, ScoreFunction
 from megacp.core.layers.moe import correction_tensor
+from megacp.core.ops.pointwise import FromInputs
 from megacp.core.tensor_parallel.linear import parameter_spec
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The two terms of a layer in a microbatch, as a function of scores `[t, E]`."""
-
-    score_function: str
-    document: torch.Tensor
-    """int64 `[t]`: that of each token."""
-    price: torch.Tensor | None
-    """`[D, E]`: what a probability of 1 adds to the first, of a document's token; None: there is no such term."""
-    z: float
-    """What a token's squared logsumexp adds to the second."""
-
-    def __call__(self, scores: torch.Tensor) -> torch.Tensor:
-        """Their parts of this rank's tokens, `[2]`."""
-        first = second = scores.new_zeros(())
-        if self.price is not None:
-            probabilities = SCORES[self.score_function].probabilities(scores)
-            first = (probabilities * self.price.index_select(0, self.document)).sum()
-        if self.z > 0:
-            second = self.z * scores.logsumexp(-1).square().sum()
-        return torch.stack([first, second])
+def _terms(
+    score: ScoreFunction, document: torch.Tensor, price: torch.Tensor | None, z: float, scores: torch.Tensor
+) -> torch.Tensor:
+    """Both terms `[2]` of `scores[t, E]`, of this rank's tokens. `price[D, E]` is what a probability of 1 adds to the
+    first, of a token of each document (None: there is no such term), `z` what a squared logsumexp adds to the second.
+    """
+    first = second = scores.new_zeros(())
+    if price is not None:
+        first = (score.probabilities(scores) * price.index_select(0, document)).sum()
+    if z > 0:
+        second = z * scores.logsumexp(-1).square().sum()
+    return torch.stack([first, second])
 
 
-class _WithTerms(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, terms: Terms) -> torch.Tensor:
-        ctx.save_for_backward(scores)
-        ctx.terms = terms
-        return scores.view_as(scores)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (scores,) = ctx.saved_tensors
-        with torch.enable_grad():
-            given = scores.detach().requires_grad_()
-            total = ctx.terms(given).sum()
-        return grads[0] + torch.autograd.grad(total, given)[0], None
+def _gradient(terms: Terms, grad: torch.Tensor, scores: torch.Tensor) -> tuple[torch.Tensor]:
+    with torch.enable_grad():
+        given = scores.detach().requires_grad_()
+        total = terms(given).sum()
+    return (grad + torch.autograd.grad(total, given)[0],)
 
 
 def with_terms(scores: torch.Tensor, terms: Terms | None) -> torch.Tensor:
-    """The same scores, whose gradient has that of the terms too."""
-    return scores if terms is None else _WithTerms.apply(scores, terms)
+    """The same scores, to whose gradient that of the terms is added."""
+    return scores if terms is None else FromInputs.apply(torch.Tensor.detach, partial(_gradient, terms), scores)
 
 
 class LayerBalance(nn.Module):
@@ -86,7 +68,7 @@ class LayerBalance(nn.Module):
 
     def __init__(self, prefix: str, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
-        self.score_function, self.topk = config.moe_router_score_function, config.moe_router_topk
+        self.score, self.topk = SCORES[config.moe_router_score_function], config.moe_router_topk
         self.document, self.z = backend.balance_terms
         self.axes = backend.tp, backend.row_axis
         device = backend.options.device
@@ -95,7 +77,7 @@ class LayerBalance(nn.Module):
         self.terms = torch.zeros(2, dtype=torch.float64, device=device)
         """Sums of the two terms."""
         self.register_buffer("correction", None)
-        if SCORES[self.score_function].corrected:
+        if self.score.corrected:
             tensor = correction_tensor(config)
             zeros = torch.zeros(tensor.shape, dtype=torch.float32, device=device)
             tensor = dataclasses.replace(tensor, name=f"{prefix}.{tensor.name}")
@@ -117,7 +99,7 @@ class LayerBalance(nn.Module):
                 found = all_reduce(found, axis)
             scale = self.document * experts / (self.topk * routes.tokens)
             price = found.to(scores.dtype) / lengths.to(scores.dtype).unsqueeze(1) * scale
-        terms = Terms(self.score_function, document, price, self.z / routes.tokens)
+        terms = partial(_terms, self.score, document, price, self.z / routes.tokens)
         self.terms += terms(scores)
         return terms
 

@@ -8,8 +8,8 @@ none. Padding has no slots, it would load k experts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,6 +96,10 @@ class Route:
         return all_to_all(rows.index_select(0, self.leaving), self.axis, self.received, self.sent)
 
 
+Terms = Callable[[torch.Tensor], torch.Tensor]
+"""Scores of experts `[t, E]` to what stands beside the loss, `[2]`."""
+
+
 @dataclass(frozen=True)
 class Routes:
     """What the layers of a microbatch share, and the route of each: a layer that is computed again takes the same,
@@ -110,7 +114,7 @@ class Routes:
     tokens: int = 0
     """Those of the whole step, without padding; 0: nothing is counted, as in evaluation."""
     by_layer: dict[int, Route] = field(default_factory=dict)
-    terms: dict[int, Any] = field(default_factory=dict)
+    terms: dict[int, Terms | None] = field(default_factory=dict)
     """What balance adds to the loss, by layer; found with the route."""
 
     @classmethod
