@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.expert_parallel import layer
+from megacp.core.expert_parallel import layer, router
 from megacp.core.layers.moe import router_tensor
 from megacp.core.layers.table import Tensor
 from megacp.core.models.block import Block, BlockInputs
@@ -93,14 +93,15 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         margins.extend((edge[:, 0] - edge[:, 1])[edge.any(1)].tolist())
         return choose(scores, count)
 
-    def router(model: ModelConfig) -> Tensor:
+    def drawn(model: ModelConfig) -> Tensor:
         tensor = router_tensor(model)
         return dataclasses.replace(tensor, std=0.0) if name == "equal scores" else tensor
 
     with (
         mock.patch.object(Block, "forward", forward),
         mock.patch.object(layer, "choose", choice),
-        mock.patch.object(layer, "router_tensor", router),
+        mock.patch.object(router, "choose", choice),
+        mock.patch.object(layer, "router_tensor", drawn),
     ):
         yield choices, margins
 
@@ -141,7 +142,7 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[3:])
+    check(2, dealt(2)[1:6:2] + dealt(2)[6:])
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
@@ -155,7 +156,7 @@ def test_every_grid_with_every_ep_equals_one_process(ranks: int, part: int) -> N
 
 @pytest.mark.slow
 def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[:3])
+    check(2, dealt(2)[:6:2])
 
 
 def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:
