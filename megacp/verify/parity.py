@@ -329,9 +329,11 @@ def train_rank(
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
         agreed = agree_on_step(batches, grid, replica=model.rows.data_rank.index)
-        loss = model.gradients(batches, step, agreed.denominator)
+        loss = model.gradients(batches, step, agreed.denominator, agreed.tokens)
+        model.balance.settle(agreed.tokens)
         gradients = _boxes(model.parameters.gradient_slices())
         norm = model.optimizer.step(learning_rate(step, config.training))
+        model.balance.correct()
         after = _boxes(model.parameters.parameters_held())
         pairs = zip(before, after, strict=True)
         updates = tuple(Box(new.name, new.global_shape, new.offsets, new.values - old.values) for old, new in pairs)

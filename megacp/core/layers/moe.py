@@ -19,6 +19,17 @@ def router_tensor(model: ModelConfig) -> Tensor:
     return Tensor("router.weight", shape, std=model.init_method_std, treated="matrix")
 
 
+def router_bias(model: ModelConfig) -> Iterator[Tensor]:
+    """What is added to the scores, where there is such a thing."""
+    if model.moe_router_bias:
+        yield Tensor("router.bias", (model.num_experts,), init="zeros", decays=False)
+
+
+def correction_tensor(model: ModelConfig) -> Tensor:
+    """What is added to sigmoids where experts are chosen: no parameter, and float32 in any model."""
+    return Tensor("router.correction", (model.num_experts,), init="zeros", decays=False)
+
+
 def expert_tensors(model: ModelConfig, name: str, experts: range) -> Iterator[Tensor]:
     """The matrix `gate`, `up` or `down` of some experts."""
     hidden, width, std = model.hidden_size, model.expert_hidden_size, model.init_method_std
@@ -38,6 +49,7 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
     yield router_tensor(model)
     if model.moe_shared_expert_gate:
         yield shared_gate_tensor(model)
+    yield from router_bias(model)
     for expert in range(model.num_experts):
         for name in ("gate", "up", "down"):
             yield from expert_tensors(model, name, range(expert, expert + 1))
@@ -58,6 +70,8 @@ def _kept(share: Share) -> tuple[int, int]:
     """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
     softmax, and that of the chosen. Frozen experts need no row again, nor what is made of it. What a gate opens, and
     that gate.
+    softmax, both where there are terms of balance, what becomes of the chosen ones, and the sums of their sigmoids.
+    Frozen experts need no row again, nor what is made of it.
     """
     rows, model = _rows(share), share.model
     trained = "text" not in share.config.frozen_parts
@@ -65,6 +79,12 @@ def _kept(share: Share) -> tuple[int, int]:
     shares = share.rows * model.num_experts + rows * (not model.moe_router_pre_softmax)
     opened = (share.residual + share.rows) * model.moe_shared_expert_gate
     return rows * columns + opened, rows + shares
+    training, softmax = share.config.training, model.moe_router_score_function == "softmax"
+    of_all = softmax and model.moe_router_pre_softmax
+    tables = 1 + (of_all and training.moe_aux_loss_coeff + training.moe_z_loss_coeff > 0)
+    sums = share.rows * (not softmax and not model.moe_router_pre_softmax)
+    shares = share.rows * model.num_experts * tables + rows * (not of_all)
+    return rows * columns, rows + shares + sums
 
 
 def _held(share: Share) -> int:
