@@ -78,7 +78,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("range(self.axis.rank * own,", "range(0 * own,", "all ep ranks begin with the first experts"),
     ],
+    ("core/data_parallel/full_shard.py", EXPERTS): [
+        ("axis = self.axes[spec.reduced_over]", "axis = self.axes[DATA]", "parts of experts are named as over dp x cp"),
+    ],
+    ("core/distributed/fully_shard.py", EXPERTS): [
+        ("_mesh(axes[parameter].group", "_mesh(others.group", "experts are gathered over dp x cp"),
+    ],
     ("core/models/build.py", EXPERTS): [
+        (
+            "any(axis.size > instances for axis in reduced.values())",
+            "reduced[DATA].size > instances",
+            "experts stay whole where a rank shares nothing else",
+        ),
         ("{EXPERTS: grid.edp}", '{EXPERTS: grid.over("dp", "cp")}', "gradients of experts are summed over dp x cp"),
     ],
     ("core/tensor_parallel/linear.py", EXPERTS): [

@@ -305,7 +305,6 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
-    ({**EXPERTS, STRATEGY: "optim_grads_params"}, 1, "--data-parallel-sharding-strategy optim_grads_params"),
     ({**EXPERTS, "mlp_chunk_tokens": 64}, 1, "--mlp-chunk-tokens 64"),
     ({**EXPERTS, "add_mlp_bias": True}, 1, "--add-mlp-bias"),
     ({**EXPERTS, "lora_rank": 4, "lora_targets": "all"}, 1, "--lora-targets all"),

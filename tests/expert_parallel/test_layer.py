@@ -122,6 +122,25 @@ def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
     assert rows[-1] == 0 < rows[0]
 
 
+def gathered_by_a_step(rank: int, world_size: int, tp: int, ep: int) -> tuple[dict[str, int], int]:
+    """Bytes over edp of two microbatches under full sharding, and those of a rank's part of the experts."""
+    shape = {"tp": tp, "dp": world_size // tp, "ep": ep}
+    options = {"data_parallel_sharding_strategy": "optim_grads_params", "sequence_parallel": True}
+    here = grid(**shape)
+    model = ParallelModel(config_of({**SIZES, "num_layers": 2, **options}, shape), here)
+    here.edp.traffic.clear()
+    model.gradients(step_batches(2, 1), 1, 10.0)
+    return dict(here.edp.traffic), 2 * 8 * (8 // ep) * 3 * 20 * 32 // here.edp.size
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (1, 2)])
+def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(tp: int, ep: int) -> None:
+    """Of two microbatches, each for itself; one rank of edp sends nothing."""
+    ranks = 4 if tp == ep == 2 else 2
+    for sent, part in run_ranks(gathered_by_a_step, ranks, tp, ep):
+        assert sent == ({} if ranks == ep else {"all_gather": 4 * part, "reduce_scatter": 2 * part})
+
+
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
     """Also where its input is not quite the same."""
     model = ParallelModel(config_of({**SIZES, "recompute_granularity": "full", "dtype": "float32"}, {}), grid())
@@ -139,6 +158,7 @@ def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Pat
     moved = [*flags, "--save", str(tmp_path / "moved")]
     load = ["--load", str(tmp_path / "moved")]
     run(4, [*moved, *grid_flags(tp=2, ep=1), "--train-iters", "1"])
-    run(4, [*moved, *load, *grid_flags(ep=4), "--train-iters", "2", "--data-parallel-sharding-strategy", "optim_grads"])
-    run(4, [*moved, *load, *grid_flags(pp=2, ep=2)])
+    sharded = "--data-parallel-sharding-strategy"
+    run(4, [*moved, *load, *grid_flags(ep=4), "--train-iters", "2", sharded, "optim_grads_params"])
+    run(4, [*moved, *load, *grid_flags(pp=2, ep=2), sharded, "optim_grads"])
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
