@@ -55,14 +55,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("plan.metadata.leave[tokens] > 0", "plan.metadata.leave[tokens] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
-        ("expert.repeat_interleave(", "expert[:1].repeat(sum(own)) if found.any() else (", "rows stay by their source"),
+        ("return arrived.argsort(stable=True)", "return torch.arange(len(arrived))", "rows stay by their source"),
     ],
     ("core/expert_parallel/exchange.py", EXPERTS): [
         ("rows.shape[1])  #", "-1)  #", "a rank without tokens has no shape"),
     ],
     ("core/expert_parallel/exchange.py", MODEL): [
-        ("range(1, count)", "range(1, 1)", "one expert of a token is heard"),
+        ("range(1, slots.shape[1])", "range(1, 1)", "one expert of a token is heard"),
         ("route.collect(column.squeeze(1))", "0 * route.collect(column.squeeze(1))", "the router learns nothing"),
+    ],
+    ("core/expert_parallel/experts.py", EXPERTS): [
+        ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
+        ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
     ],
     ("core/expert_parallel/experts.py", MODEL): [
         ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),

@@ -384,14 +384,14 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 34_866,
-    "megacp/core": 20_870,
+    "megacp": 34_940,
+    "megacp/core": 20_945,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 5_890,
     "megacp/verify": 1_355,
     "megacp/plan": 776,
     "bench tools": 2_838,
-    "tests": 34_800,
+    "tests": 34_860,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (158, 21_900)}

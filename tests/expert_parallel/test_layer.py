@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import grid as grid_file
 from megacp.core.distributed.grid import Axis, build_grid
-from megacp.core.expert_parallel import layer
-from megacp.core.expert_parallel.route import Route
+from megacp.core.expert_parallel import experts, layer
+from megacp.core.expert_parallel.route import Groups, Route
 from megacp.core.expert_parallel.router import choose, logits
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.training.step import ParallelModel
@@ -110,7 +110,7 @@ def sent_by_a_step(rank: int, world_size: int, recompute: str) -> tuple[int, int
     by_formula = 8 * 8 // world_size * (world_size - 1) + 2 * width * (there + here_from) + 8 * (there + here_from)
     by_formula += (width + 8) * there * (recompute == "full")
     assert len(route.chosen) == (batch.leave > 0).sum() and sum(route.sent) == route.chosen.numel(), "padding is routed"
-    return moved() - before, by_formula, sum(route.sent), sum(route.counts)
+    return moved() - before, by_formula, sum(route.sent), sum(route.groups.counts)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -139,6 +139,20 @@ def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(tp: i
     ranks = 4 if tp == ep == 2 else 2
     for sent, part in run_ranks(gathered_by_a_step, ranks, tp, ep):
         assert sent == ({} if ranks == ep else {"all_gather": 4 * part, "reduce_scatter": 2 * part})
+
+
+def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows, and both gradients, where the second of three experts has none; torch has that kernel for CPUs too."""
+    draw = torch.Generator().manual_seed(1)
+    x, weight, grad = (torch.randn(shape, generator=draw) for shape in ((7, 16), (3 * 8, 16), (7, 8)))
+    groups, found = Groups(torch.tensor([5, 0, 2])), []
+    for one in (False, True):
+        monkeypatch.setattr(experts, "_one_kernel", lambda *_, one=one: one)
+        leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = experts.matrices_product(*leaves, groups)
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=16 * 2**-23 * 16)
+    assert not found[1][2][8:16].any()
 
 
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megacp.core.expert_parallel.route import Route
+from megacp.core.ops.device import fused
 from megacp.core.ops.kernel import accumulation_dtype
 
 Send = Callable[[torch.Tensor], torch.Tensor]
@@ -24,6 +25,15 @@ class _Way(torch.autograd.Function):
         return ctx.back(grads[0]), None, None
 
 
+@fused
+def _sum(slots: torch.Tensor) -> torch.Tensor:
+    """`[t, k, h] -> [t, h]`, one slot after the other, fp32 or wider: the same sum on every grid."""
+    total = slots[:, 0].to(accumulation_dtype(slots.dtype))
+    for slot in range(1, slots.shape[1]):
+        total = total + slots[:, slot]
+    return total.to(slots.dtype)
+
+
 def _ways(route: Route, tokens: int) -> tuple[Send, Send]:
     count = route.chosen.shape[1]
 
@@ -32,11 +42,7 @@ def _ways(route: Route, tokens: int) -> tuple[Send, Send]:
 
     def back(rows: torch.Tensor) -> torch.Tensor:
         slots = route.collect(rows).index_select(0, route.slots).view(*route.chosen.shape, rows.shape[1])  # [t, k, h]
-        total = slots[:, 0].to(accumulation_dtype(rows.dtype))
-        for slot in range(1, count):  # one after the other: the same sum on every grid
-            total = total + slots[:, slot]
-        out = rows.new_zeros(tokens, rows.shape[1])
-        return out.index_copy_(0, route.places, total.to(rows.dtype))
+        return rows.new_zeros(tokens, rows.shape[1]).index_copy_(0, route.places, _sum(slots))
 
     return there, back
 

@@ -44,8 +44,8 @@ class MixtureOfExperts(nn.Module):
         scores = logits(normed, self.router).index_select(0, routes.places)  # [t, E]
         if (route := routes.by_layer.get(self.layer)) is None:
             chosen = choose(scores.detach(), self.count)
-            route = routes.by_layer[self.layer] = Route.of(chosen, routes.places, self.experts, self.axis)
+            route = routes.by_layer[self.layer] = Route(chosen, routes.places, self.experts, self.axis)
         weights = weights_to_experts(self.weigh(scores, route.chosen), route)
-        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.counts)  # [R, 2I]
+        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.groups)  # [R, 2I]
         active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        return to_tokens(matrices_product(active, self.down, route.counts), route, len(x))
+        return to_tokens(matrices_product(active, self.down, route.groups), route, len(x))

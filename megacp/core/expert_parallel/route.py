@@ -7,6 +7,7 @@ none. Padding has no slots, it would load k experts.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,61 +16,81 @@ import torch
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.collectives import all_to_all
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.device import to_device
+from megacp.core.ops.device import HostCopy, to_device
 
 
-@dataclass(frozen=True)
+class Groups:
+    """Rows that are sorted by expert."""
+
+    def __init__(self, counts: torch.Tensor) -> None:
+        self.ends = counts.cumsum(0, dtype=torch.int32)
+        """int32 `[n]`, on the device: where the rows of each expert end."""
+        self.experts = len(counts)
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """Rows of each expert; the host waits for the device."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
+
+
 class Route:
-    """The way of `t` tokens of this rank, and of the `R` rows that its experts are given."""
+    """The way of `t` tokens of this rank, and of the `R` rows that its experts are given. The ranks of `axis` build it
+    together.
 
-    axis: Axis
-    chosen: torch.Tensor
-    """int64 `[t, k]`: the experts of each token, in order of their numbers."""
-    places: torch.Tensor
-    """int64 `[t]`: where the tokens stand among those of the rank, padding included."""
-    order: torch.Tensor
-    """int64 `[t k]`: slots by expert, then token."""
-    slots: torch.Tensor
-    """The inverse of `order`."""
-    sent: list[int]
-    """Rows to each ep rank."""
-    received: list[int]
-    """Rows from each."""
-    counts: list[int]
-    """Rows of each expert of this rank; their sum is `R`."""
-    arrived: torch.Tensor | None
-    """int64 `[R]`: rows as they came, by expert, source and token; None on one ep rank."""
-    leaving: torch.Tensor | None
-    """The inverse of `arrived`."""
+    On one ep rank the host waits for nothing; on several when `sent` is first asked for, so what is launched before
+    is done meanwhile.
+    """
 
-    @classmethod
-    def of(cls, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis) -> Route:
-        """The route of chosen experts; the ranks of `axis` call it together, and wait for the device once."""
-        sorted_slots, order = chosen.flatten().sort(stable=True)
+    def __init__(self, chosen: torch.Tensor, places: torch.Tensor, experts: int, axis: Axis) -> None:
+        self.axis = axis
+        self.chosen = chosen
+        """int64 `[t, k]`: the experts of each token, in order of their numbers."""
+        self.places = places
+        """int64 `[t]`: where the tokens stand among those of the rank, padding included."""
+        sorted_slots, self.order = chosen.flatten().sort(stable=True)
+        """int64 `[t k]`: slots by expert, then token."""
+        self.slots = self.order.argsort()
+        """The inverse of `order`."""
         # bincount would wait for the device
         ends = torch.searchsorted(sorted_slots, torch.arange(experts, device=chosen.device), right=True)
         counts = ends.diff(prepend=ends.new_zeros(1))  # [E]
-        found = all_to_all(counts, axis)  # rows of every source for each expert here
-        both = torch.stack([counts, found]).tolist()
-        sent, received = (np.reshape(numbers, (axis.size, -1)) for numbers in both)  # [ep, n]
-        own = received.sum(0).tolist()
-        arrived = leaving = None
-        if axis.size > 1:
-            expert = torch.arange(len(own), device=found.device).repeat(axis.size)
-            arrived = expert.repeat_interleave(found, output_size=sum(own)).argsort(stable=True)
-            leaving = arrived.argsort()
-        splits = sent.sum(1).tolist(), received.sum(1).tolist()
-        return cls(axis, chosen, places, order, order.argsort(), *splits, own, arrived, leaving)
+        self._found = all_to_all(counts, axis).view(axis.size, -1)  # [ep, n]: rows of every source for each expert here
+        self.groups = Groups(self._found.sum(0))
+        """The rows of this rank's experts."""
+        rows = torch.stack([counts.view(axis.size, -1).sum(1), self._found.sum(1)])
+        self._rows = HostCopy(rows)
+
+    @property
+    def sent(self) -> list[int]:
+        """Rows to each ep rank."""
+        return self._rows.values[0].tolist()
+
+    @property
+    def received(self) -> list[int]:
+        """Rows from each; their sum is `R`."""
+        return self._rows.values[1].tolist()
+
+    @functools.cached_property
+    def arrived(self) -> torch.Tensor:
+        """int64 `[R]`: rows as they came, by expert, source and token."""
+        expert = torch.arange(self.groups.experts, device=self._found.device).repeat(self.axis.size)
+        arrived = expert.repeat_interleave(self._found.flatten(), output_size=sum(self.received))
+        return arrived.argsort(stable=True)
+
+    @functools.cached_property
+    def leaving(self) -> torch.Tensor:
+        """The inverse of `arrived`."""
+        return self.arrived.argsort()
 
     def spread(self, slots: torch.Tensor) -> torch.Tensor:
         """What stands by expert and token here, `[t k, ...]`, to the rows `[R, ...]` of this rank's experts."""
-        if self.arrived is None:
+        if self.axis.size == 1:
             return slots
         return all_to_all(slots, self.axis, self.sent, self.received).index_select(0, self.arrived)
 
     def collect(self, rows: torch.Tensor) -> torch.Tensor:
         """The way back of `spread`."""
-        if self.leaving is None:
+        if self.axis.size == 1:
             return rows
         return all_to_all(rows.index_select(0, self.leaving), self.axis, self.received, self.sent)
 

@@ -41,6 +41,23 @@ def pinned(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         return tensor.pin_memory()
 
 
+class HostCopy:
+    """A tensor on its way to the host: the copy begins at once, and only who asks for `values` waits for it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._host, self._done = x, None
+        if x.is_cuda:
+            self._host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+            self._done = torch.cuda.current_stream(x.device).record_event()
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor of the host."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host
+
+
 def whole_graph(
     function: Callable[Arguments, Result], backend: str | Callable = "inductor"
 ) -> Callable[Arguments, Result]:
