@@ -68,6 +68,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
         ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
     ],
+    ("core/expert_parallel/experts.py", EXPERTS): [
+        ("alpha=self.scale", "alpha=1", "pairs of experts have a weight of 1"),
+        ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
+        ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
+    ],
+    ("core/layers/table.py", EXPERTS): [
+        (
+            '"uniform", down_std, treated="matrix", reduced_over=over)',
+            '"uniform", down_std, treated="matrix")',
+            "pairs of experts are summed over dp x cp",
+        ),
+    ],
     ("core/expert_parallel/experts.py", MODEL): [
         ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),
         ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),

@@ -63,7 +63,7 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
         found.append(GatheredPart("vision", tower + connector, trained))
     for layer in layers:
         ep = config.parallel.expert_model_parallel_size
-        block, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer)
+        block, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer, ep)
         found.append(GatheredPart("block", block.parameters + pairs, block.trained + pairs))
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
@@ -112,14 +112,17 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
-    experts = sum(expert_parameters(config.model, layer, ep) for layers in chunks for layer in layers)
+    experts, pairs = (
+        sum(expert_parameters(config.model, layer, ep, pairs=of_pairs) for layers in chunks for layer in layers)
+        for of_pairs in (False, True)
+    )
     frozen, alike = "text" in config.frozen_parts, max(1, ranks * tp // ep)
 
     def part(count: int, of_experts: int) -> int:
         """A rank's part of parameters, and of the experts among them."""
         return -(-(count - of_experts) // ranks) - (-of_experts // alike)
 
-    share, narrow = part(trained, 0 if frozen else experts), size < wide
+    share, narrow = part(trained, pairs if frozen else experts), size < wide
     kinds = max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())  # as if one rule stepped all
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     strategy = config.parallel.data_parallel_sharding_strategy

@@ -41,8 +41,9 @@ MODELS: dict[str, Values] = {
     "softmax of the chosen": {**MOE, "num_experts": 24},
     "of all, dropout": {**MOE, "num_experts": 24, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
+    "pairs": {**MOE, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
 }
-"""Scores of the last are all 0 in the first step, and most stay 0: a choice by number alone, and experts without a
+"""Scores of the third are all 0 in the first step, and most stay 0: a choice by number alone, and experts without a
 token."""
 Case = tuple[Shape, str, Values, Values]
 """Grid, model, what the reference needs too, and options of the grid alone."""
@@ -57,8 +58,9 @@ def grids(ranks: int) -> list[Shape]:
 
 
 def case_of(shape: Shape, number: int) -> Case:
+    name = list(MODELS)[(number + number // len(MODELS)) % len(MODELS)]
     virtual = 2 if 1 < shape["pp"] < 8 and number % 3 == 0 else 1
-    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0
+    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0 and name != "pairs"
     alike = shape["tp"] * shape["cp"] * shape["dp"] // shape["ep"]
     options: Values = {
         "num_virtual_stages_per_pipeline_rank": virtual,
@@ -73,7 +75,7 @@ def case_of(shape: Shape, number: int) -> Case:
     width = 48 if shape["tp"] == 3 else 32
     heads = {"num_attention_heads": 24 if shape["tp"] == 3 else 8, "num_query_groups": 24 if shape["tp"] == 3 else 8}
     sizes = {"num_layers": max(2, virtual * shape["pp"]), "hidden_size": width, "kv_channels": 4, **heads}
-    return shape, list(MODELS)[number % 3], sizes, options
+    return shape, name, sizes, options
 
 
 def dealt(ranks: int) -> list[Case]:

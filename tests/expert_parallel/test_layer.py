@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +17,13 @@ from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.expert_parallel import experts, layer
 from megacp.core.expert_parallel.route import Groups, Route
 from megacp.core.expert_parallel.router import choose, logits
+from megacp.core.layers.table import A, B
 from megacp.core.models.block import Block, BlockInputs
+from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
-from tests.reference.training import MOE, config_of, step_batches
+from tests.reference.sharding import assemble, fill
+from tests.reference.training import MOE, config_of, gradient_pieces, parameter_pieces, step_batches
 from tests.training.runs import TINY, grid_flags, losses, run
 
 TP2_CP3_DP2 = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
@@ -153,6 +157,29 @@ def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.
         found.append([out, *torch.autograd.grad(out, leaves, grad)])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=16 * 2**-23 * 16)
     assert not found[1][2][8:16].any()
+
+
+def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to() -> None:
+    """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW A^T."""
+    pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,gate,down"}
+    adapted, whole = (ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {}))
+    draw = np.random.default_rng(1)
+    tensors = {name: draw.normal(0, 0.1, x.shape) for name, x in assemble([parameter_pieces(adapted)]).items()}
+    fill(adapted.chunks[0], {name: torch.tensor(x) for name, x in tensors.items()})
+    made, linears = dict(tensors), {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)}
+    low, high = ({name: tensors.pop(f"{name}.{kind}") for name in linears} for kind in (A, B))
+    assert "layers.1.mlp.experts.7.down" in linears and "layers.1.mlp.experts.7.up" not in linears
+    for name in linears:
+        made[f"{name}.weight"] = tensors[f"{name}.weight"] + 2 * high[name] @ low[name]
+    fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
+    losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
+    found, expected = (assemble([gradient_pieces(model)]) for model in (adapted, whole))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    for name in linears:
+        of_sum = expected[f"{name}.weight"]
+        for kind, by_chain in ((A, 2 * high[name].T @ of_sum), (B, 2 * of_sum @ low[name].T)):
+            exact = 1e-11 * np.abs(by_chain).max()
+            np.testing.assert_allclose(found[f"{name}.{kind}"], by_chain, rtol=0, atol=exact)
 
 
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import chain
-
 import torch
 from torch import nn
 
@@ -12,11 +9,10 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.exchange import to_experts, to_tokens, weights_to_experts
-from megacp.core.expert_parallel.experts import activated, matrices_product
+from megacp.core.expert_parallel.experts import Experts
 from megacp.core.expert_parallel.route import Route, Routes
 from megacp.core.expert_parallel.router import WEIGHTS, choose, logits
-from megacp.core.layers.moe import MOE, expert_tensors, router_tensor
-from megacp.core.ops.pointwise import ACTIVATIONS
+from megacp.core.layers.moe import MOE, router_tensor
 from megacp.core.tensor_parallel.linear import row_parameter
 
 
@@ -30,13 +26,11 @@ class MixtureOfExperts(nn.Module):
         self.axis, self.experts, self.count = backend.ep, config.num_experts, config.moe_router_topk
         norm = NormSpec(f"layers.{layer}.mlp_norm", config.hidden_size, config.norm_epsilon)
         self.norm = backend.norm(norm) if config.norm_position != "after" else None
-        self.weigh, self.activation = WEIGHTS[config.moe_router_pre_softmax], ACTIVATIONS[config.mlp_activation]
+        self.weigh = WEIGHTS[config.moe_router_pre_softmax]
         own = self.experts // self.axis.size
         here = range(self.axis.rank * own, (self.axis.rank + 1) * own)
-        gate, up, down = (list(expert_tensors(config, name, here)) for name in ("gate", "up", "down"))
         self.router = row_parameter(prefix, [router_tensor(config)], backend.options)
-        self.gate_up = row_parameter(prefix, list(chain(*zip(gate, up, strict=True))), backend.options)  # [n 2I, h]
-        self.down = row_parameter(prefix, down, backend.options)  # [n h, I]
+        self.matrices = Experts(prefix, here, config, backend.options)
 
     def forward(self, x: torch.Tensor, save: Save, routes: Routes) -> torch.Tensor:
         """All ep ranks call it together, those without a token too."""
@@ -46,6 +40,5 @@ class MixtureOfExperts(nn.Module):
             chosen = choose(scores.detach(), self.count)
             route = routes.by_layer[self.layer] = Route(chosen, routes.places, self.experts, self.axis)
         weights = weights_to_experts(self.weigh(scores, route.chosen), route)
-        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.groups)  # [R, 2I]
-        active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        return to_tokens(matrices_product(active, self.down, route.groups), route, len(x))
+        made = self.matrices(to_experts(normed, route), weights, route.groups, save)  # [R, h]
+        return to_tokens(made, route, len(x))
