@@ -256,9 +256,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
     ("core/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
-        ('Cut = "rows" if self.cut == "rows" else "whole"', 'Cut = "rows"', "a bias behind columns is cut"),
-        ('"columns" if by_columns else "whole"', '"whole" if by_columns else "columns"', "the other side of A is cut"),
-        ('self.std, treated="matrix")', "self.std)", "a weight is stepped as a vector"),
+        (' cut: Cut = "rows" if self.cut == "rows" else "whole"', ' cut: Cut = "rows"', "a bias behind columns is cut"),
+        ('"columns" if self.cut == "columns"', '"columns" if self.cut == "rows"', "the other side of A is cut"),
+        ('self.std, treated="matrix"', 'self.std, treated="vector"', "a weight is stepped as a vector"),
     ],
     ("core/layers/stack.py", f"{MODEL} tests/layers"): [
         ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),
