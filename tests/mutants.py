@@ -67,6 +67,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/expert_parallel/experts.py", EXPERTS): [
         ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
         ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
+        ("alpha=self.scale", "alpha=1", "pairs of experts have a weight of 1"),
+        ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
+        ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
+    ],
+    ("core/layers/table.py", EXPERTS): [
+        (
+            '"uniform", down_std, treated="matrix", reduced_over=over)',
+            '"uniform", down_std, treated="matrix")',
+            "pairs of experts are summed over dp x cp",
+        ),
     ],
     ("core/expert_parallel/experts.py", MODEL): [
         ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),
@@ -94,7 +104,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("range(self.axis.rank * own,", "range(0 * own,", "all ep ranks begin with the first experts"),
     ],
+    ("core/data_parallel/full_shard.py", EXPERTS): [
+        ("axis = self.axes[spec.reduced_over]", "axis = self.axes[DATA]", "parts of experts are named as over dp x cp"),
+    ],
+    ("core/distributed/fully_shard.py", EXPERTS): [
+        ("_mesh(axes[parameter].group", "_mesh(others.group", "experts are gathered over dp x cp"),
+    ],
     ("core/models/build.py", EXPERTS): [
+        (
+            "any(axis.size > instances for axis in reduced.values())",
+            "reduced[DATA].size > instances",
+            "experts stay whole where a rank shares nothing else",
+        ),
         ("{EXPERTS: grid.edp}", '{EXPERTS: grid.over("dp", "cp")}', "gradients of experts are summed over dp x cp"),
     ],
     ("core/tensor_parallel/linear.py", EXPERTS): [
@@ -245,9 +266,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
     ("core/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
-        ('Cut = "rows" if self.cut == "rows" else "whole"', 'Cut = "rows"', "a bias behind columns is cut"),
-        ('"columns" if by_columns else "whole"', '"whole" if by_columns else "columns"', "the other side of A is cut"),
-        ('self.std, treated="matrix")', "self.std)", "a weight is stepped as a vector"),
+        (' cut: Cut = "rows" if self.cut == "rows" else "whole"', ' cut: Cut = "rows"', "a bias behind columns is cut"),
+        ('"columns" if self.cut == "columns"', '"columns" if self.cut == "rows"', "the other side of A is cut"),
+        ('self.std, treated="matrix"', 'self.std, treated="vector"', "a weight is stepped as a vector"),
     ],
     ("core/layers/stack.py", f"{MODEL} tests/layers"): [
         ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),

@@ -182,9 +182,6 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if tp > 1 and not p.sequence_parallel:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
     unable = {
-        f"--data-parallel-sharding-strategy {p.data_parallel_sharding_strategy}": (
-            p.data_parallel_sharding_strategy == "optim_grads_params"
-        ),
         f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}": config.training.mlp_chunk_tokens > 0,
         "--add-mlp-bias": m.add_mlp_bias,
         f"--fp8 {config.training.fp8}": config.training.fp8 != "off",
@@ -292,13 +289,14 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     asked = (m.lora_targets or "q,v").replace(",", " ").split()
     if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
         yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
-    linears = [layer.linears(m) for layer in layers_of(m)]
-    if m.num_experts > 0 and {"gate", "up", "down"} & set(m.lora_linears):
-        yield f"--lora-targets {m.lora_targets} with --num-experts {m.num_experts}: name some of q, k, v and output"
-        return
+    linears = [{**layer.linears(m), **layer.mlp.of_expert(m)} for layer in layers_of(m)]
     has = [name for name in m.lora_linears if any(name in of for of in linears)]
-    if m.lora_linears and not has:
-        yield f"--lora-targets {' '.join(m.lora_linears)}: no layer has one of them"
+    lacking = [name for name in m.lora_linears if name not in has]
+    if lacking and (asked != ["all"] or not has):
+        yield f"--lora-targets {' '.join(lacking)}: no layer has one of them"
+    of_mlp = [name for name in has if name in ("gate", "up", "down")]
+    if m.lora_dropout > 0 and m.num_experts > 0 and of_mlp:
+        yield f"--lora-dropout {m.lora_dropout} on {', '.join(of_mlp)}: pairs of experts have none, as peft's"
     widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears if name in of) for name in has}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"

@@ -291,6 +291,7 @@ GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_featur
 
 EP, EXPERTS = "expert_model_parallel_size", {"num_experts": 8}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
+Q_DOWN = {"lora_rank": 4, "lora_targets": "q,down"}
 
 CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({EP: 2}, 2, "--num-experts"),
@@ -315,10 +316,10 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
-    ({**EXPERTS, STRATEGY: "optim_grads_params"}, 1, "--data-parallel-sharding-strategy optim_grads_params"),
     ({**EXPERTS, "mlp_chunk_tokens": 64}, 1, "--mlp-chunk-tokens 64"),
     ({**EXPERTS, "add_mlp_bias": True}, 1, "--add-mlp-bias"),
-    ({**EXPERTS, "lora_rank": 4, "lora_targets": "all"}, 1, "--lora-targets all"),
+    ({**EXPERTS, "lora_rank": 4, "lora_targets": "q,up", "lora_dropout": 0.1}, 1, "--lora-dropout 0.1 on up"),
+    ({"linear_attention_rule": "mamba2", "linear_attention_freq": "[1]", **Q_DOWN}, 1, "--lora-targets q: no layer"),
     ({"num_distributed_optimizer_instances": 4, "global_batch_size": 12}, 6, "--num-distributed-optimizer-instances 4"),
     ({STRATEGY: "optim_grads", "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),
     ({"lora_rank": 4, "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),

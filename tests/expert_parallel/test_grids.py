@@ -26,7 +26,16 @@ from megacp.core.models.block import Block, BlockInputs
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
 from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, train
-from tests.training.test_golden_gradients import TOLERANCE, Shape, compare, context_options, microbatches, shapes, steps
+from tests.training.test_golden_gradients import (
+    STRATEGIES,
+    TOLERANCE,
+    Shape,
+    compare,
+    context_options,
+    microbatches,
+    shapes,
+    steps,
+)
 
 SHARED: Values = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True}
 BALANCED = {**MOE, "num_experts": 24, **BALANCE}
@@ -35,6 +44,7 @@ MODELS: dict[str, Values] = {
     "of all, dropout": {**BALANCED, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
     "sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
+    "pairs": {**MOE, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
 }
 """Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
 a token."""
@@ -51,14 +61,15 @@ def grids(ranks: int) -> list[Shape]:
 
 
 def case_of(shape: Shape, number: int) -> Case:
+    name = list(MODELS)[(number + number // len(MODELS)) % len(MODELS)]
     virtual = 2 if 1 < shape["pp"] < 8 and number % 3 == 0 else 1
-    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0
+    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0 and name != "pairs"
     alike = shape["tp"] * shape["cp"] * shape["dp"] // shape["ep"]
     options: Values = {
         "num_virtual_stages_per_pipeline_rank": virtual,
         "pipeline_schedule": "zero_bubble" if zero_bubble else "1f1b",
         "recompute_granularity": ("none", "selective", "full")[number % 3],
-        "data_parallel_sharding_strategy": "optim" if zero_bubble or number % 4 < 2 else "optim_grads",
+        "data_parallel_sharding_strategy": "optim" if zero_bubble else STRATEGIES[(number + number // 8 + 1) % 3],
         "num_distributed_optimizer_instances": 2 if shape["dp"] % 2 == 0 == alike % 2 and number % 2 else 1,
         "activation_offload": 0.5 * (number % 5 == 0),
         "ddp_bucket_size": 3000 if number % 2 else 25_000_000,
@@ -67,7 +78,7 @@ def case_of(shape: Shape, number: int) -> Case:
     width = 48 if shape["tp"] == 3 else 32
     heads = {"num_attention_heads": 24 if shape["tp"] == 3 else 8, "num_query_groups": 24 if shape["tp"] == 3 else 8}
     sizes = {"num_layers": max(2, virtual * shape["pp"]), "hidden_size": width, "kv_channels": 4, **heads}
-    return shape, list(MODELS)[(number + number // 4) % 4], sizes, options
+    return shape, name, sizes, options
 
 
 def dealt(ranks: int) -> list[Case]:
@@ -163,12 +174,16 @@ def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
 def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:
     cases = [case for ranks in (2, 3, 4, 8) for case in dealt(ranks) if case[0]["ep"] > 1]
     assert {name for _, name, _, _ in cases} == set(MODELS)
+    kept = {(o["data_parallel_sharding_strategy"], o["recompute_granularity"]) for *_, o in cases}
+    kept |= {(o["data_parallel_sharding_strategy"], o["activation_offload"]) for *_, o in cases}
+    kept |= {(o["data_parallel_sharding_strategy"], o["num_virtual_stages_per_pipeline_rank"]) for *_, o in cases}
+    assert len(kept) == 3 * (3 + 2 + 2)
     met = {key: {options[key] for *_, options in cases} for key in cases[0][-1]}
     assert {key: len(values) for key, values in met.items()} == {
         "num_virtual_stages_per_pipeline_rank": 2,
         "pipeline_schedule": 2,
         "recompute_granularity": 3,
-        "data_parallel_sharding_strategy": 2,
+        "data_parallel_sharding_strategy": 3,
         "num_distributed_optimizer_instances": 2,
         "activation_offload": 2,
         "ddp_bucket_size": 2,

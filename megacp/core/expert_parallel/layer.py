@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-from itertools import chain
-
 import torch
 from torch import nn
 
@@ -13,11 +10,11 @@ from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.balance import LayerBalance, with_terms
 from megacp.core.expert_parallel.exchange import to_experts, to_tokens, weights_to_experts
-from megacp.core.expert_parallel.experts import activated, matrices_product
+from megacp.core.expert_parallel.experts import Experts
 from megacp.core.expert_parallel.route import Route, Routes
 from megacp.core.expert_parallel.router import SCORES, choose, in_groups, logits
-from megacp.core.layers.moe import MOE, SHARED, expert_tensors, router_bias, router_tensor, shared_gate_tensor
-from megacp.core.ops.pointwise import ACTIVATIONS, sigmoid_gate
+from megacp.core.layers.moe import MOE, SHARED, router_bias, router_tensor, shared_gate_tensor
+from megacp.core.ops.pointwise import sigmoid_gate
 from megacp.core.tensor_parallel.linear import LinearSpec, product, row_parameter
 
 
@@ -31,17 +28,15 @@ class MixtureOfExperts(nn.Module):
         self.axis, self.experts, self.count = backend.ep, config.num_experts, config.moe_router_topk
         norm = NormSpec(f"layers.{layer}.mlp_norm", config.hidden_size, config.norm_epsilon)
         self.norm = backend.norm(norm) if config.norm_position != "after" else None
-        self.score, self.activation = SCORES[config.moe_router_score_function], ACTIVATIONS[config.mlp_activation]
+        self.score = SCORES[config.moe_router_score_function]
         self.weigh, self.factor = self.score.weigh[config.moe_router_pre_softmax], config.moe_router_topk_scaling_factor
         self.groups = config.moe_router_num_groups, config.moe_router_group_topk
         own = self.experts // self.axis.size
         here = range(self.axis.rank * own, (self.axis.rank + 1) * own)
-        gate, up, down = (list(expert_tensors(config, name, here)) for name in ("gate", "up", "down"))
         self.router = row_parameter(prefix, [router_tensor(config)], backend.options)
         biases = [row_parameter(prefix, [bias], backend.options) for bias in router_bias(config)]
         self.router_bias = biases[0] if biases else None  # [E]
-        self.gate_up = row_parameter(prefix, list(chain(*zip(gate, up, strict=True))), backend.options)  # [n 2I, h]
-        self.down = row_parameter(prefix, down, backend.options)  # [n h, I]
+        self.matrices = Experts(prefix, here, config, backend.options)
         self.shared: nn.Module | None = None
         self.shared_gate: nn.Parameter | None = None
         if config.moe_shared_expert_intermediate_size:
@@ -66,9 +61,8 @@ class MixtureOfExperts(nn.Module):
         of_all = self._of_all(normed, save)  # launched before the host waits for numbers of rows
         scores = with_terms(scores, routes.terms.get(self.layer))
         weights = weights_to_experts(self.weigh(scores, route.chosen) * self.factor, route)
-        gate_up = matrices_product(to_experts(normed, route), self.gate_up, route.groups)  # [R, 2I]
-        active = save(partial(activated, activation=self.activation), gate_up, weights)  # [R, I]
-        made = to_tokens(matrices_product(active, self.down, route.groups), route, len(x))
+        made = self.matrices(to_experts(normed, route), weights, route.groups, save)  # [R, h]
+        made = to_tokens(made, route, len(x))
         return made if of_all is None else made + of_all
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:

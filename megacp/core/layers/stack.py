@@ -68,8 +68,11 @@ class Layer:
     def pairs(self, model: ModelConfig) -> Iterator[Tensor]:
         """The low-rank pairs beside its linears."""
         for kind in self.kinds:
-            for name, linear in kind.linears(model).items():
-                if name in model.lora_linears:
+            found, of_expert = dict(kind.linears(model)), kind.of_expert(model).items()
+            for expert in range(model.num_experts):
+                found |= {f"experts.{expert}.{name}": linear for name, linear in of_expert}
+            for name, linear in found.items():
+                if name.split(".")[-1] in model.lora_linears:
                     yield from linear.pair(f"{self.name}.{kind.name}.{name}", model.lora_rank)
 
 
