@@ -73,13 +73,35 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/expert_parallel/experts.py", EXPERTS): [
         ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
         ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
+        ("alpha=self.scale", "alpha=1", "pairs of experts have a weight of 1"),
+        ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
+        ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
+    ],
+    ("core/layers/table.py", EXPERTS): [
+        (
+            '"uniform", down_std, treated="matrix", reduced_over=over)',
+            '"uniform", down_std, treated="matrix")',
+            "pairs of experts are summed over dp x cp",
+        ),
     ],
     ("core/expert_parallel/experts.py", MODEL): [
         ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),
         ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
+    ("core/expert_parallel/layer.py", MODEL): [
+        ("else made + of_all", "else made + 0 * of_all", "a shared expert is not heard"),
+        ("sigmoid_gate(made, product(", "sigmoid_gate(made, product(0 * ", "a shared expert is half heard by all"),
+    ],
+    ("core/layers/moe.py", "tests/plan/test_memory.py"): [
+        ("rows * columns + opened", "rows * columns", "the plan does not know what a gate keeps"),
+    ],
     ("core/expert_parallel/layer.py", EXPERTS): [
+        (
+            "[shared_gate_tensor(config)], backend.options)",
+            '[shared_gate_tensor(config)], backend.tower("vision").options)',
+            "the gradient of a shared expert's gate is not summed over tp",
+        ),
         ("routes.by_layer.get(self.layer)", "routes.by_layer.get(-1)", "a layer computed again may choose others"),
         (
             "[router_tensor(config)], backend.options)",
@@ -88,7 +110,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("range(self.axis.rank * own,", "range(0 * own,", "all ep ranks begin with the first experts"),
     ],
+    ("core/data_parallel/full_shard.py", EXPERTS): [
+        ("axis = self.axes[spec.reduced_over]", "axis = self.axes[DATA]", "parts of experts are named as over dp x cp"),
+    ],
+    ("core/distributed/fully_shard.py", EXPERTS): [
+        ("_mesh(axes[parameter].group", "_mesh(others.group", "experts are gathered over dp x cp"),
+    ],
     ("core/models/build.py", EXPERTS): [
+        (
+            "any(axis.size > instances for axis in reduced.values())",
+            "reduced[DATA].size > instances",
+            "experts stay whole where a rank shares nothing else",
+        ),
         ("{EXPERTS: grid.edp}", '{EXPERTS: grid.over("dp", "cp")}', "gradients of experts are summed over dp x cp"),
     ],
     ("core/tensor_parallel/linear.py", EXPERTS): [
@@ -239,9 +272,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
     ("core/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
-        ('Cut = "rows" if self.cut == "rows" else "whole"', 'Cut = "rows"', "a bias behind columns is cut"),
-        ('"columns" if by_columns else "whole"', '"whole" if by_columns else "columns"', "the other side of A is cut"),
-        ('self.std, treated="matrix")', "self.std)", "a weight is stepped as a vector"),
+        (' cut: Cut = "rows" if self.cut == "rows" else "whole"', ' cut: Cut = "rows"', "a bias behind columns is cut"),
+        ('"columns" if self.cut == "columns"', '"columns" if self.cut == "rows"', "the other side of A is cut"),
+        ('self.std, treated="matrix"', 'self.std, treated="vector"', "a weight is stepped as a vector"),
     ],
     ("core/layers/stack.py", f"{MODEL} tests/layers"): [
         ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),
@@ -576,7 +609,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
-        ("experts=count)", "experts=count - 1)", "the converter drops an expert"),
+        ('["vision_num_layers"], count)', '["vision_num_layers"], count - 1)', "the converter drops an expert"),
+        ('"moe_shared_expert_gate": True', '"moe_shared_expert_gate": False', "the gate of a shared expert is open"),
+        ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
         ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
         ("c.only(router_jitter_noise=0.0, clip_qkv=None)", "pass", "queries are not clipped, in silence"),
         ('resolved(v)["ffn_hidden_size"]', 'v["ffn_hidden_size"]', "experts have the width of no layer"),

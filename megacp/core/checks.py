@@ -47,6 +47,7 @@ _DECODER_MULTIPLES = (
     ("num_query_groups", _TP),
     ("num_attention_heads", "num_query_groups"),
     ("ffn_hidden_size", _TP),
+    ("moe_shared_expert_intermediate_size", _TP),
 )
 _STATE_MULTIPLES = (
     ("linear_num_key_heads", _TP),
@@ -143,10 +144,32 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     m, p = config.model, config.parallel
     tp, ep, dp = p.tensor_model_parallel_size, p.expert_model_parallel_size, config.data_parallel_size(world)
     size, count = f"--expert-model-parallel-size {ep}", f"--num-experts {m.num_experts}"
+    width = "--moe-shared-expert-intermediate-size"
+    if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
+        yield f"--moe-shared-expert-gate acts only with {width}"
+    t = config.training
+    terms = (("--moe-aux-loss-coeff", t.moe_aux_loss_coeff), ("--moe-z-loss-coeff", t.moe_z_loss_coeff))
+    asked = [f"{name} {value:g}" for name, value in terms if value > 0]
+    correction = f"--moe-router-bias-update-rate {t.moe_router_bias_update_rate:g}"
+    corrects = t.moe_router_bias_update_rate > 0
     if m.num_experts == 0:
-        if ep > 1:
-            yield f"{size} acts only with --num-experts above 0"
+        shared = m.moe_shared_expert_intermediate_size
+        alone = ([size] if ep > 1 else []) + ([f"{width} {shared}"] if shared is not None else [])
+        for given in alone + asked + ([correction] if corrects else []):
+            yield f"{given} acts only with --num-experts above 0"
         return
+    if "text" in config.frozen_parts:
+        yield from (f"{given}: the router that it is for is frozen" for given in asked)
+    groups, best = m.moe_router_num_groups, m.moe_router_group_topk
+    words = f"--moe-router-num-groups {groups}"
+    if m.moe_router_score_function == "softmax":
+        for given in ([words] if groups > 1 else []) + ([correction] if corrects else []):
+            yield f"{given} needs --moe-router-score-function sigmoid"
+    if groups > 1 and (m.num_experts % groups > 0 or m.num_experts < 2 * groups):
+        yield f"{words} needs groups of equally many experts, two or more, of {count}"
+    if best > groups or m.moe_router_topk * groups > best * m.num_experts:
+        chosen = f"--moe-router-topk {m.moe_router_topk} of {count}"
+        yield f"--moe-router-group-topk {best} of {words} holds fewer than {chosen}"
     if m.moe_router_topk > m.num_experts:
         yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
     ranks, stage = tp * p.context_parallel_size * dp, f"tp {tp} x cp {p.context_parallel_size} x dp {dp}"
@@ -159,9 +182,6 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if tp > 1 and not p.sequence_parallel:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
     unable = {
-        f"--data-parallel-sharding-strategy {p.data_parallel_sharding_strategy}": (
-            p.data_parallel_sharding_strategy == "optim_grads_params"
-        ),
         f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}": config.training.mlp_chunk_tokens > 0,
         "--add-mlp-bias": m.add_mlp_bias,
         f"--fp8 {config.training.fp8}": config.training.fp8 != "off",
@@ -269,13 +289,14 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
     asked = (m.lora_targets or "q,v").replace(",", " ").split()
     if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
         yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
-    linears = [layer.linears(m) for layer in layers_of(m)]
-    if m.num_experts > 0 and {"gate", "up", "down"} & set(m.lora_linears):
-        yield f"--lora-targets {m.lora_targets} with --num-experts {m.num_experts}: name some of q, k, v and output"
-        return
+    linears = [{**layer.linears(m), **layer.mlp.of_expert(m)} for layer in layers_of(m)]
     has = [name for name in m.lora_linears if any(name in of for of in linears)]
-    if m.lora_linears and not has:
-        yield f"--lora-targets {' '.join(m.lora_linears)}: no layer has one of them"
+    lacking = [name for name in m.lora_linears if name not in has]
+    if lacking and (asked != ["all"] or not has):
+        yield f"--lora-targets {' '.join(lacking)}: no layer has one of them"
+    of_mlp = [name for name in has if name in ("gate", "up", "down")]
+    if m.lora_dropout > 0 and m.num_experts > 0 and of_mlp:
+        yield f"--lora-dropout {m.lora_dropout} on {', '.join(of_mlp)}: pairs of experts have none, as peft's"
     widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears if name in of) for name in has}
     if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
         yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"

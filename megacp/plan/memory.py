@@ -63,7 +63,7 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
         found.append(GatheredPart("vision", tower + connector, trained))
     for layer in layers:
         ep = config.parallel.expert_model_parallel_size
-        block, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer)
+        block, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer, ep)
         found.append(GatheredPart("block", block.parameters + pairs, block.trained + pairs))
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
@@ -112,19 +112,29 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
-    of_experts = (expert_parameters(config.model, layer, ep) for layers in chunks for layer in layers)
-    experts = 0 if "text" in config.frozen_parts else sum(of_experts)
-    share, narrow = -(-(trained - experts) // ranks) - (-experts // max(1, ranks * tp // ep)), size < wide
+    experts, pairs = (
+        sum(expert_parameters(config.model, layer, ep, pairs=of_pairs) for layers in chunks for layer in layers)
+        for of_pairs in (False, True)
+    )
+    frozen, alike = "text" in config.frozen_parts, max(1, ranks * tp // ep)
+
+    def part(count: int, of_experts: int) -> int:
+        """A rank's part of parameters, and of the experts among them."""
+        return -(-(count - of_experts) // ranks) - (-of_experts // alike)
+
+    share, narrow = part(trained, pairs if frozen else experts), size < wide
     kinds = max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())  # as if one rule stepped all
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     strategy = config.parallel.data_parallel_sharding_strategy
-    if strategy == "optim_grads_params" and ranks > 1:  # a rank that shares with nobody keeps them whole
+    if (
+        strategy == "optim_grads_params" and max(ranks, alike * (experts > 0)) > 1
+    ):  # a rank that shares with nobody keeps them whole
         gathered, head = _gathered(config, chunks)
         parts = [part for layers in chunks for part in chunk_parts(config, layers)]
         block, table = (max((p.trained for p in parts if p.role == role), default=0) for role in ("block", "head"))
         down = min(_last_weight(config), block)
         return StateMemory(
-            weights=share * wide + -(-(parameters - trained) // ranks) * size,
+            weights=share * wide + part(parameters - trained, experts if frozen else 0) * size,
             gradients=share * wide,
             optimizer=share * kinds * wide,
             gathered=gathered * size,
@@ -152,8 +162,11 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
 
 
 def _last_weight(config: RunConfig) -> int:
-    """Elements of a block's last weight on one tp rank, whose gradient comes first."""
-    return config.model.hidden_size * config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
+    """Elements of a block's largest last weight on one rank, whose gradient comes first."""
+    model, p = config.model, config.parallel
+    dense = model.hidden_size * model.ffn_hidden_size // p.tensor_model_parallel_size
+    of_layers = (expert_parameters(model, layer, p.expert_model_parallel_size) for layer in range(model.num_layers))
+    return max(experts // 3 or dense for experts in of_layers)
 
 
 def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:

@@ -290,6 +290,8 @@ HYBRID = {"linear_attention_rule": "mamba2", "linear_attention_freq": "2"}
 GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
 EP, EXPERTS = "expert_model_parallel_size", {"num_experts": 8}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+Q_DOWN = {"lora_rank": 4, "lora_targets": "q,down"}
 
 CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({EP: 2}, 2, "--num-experts"),
@@ -302,13 +304,22 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
     ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
     ({**EXPERTS, "moe_layer_freq": "[0]"}, 1, "gives none of"),
+    ({"moe_shared_expert_intermediate_size": 64}, 1, "--moe-shared-expert-intermediate-size 64 acts only with"),
+    ({**EXPERTS, "moe_shared_expert_gate": True}, 1, "--moe-shared-expert-gate acts only with"),
+    ({**EXPERTS, TP: 2, "moe_shared_expert_intermediate_size": 65}, 2, "64 or 66"),
+    ({"moe_z_loss_coeff": 0.1}, 1, "--moe-z-loss-coeff 0.1"),
+    ({**EXPERTS, "moe_aux_loss_coeff": 0.1, "lora_rank": 4}, 1, "--moe-aux-loss-coeff 0.1"),
+    ({**EXPERTS, "moe_router_bias_update_rate": 0.1}, 1, "--moe-router-score-function sigmoid"),
+    ({**EXPERTS, "moe_router_num_groups": 4}, 1, "--moe-router-score-function sigmoid"),
+    ({**EXPERTS, **SIGMOID, "moe_router_num_groups": 3}, 1, "--moe-router-num-groups 3"),
+    ({**EXPERTS, **SIGMOID, "moe_router_topk": 3, "moe_router_num_groups": 4}, 1, "--moe-router-group-topk 1"),
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
-    ({**EXPERTS, STRATEGY: "optim_grads_params"}, 1, "--data-parallel-sharding-strategy optim_grads_params"),
     ({**EXPERTS, "mlp_chunk_tokens": 64}, 1, "--mlp-chunk-tokens 64"),
     ({**EXPERTS, "add_mlp_bias": True}, 1, "--add-mlp-bias"),
-    ({**EXPERTS, "lora_rank": 4, "lora_targets": "all"}, 1, "--lora-targets all"),
+    ({**EXPERTS, "lora_rank": 4, "lora_targets": "q,up", "lora_dropout": 0.1}, 1, "--lora-dropout 0.1 on up"),
+    ({"linear_attention_rule": "mamba2", "linear_attention_freq": "[1]", **Q_DOWN}, 1, "--lora-targets q: no layer"),
     ({"num_distributed_optimizer_instances": 4, "global_batch_size": 12}, 6, "--num-distributed-optimizer-instances 4"),
     ({STRATEGY: "optim_grads", "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),
     ({"lora_rank": 4, "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),

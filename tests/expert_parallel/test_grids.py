@@ -19,22 +19,35 @@ import pytest
 import torch
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.expert_parallel import layer
+from megacp.core.expert_parallel import layer, router
 from megacp.core.layers.moe import router_tensor
 from megacp.core.layers.table import Tensor
 from megacp.core.models.block import Block, BlockInputs
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import MOE, Values, config_of, train
-from tests.training.test_golden_gradients import TOLERANCE, Shape, compare, context_options, microbatches, shapes, steps
+from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, train
+from tests.training.test_golden_gradients import (
+    STRATEGIES,
+    TOLERANCE,
+    Shape,
+    compare,
+    context_options,
+    microbatches,
+    shapes,
+    steps,
+)
 
+SHARED: Values = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True}
+BALANCED = {**MOE, "num_experts": 24, **BALANCE}
 MODELS: dict[str, Values] = {
-    "softmax of the chosen": {**MOE, "num_experts": 24},
-    "of all, dropout": {**MOE, "num_experts": 24, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
+    "softmax of the chosen, a gated shared expert": {**BALANCED, **SHARED},
+    "of all, dropout": {**BALANCED, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
+    "sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
+    "pairs": {**MOE, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
 }
-"""Scores of the last are all 0 in the first step, and most stay 0: a choice by number alone, and experts without a
-token."""
+"""Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
+a token."""
 Case = tuple[Shape, str, Values, Values]
 """Grid, model, what the reference needs too, and options of the grid alone."""
 Choices = dict[tuple[int, int], set[tuple[int, ...]]]
@@ -48,14 +61,15 @@ def grids(ranks: int) -> list[Shape]:
 
 
 def case_of(shape: Shape, number: int) -> Case:
+    name = list(MODELS)[(number + number // len(MODELS)) % len(MODELS)]
     virtual = 2 if 1 < shape["pp"] < 8 and number % 3 == 0 else 1
-    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0
+    zero_bubble = shape["pp"] > 1 and virtual == 1 and number % 2 == 0 and name != "pairs"
     alike = shape["tp"] * shape["cp"] * shape["dp"] // shape["ep"]
     options: Values = {
         "num_virtual_stages_per_pipeline_rank": virtual,
         "pipeline_schedule": "zero_bubble" if zero_bubble else "1f1b",
         "recompute_granularity": ("none", "selective", "full")[number % 3],
-        "data_parallel_sharding_strategy": "optim" if zero_bubble or number % 4 < 2 else "optim_grads",
+        "data_parallel_sharding_strategy": "optim" if zero_bubble else STRATEGIES[(number + number // 8 + 1) % 3],
         "num_distributed_optimizer_instances": 2 if shape["dp"] % 2 == 0 == alike % 2 and number % 2 else 1,
         "activation_offload": 0.5 * (number % 5 == 0),
         "ddp_bucket_size": 3000 if number % 2 else 25_000_000,
@@ -64,7 +78,7 @@ def case_of(shape: Shape, number: int) -> Case:
     width = 48 if shape["tp"] == 3 else 32
     heads = {"num_attention_heads": 24 if shape["tp"] == 3 else 8, "num_query_groups": 24 if shape["tp"] == 3 else 8}
     sizes = {"num_layers": max(2, virtual * shape["pp"]), "hidden_size": width, "kv_channels": 4, **heads}
-    return shape, list(MODELS)[number % 3], sizes, options
+    return shape, name, sizes, options
 
 
 def dealt(ranks: int) -> list[Case]:
@@ -91,14 +105,15 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         margins.extend((edge[:, 0] - edge[:, 1])[edge.any(1)].tolist())
         return choose(scores, count)
 
-    def router(model: ModelConfig) -> Tensor:
+    def drawn(model: ModelConfig) -> Tensor:
         tensor = router_tensor(model)
         return dataclasses.replace(tensor, std=0.0) if name == "equal scores" else tensor
 
     with (
         mock.patch.object(Block, "forward", forward),
         mock.patch.object(layer, "choose", choice),
-        mock.patch.object(layer, "router_tensor", router),
+        mock.patch.object(router, "choose", choice),
+        mock.patch.object(layer, "router_tensor", drawn),
     ):
         yield choices, margins
 
@@ -139,7 +154,7 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[3:])
+    check(2, dealt(2)[1:6:2] + dealt(2)[6:])
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
@@ -153,18 +168,22 @@ def test_every_grid_with_every_ep_equals_one_process(ranks: int, part: int) -> N
 
 @pytest.mark.slow
 def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[:3])
+    check(2, dealt(2)[:6:2])
 
 
 def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:
     cases = [case for ranks in (2, 3, 4, 8) for case in dealt(ranks) if case[0]["ep"] > 1]
     assert {name for _, name, _, _ in cases} == set(MODELS)
+    kept = {(o["data_parallel_sharding_strategy"], o["recompute_granularity"]) for *_, o in cases}
+    kept |= {(o["data_parallel_sharding_strategy"], o["activation_offload"]) for *_, o in cases}
+    kept |= {(o["data_parallel_sharding_strategy"], o["num_virtual_stages_per_pipeline_rank"]) for *_, o in cases}
+    assert len(kept) == 3 * (3 + 2 + 2)
     met = {key: {options[key] for *_, options in cases} for key in cases[0][-1]}
     assert {key: len(values) for key, values in met.items()} == {
         "num_virtual_stages_per_pipeline_rank": 2,
         "pipeline_schedule": 2,
         "recompute_granularity": 3,
-        "data_parallel_sharding_strategy": 2,
+        "data_parallel_sharding_strategy": 3,
         "num_distributed_optimizer_instances": 2,
         "activation_offload": 2,
         "ddp_bucket_size": 2,

@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import grid as grid_file
 from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.expert_parallel import experts, layer
 from megacp.core.expert_parallel.route import Groups, Route
 from megacp.core.expert_parallel.router import choose, logits
+from megacp.core.layers.table import A, B
 from megacp.core.models.block import Block, BlockInputs
+from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
-from tests.reference.training import MOE, config_of, step_batches
+from tests.reference.sharding import assemble, fill
+from tests.reference.training import MOE, config_of, gradient_pieces, parameter_pieces, step_batches
 from tests.training.runs import TINY, grid_flags, losses, run
 
 TP2_CP3_DP2 = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
@@ -122,6 +127,25 @@ def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
     assert rows[-1] == 0 < rows[0]
 
 
+def gathered_by_a_step(rank: int, world_size: int, tp: int, ep: int) -> tuple[dict[str, int], int]:
+    """Bytes over edp of two microbatches under full sharding, and those of a rank's part of the experts."""
+    shape = {"tp": tp, "dp": world_size // tp, "ep": ep}
+    options = {"data_parallel_sharding_strategy": "optim_grads_params", "sequence_parallel": True}
+    here = grid(**shape)
+    model = ParallelModel(config_of({**SIZES, "num_layers": 2, **options}, shape), here)
+    here.edp.traffic.clear()
+    model.gradients(step_batches(2, 1), 1, 10.0)
+    return dict(here.edp.traffic), 2 * 8 * (8 // ep) * 3 * 20 * 32 // here.edp.size
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.slow), (1, 2)])
+def test_full_sharding_gathers_experts_twice_and_sums_their_gradients_once(tp: int, ep: int) -> None:
+    """Of two microbatches, each for itself; one rank of edp sends nothing."""
+    ranks = 4 if tp == ep == 2 else 2
+    for sent, part in run_ranks(gathered_by_a_step, ranks, tp, ep):
+        assert sent == ({} if ranks == ep else {"all_gather": 4 * part, "reduce_scatter": 2 * part})
+
+
 def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of rows, and both gradients, where the second of three experts has none; torch has that kernel for CPUs too."""
     draw = torch.Generator().manual_seed(1)
@@ -134,6 +158,29 @@ def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.
         found.append([out, *torch.autograd.grad(out, leaves, grad)])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=16 * 2**-23 * 16)
     assert not found[1][2][8:16].any()
+
+
+def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to() -> None:
+    """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW A^T."""
+    pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,gate,down"}
+    adapted, whole = (ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {}))
+    draw = np.random.default_rng(1)
+    tensors = {name: draw.normal(0, 0.1, x.shape) for name, x in assemble([parameter_pieces(adapted)]).items()}
+    fill(adapted.chunks[0], {name: torch.tensor(x) for name, x in tensors.items()})
+    made, linears = dict(tensors), {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)}
+    low, high = ({name: tensors.pop(f"{name}.{kind}") for name in linears} for kind in (A, B))
+    assert "layers.1.mlp.experts.7.down" in linears and "layers.1.mlp.experts.7.up" not in linears
+    for name in linears:
+        made[f"{name}.weight"] = tensors[f"{name}.weight"] + 2 * high[name] @ low[name]
+    fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
+    losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
+    found, expected = (assemble([gradient_pieces(model)]) for model in (adapted, whole))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    for name in linears:
+        of_sum = expected[f"{name}.weight"]
+        for kind, by_chain in ((A, 2 * high[name].T @ of_sum), (B, 2 * of_sum @ low[name].T)):
+            exact = 1e-11 * np.abs(by_chain).max()
+            np.testing.assert_allclose(found[f"{name}.{kind}"], by_chain, rtol=0, atol=exact)
 
 
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
@@ -149,10 +196,19 @@ def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Path) -> None:
     flags = [*TINY, "--num-experts", "8", "--moe-router-topk", "3", "--train-iters", "4", "--lr-decay-iters", "4"]
+    flags += ["--moe-router-score-function", "sigmoid", "--moe-router-bias-update-rate", "0.05"]
+    flags += ["--moe-aux-loss-coeff", "0.3"]
     run(1, [*flags, "--save", str(tmp_path / "whole")])
     moved = [*flags, "--save", str(tmp_path / "moved")]
     load = ["--load", str(tmp_path / "moved")]
     run(4, [*moved, *grid_flags(tp=2, ep=1), "--train-iters", "1"])
-    run(4, [*moved, *load, *grid_flags(ep=4), "--train-iters", "2", "--data-parallel-sharding-strategy", "optim_grads"])
-    run(4, [*moved, *load, *grid_flags(pp=2, ep=2)])
+    sharded = "--data-parallel-sharding-strategy"
+    run(4, [*moved, *load, *grid_flags(ep=4), "--train-iters", "2", sharded, "optim_grads_params"])
+    run(4, [*moved, *load, *grid_flags(pp=2, ep=2), sharded, "optim_grads"])
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+    assert losses(tmp_path / "moved", "expert_load") == losses(tmp_path / "whole", "expert_load")
+    corrections = [
+        [tensor for name, tensor in load_checkpoint(folder, grid().world).whole_tensors() if "correction" in name]
+        for folder in (tmp_path / "moved", tmp_path / "whole")
+    ]
+    assert torch.equal(*map(torch.stack, corrections)) and len(corrections[0]) == 4

@@ -1,4 +1,5 @@
-"""Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), by torch's `fully_shard`.
+"""Parameters, gradients and optimizer state all sharded over dp x cp (ZeRO-3), those of experts over the ranks that
+hold the same ones, by torch's `fully_shard`.
 
 A part (a block, the vision encoder, the embedding, the head) is whole only while it computes. Its shard
 is the parameter that the optimizer updates, in float32 for a 16-bit model, so there are no master weights beside it.
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
-from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module
+from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module, with_group
 from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, spec_of
 from megacp.core.layers.table import DATA
@@ -48,6 +49,7 @@ class FullShards(ShardedParameters):
         instances: int = 1,
     ) -> None:
         super().__init__(reduce_axes, partial_axes, instances)
+        self.axes = {name: with_group(axis) for name, axis in self.axes.items()}
         self.narrow, self.by_schedule = narrow, by_schedule
         self._trained: list[nn.Parameter] = []  # of `shards`
         self._frozen: list[ParameterShard] = []
@@ -56,7 +58,7 @@ class FullShards(ShardedParameters):
         self._reading: list[torch.Tensor] = []
 
     def add(self, module: nn.Module, role: str) -> None:
-        """Shard the parameters of `module` that are in no part yet, as one part: all are reduced over one axis.
+        """Shard the parameters of `module` that are in no part yet, as one part: each over the axis it is reduced over.
 
         An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
         is freed between. A "chunk" holds the parts before it; its own parameters are there for all of its forward.
@@ -66,11 +68,11 @@ class FullShards(ShardedParameters):
         for parameter in before.values():
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(wide)
-        (reduced_over,) = {spec.reduced_over for spec, _ in specs.values()} or {DATA}
-        axis = self.axes[reduced_over]
-        part = shard_module(module, axis, self.narrow, wide)
+        axes = {parameter: self.axes[specs[name][0].reduced_over] for name, parameter in before.items()}
+        part = shard_module(module, axes, self.axes[DATA], self.narrow, wide)
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
+            axis = self.axes[spec.reduced_over]
             rows = -(-shape[0] // axis.size)  # of every rank but the last ones
             start = min(axis.rank * rows, shape[0]) * (parameter.numel() // shape[0])
             shard = ParameterShard(local_part(parameter), self.narrow, spec, partial(_slices, spec, shape, start))

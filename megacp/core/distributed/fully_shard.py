@@ -7,8 +7,9 @@ and its 2-D mesh would reduce over replicas once a microbatch instead of a step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +18,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # for rooms that do not import torch.distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 
 from megacp.core.distributed.collectives import Pending, gather_into, reduce_scatter_into
-from megacp.core.distributed.grid import Axis
+from megacp.core.distributed.grid import Axis, new_group
 
 
 @functools.cache
-def _mesh(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
-    return DeviceMesh.from_group(group, device_type)
+def _mesh(group: dist.ProcessGroup, device_type: str) -> FSDPMeshInfo:
+    return FSDPMeshInfo(DeviceMesh.from_group(group, device_type), shard_mesh_dim=0)
+
+
+def with_group(axis: Axis) -> Axis:
+    """The axis with a process group, which torch asks also of one rank. Every rank calls it for the same axes."""
+    return axis if axis.group is not None else dataclasses.replace(axis, group=new_group(axis.global_ranks))
 
 
 class _Arriving(dist.Work):
@@ -56,24 +63,39 @@ class _Collective:
         return self._start(output_tensor, input_tensor)
 
 
-def shard_module(module: nn.Module, axis: Axis, compute: torch.dtype, wide: torch.dtype) -> FSDPModule:
-    """Shard the parameters of `module` that no sharded module inside it holds: gathered before it runs, freed after.
+def _gathering(axis: Axis) -> _Collective:
+    return _Collective(lambda out, x: _Arriving(gather_into(out, x, axis)))
+
+
+def _scattering(axis: Axis) -> _Collective:
+    return _Collective(lambda out, x: reduce_scatter_into(out, x, axis))
+
+
+def shard_module(
+    module: nn.Module, axes: Mapping[nn.Parameter, Axis], others: Axis, compute: torch.dtype, wide: torch.dtype
+) -> FSDPModule:
+    """Shard the parameters of `module` that no sharded module inside it holds, each over its own of `axes`: gathered
+    before it runs, freed after. All axes have a process group; `others` is that of a module without parameters.
 
     They keep the dtype in which they come; the module computes in `compute`, gradients are summed in `wide`.
     """
     device = next(module.parameters()).device.type
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
+    by_group = {axis.group: axis for axis in (*axes.values(), others)}
+
+    def placed(parameter: nn.Parameter) -> ShardPlacementResult:
+        return ShardPlacementResult(Shard(0), _mesh(axes[parameter].group, device))
+
     # the new class of the module keeps its parameters' names and order
-    assert axis.group is not None, "an axis of one rank has nothing to shard over"
-    fully_shard(module, mesh=_mesh(axis.group, device), mp_policy=policy)
+    fully_shard(module, mesh=_mesh(others.group, device).mesh, mp_policy=policy, shard_placement_fn=placed)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
-    if own_parameters(module):
-        gather = _Collective(lambda out, x: _Arriving(gather_into(out, x, axis)))
-        scatter = _Collective(lambda out, x: reduce_scatter_into(out, x, axis))
-        module.set_custom_all_gather(gather)  # type: ignore[arg-type]  # its base is private to torch
-        module.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # likewise
+    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    for of_group in groups:  # torch's setters know one group alone
+        axis = by_group[of_group.mesh_info.shard_process_group]
+        of_group._all_gather_comm = _gathering(axis)
+        of_group._reduce_scatter_comm = _scattering(axis)
     return module
 
 

@@ -1,20 +1,27 @@
-"""The experts of a rank over their rows: two products, and an activation between them.
+"""The experts of a rank over their rows: two products, and an activation between them; low-rank pairs beside them.
 
 A product is one kernel for bf16 on CUDA, which reads on the device where the rows of each expert end, else a loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from megacp.core.backends.mlp import Activation
+from megacp.core.backends.mlp import Activation, Save
+from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.route import Groups
 from megacp.core.large_blocks import empty
-from megacp.core.ops.pointwise import FromInputs
+from megacp.core.layers.moe import expert_pairs, expert_tensors
+from megacp.core.ops.pointwise import ACTIVATIONS, FromInputs
+from megacp.core.tensor_parallel.linear import LinearOptions, row_parameter
 
 
 def _one_kernel(x: torch.Tensor, width: int) -> bool:
@@ -87,3 +94,50 @@ def _gradients(
 def activated(gate_up: torch.Tensor, weights: torch.Tensor, activation: Activation) -> torch.Tensor:
     """`activation(gate_up)[R, I]` times the weight of each row `[R, 1]`; saves the two."""
     return FromInputs.apply(partial(_activate, activation), partial(_gradients, activation), gate_up, weights)
+
+
+class ExpertLinear(nn.Module):
+    """`x[R, in]` by expert to `[R, out]`: the named matrices of each expert, and the low-rank pairs of those that have
+    one. A pair has the names, and the axis of its sums, of the expert beside which it stands.
+    """
+
+    def __init__(
+        self, prefix: str, names: Sequence[str], experts: range, config: ModelConfig, options: LinearOptions
+    ) -> None:
+        super().__init__()
+        tensors = [list(expert_tensors(config, name, experts)) for name in names]
+        self.weight = row_parameter(prefix, list(chain(*zip(*tensors, strict=True))), options)  # [n out, in]
+        self.widths = [of_name[0].shape[0] for of_name in tensors]
+        self.adapted = [name in config.lora_linears for name in names]
+        self.rank, self.scale = config.lora_rank, config.lora_scale
+        if any(self.adapted):
+            trained = replace(options, trained=True)
+            pairs = [expert_pairs(config, name, experts) for name in names if name in config.lora_linears]
+            down = list(chain(*zip(*(a for a, _ in pairs), strict=True)))
+            self.low = row_parameter(prefix, down, trained)  # A of all pairs of an expert in turn, [n pairs r, in]
+            self.high = nn.ParameterList(row_parameter(prefix, b, trained) for _, b in pairs)  # B of each, [n out, r]
+
+    def forward(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+        y = matrices_product(x, self.weight, groups)
+        if not any(self.adapted):
+            return y
+        pairs = zip(matrices_product(x, self.low, groups).split(self.rank, -1), self.high, strict=True)
+        parts = [
+            torch.add(part, matrices_product(*next(pairs), groups), alpha=self.scale) if adapted else part
+            for part, adapted in zip(y.split(self.widths, -1), self.adapted, strict=True)
+        ]
+        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+
+
+class Experts(nn.Module):
+    """`x[R, h]` by expert, and the weight of each row `[R, 1]`, to what they make of it, `[R, h]`."""
+
+    def __init__(self, prefix: str, experts: range, config: ModelConfig, options: LinearOptions) -> None:
+        super().__init__()
+        self.gate_up = ExpertLinear(prefix, ("gate", "up"), experts, config, options)
+        self.down = ExpertLinear(prefix, ("down",), experts, config, options)
+        self.activation = ACTIVATIONS[config.mlp_activation]
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, groups: Groups, save: Save) -> torch.Tensor:
+        gate_up = self.gate_up(x, groups)  # [R, 2I]
+        return self.down(save(partial(activated, activation=self.activation), gate_up, weights), groups)

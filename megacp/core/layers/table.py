@@ -64,23 +64,25 @@ class Linear:
     std: float
     bias: bool = False
     cut: Cut = "rows"
+    reduced_over: str = DATA
 
     def tensors(self, name: str) -> Iterator[Tensor]:
         """Its weight and bias. A bias behind columns is whole, because it is added after the sum over tp."""
-        yield Tensor(f"{name}.weight", (self.outputs, self.inputs), self.cut, "normal", self.std, treated="matrix")
+        over, shape = self.reduced_over, (self.outputs, self.inputs)
+        yield Tensor(f"{name}.weight", shape, self.cut, "normal", self.std, treated="matrix", reduced_over=over)
         if self.bias:
             cut: Cut = "rows" if self.cut == "rows" else "whole"
-            yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False)
+            yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False, reduced_over=over)
 
     def pair(self, name: str, rank: int) -> Iterator[Tensor]:
         """The low-rank matrices A `[rank, inputs]` and B `[outputs, rank]` beside it: the cut one has the cut side."""
-        by_columns = self.cut == "columns"
+        down, up, over = (rank, self.inputs), (self.outputs, rank), self.reduced_over
         # what peft's Kaiming draw with a = sqrt(5) comes to
         down_std = 1 / math.sqrt(3 * self.inputs)
-        down_cut: Cut = "columns" if by_columns else "whole"
-        up_cut: Cut = "whole" if by_columns else "rows"
-        yield Tensor(f"{name}.{A}", (rank, self.inputs), down_cut, "uniform", down_std, treated="matrix")
-        yield Tensor(f"{name}.{B}", (self.outputs, rank), up_cut, "zeros", treated="matrix")
+        down_cut: Cut = "columns" if self.cut == "columns" else "whole"
+        up_cut: Cut = "rows" if self.cut == "rows" else "whole"
+        yield Tensor(f"{name}.{A}", down, down_cut, "uniform", down_std, treated="matrix", reduced_over=over)
+        yield Tensor(f"{name}.{B}", up, up_cut, "zeros", treated="matrix", reduced_over=over)
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class LayerKind:
     """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
     held: Callable[[Share], int] = lambda share: 0
     """Bytes that it keeps for backward though it is computed again."""
+    of_expert: Callable[[ModelConfig], Mapping[str, Linear]] = lambda model: {}
+    """Linears of each expert, by the last part of their names; their tensors are among the others."""
 
     def tensors(self, model: ModelConfig, layer: str) -> Iterator[Tensor]:
         """All of them, of a layer with this name."""

@@ -56,7 +56,8 @@ def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageMo
     reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if config.model.num_experts > 0 else {})
     partial = {"tp": grid.tp, "embedding": grid.embedding}
     strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
-    if strategy == "optim_grads_params" and reduced[DATA].size > instances:  # one rank has nothing to share
+    # one rank has nothing to share
+    if strategy == "optim_grads_params" and any(axis.size > instances for axis in reduced.values()):
         full = FullShards(
             reduced, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
         )

@@ -38,15 +38,16 @@ def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 
     return sum(tensor.local_size(tp, ep) for tensor in layers_of(model)[layer].tensors(model))
 
 
-def expert_parameters(model: ModelConfig, layer: int, ep: int = 1) -> int:
-    """Parameters among them that are of experts."""
-    tensors = layers_of(model)[layer].tensors(model)
+def expert_parameters(model: ModelConfig, layer: int, ep: int = 1, *, pairs: bool = False) -> int:
+    """Parameters among them that are of experts, or of the low-rank `pairs` of experts."""
+    described = layers_of(model)[layer]
+    tensors = described.pairs(model) if pairs else described.tensors(model)
     return sum(tensor.local_size(1, ep) for tensor in tensors if tensor.reduced_over == EXPERTS)
 
 
-def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0) -> int:
-    """Parameters of the low-rank pairs of one decoder block on one tp rank; 0 without them."""
-    return sum(tensor.local_size(tp) for tensor in layers_of(model)[layer].pairs(model))
+def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
+    """Parameters of the low-rank pairs of one decoder block on one rank of tp and ep; 0 without them."""
+    return sum(tensor.local_size(tp, ep) for tensor in layers_of(model)[layer].pairs(model))
 
 
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
@@ -118,8 +119,12 @@ def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = POOLE
 
 def block_flops(config: RunConfig, tokens: int, area: int, layer: int) -> float:
     """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained."""
-    flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
-    pairs = Flops(2.0 * tokens * pair_parameters(config.model, 1, layer), 0.0)
+    model = config.model
+    flops = layers_of(model)[layer].flops(model, tokens, area)
+    passed, of_experts = pair_parameters(model, 1, layer), expert_parameters(model, layer, pairs=True)
+    if of_experts:
+        passed -= of_experts * (model.num_experts - model.moe_router_topk) // model.num_experts
+    pairs = Flops(2.0 * tokens * passed, 0.0)
     return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs.training
 
 
