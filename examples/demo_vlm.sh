@@ -3,7 +3,8 @@
 # 8 CPU ranks (tp 2 x pp 2 x cp 2) -> answers about held-out scans, counted question by question -> Hugging Face format ->
 # the same answers from the transformers library.
 # OUT (default demo_out) is the folder of all results; it must not exist yet. STEPS and RECORDS set the length of the
-# run, GOAL the share of single held-out scans that must be read correctly. MODEL is molmo2 or qwen3_5.
+# run, GOAL the share of single held-out scans that must be read correctly. MODEL is molmo2, qwen3_5 or moe, which is
+# qwen3_5 with experts, shared by four ranks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-demo_out}
@@ -19,7 +20,7 @@ fi
 mkdir -p "$OUT"
 symbols=('<|user|>' '<|assistant|>')
 images=(--image-size 16 --patch-size 4 --overlap-margins 0,0 --max-crops 1)
-if [ "$MODEL" = qwen3_5 ]; then
+if [ "$MODEL" != molmo2 ]; then
     symbols+=('<|image_pad|>' '<|video_pad|>' '<|vision_start|>' '<|vision_end|>')
     images=(--vision-family qwen3_5 --patch-size 4 --merge-size 2 --resize-pixels 256,256)
 fi
@@ -46,7 +47,7 @@ connector_ffn_hidden_size: 128
 # Crops that packs really hold; the default plans a row full of images, which leaves the first stage no decoder layer.
 vision_planned_crops: 36
 YAML
-qwen3_5) cat > "$OUT/model.yaml" <<YAML ;;
+qwen3_5 | moe) cat > "$OUT/model.yaml" <<YAML ;;
 # A small Qwen3.5: a ViT of 2 layers on images of 4 x 4 patches, and a decoder of a gated delta rule and of attention.
 num_layers: 2
 num_query_groups: 2
@@ -63,8 +64,17 @@ image_attention: causal
 vision_family: qwen3_5
 vision_planned_crops: 576
 YAML
-*) echo "error: MODEL is $MODEL, expected molmo2 or qwen3_5" >&2 && exit 2 ;;
+*) echo "error: MODEL is $MODEL, expected molmo2, qwen3_5 or moe" >&2 && exit 2 ;;
 esac
+[ "$MODEL" != moe ] || cat >> "$OUT/model.yaml" <<YAML
+# Two of eight experts for each token, and one for all.
+num_experts: 8
+moe_router_topk: 2
+moe_ffn_hidden_size: 64
+moe_shared_expert_intermediate_size: 64
+moe_shared_expert_gate: true
+expert_model_parallel_size: 4
+YAML
 cat >> "$OUT/model.yaml" <<YAML
 hidden_size: 64
 ffn_hidden_size: 192
@@ -106,7 +116,7 @@ status=0
 show python examples/evaluate_digits.py --answers "$OUT/answers.jsonl" --images "$OUT/digits/images" \
     --page "$OUT/samples.html" --goal "$GOAL" | tee "$OUT/accuracy.txt" || status=$?
 to_hf=(python tools/convert_checkpoint.py --from megacp --to hf --input "$OUT/checkpoints" --output "$OUT/hf")
-if [ "$MODEL" = qwen3_5 ]; then # the library splits its text in its own way, whatever tokenizer.json says: see the model
+if [ "$MODEL" != molmo2 ]; then # the library splits its text in its own way, whatever tokenizer.json says: see the model
     show "${to_hf[@]}"
     show python tools/convert_checkpoint.py --from hf --to megacp --input "$OUT/hf" --output "$OUT/back" --verify
 else

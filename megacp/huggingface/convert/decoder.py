@@ -415,7 +415,7 @@ def resolved(values: Values) -> Values:
         if all(routed):  # no MLP is left that has a width of its own
             found["ffn_hidden_size"] = width
     if values.get("vision_num_layers"):
-        found["connector_ffn_hidden_size"] = values["connector_ffn_hidden_size"] or values["ffn_hidden_size"]
+        found["connector_ffn_hidden_size"] = values["connector_ffn_hidden_size"] or found["ffn_hidden_size"]
         layers = values.get("vision_feature_layers") or ()
         found["vision_feature_layers"] = tuple(i % values["vision_num_layers"] for i in layers)
     return found
