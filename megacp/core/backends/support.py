@@ -19,11 +19,13 @@ gathered and multiplied in 16 bits.
 
 
 def attention_reasons(config: RunConfig) -> Iterator[str]:
-    """Why a run on Transformer Engine's layers cannot have its attention on several cp ranks.
+    """Why a run on Transformer Engine's layers cannot have its attention.
 
     These its selector does not ask about; what it refuses, GPU and all, is `transformer_engine.selector_problem`.
     """
     p, m = config.parallel, config.model
+    if m.softmax_type != "vanilla":
+        yield f"--softmax-type {m.softmax_type} is asked of ours alone"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     if p.cp_comm_type not in COMM_TYPES:
