@@ -17,7 +17,7 @@ from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
-from megacp.huggingface.convert.tensors import Cast, Info, Joined, Mapped, whole
+from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
@@ -78,7 +78,7 @@ def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_mod
     pytest.importorskip("transformers")
     model = THEIRS[name]()
     content, theirs = model.config.to_dict(), dict(model.named_parameters())
-    shapes = Joined(Tensors(theirs)).infos
+    shapes = of_config(content).opened(Tensors(theirs)).infos
     values = of_config(content).values(content)
     config = with_values(RunConfig(), values)
     tensors = (*stack.model_tensors(config.model), *vision.tower_tensors(config), *vision.connector_tensors(config))
@@ -90,7 +90,9 @@ def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_mod
             module, expected = model.get_submodule(owner), "vector"
             if isinstance(module, nn.Embedding) or owner == "lm_head" or field == "positional_embedding":
                 expected = "table"
-            elif hasattr(module, "num_experts") or (isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight"):
+            elif (hasattr(module, "num_experts") and not field.endswith("bias")) or (
+                isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight"
+            ):
                 expected = "matrix"
             assert (named.shape, {expected}) == (shapes[named.name].shape, {treated[o.name] for o in link.ours}), named
 
@@ -102,7 +104,9 @@ def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     library, table = getattr(library, "text_config", library), FAMILIES[name].defaults
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6, "mixtral": 1e6}.get(name, 10_000.0)
+    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}.get(
+        name, 10_000.0
+    )
     assert library.rope_parameters.get("full_attention", library.rope_parameters)["rope_theta"] == theta
 
 
@@ -202,7 +206,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "gpt2",
         {},
-        "gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, qwen3_5_moe_text, molmo2",
+        "qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, qwen3_5_moe_text, gpt_oss, molmo2",
     ),
 ]
 
