@@ -52,7 +52,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("scores.gather(1, chosen).softmax(-1)", "of_all(scores, chosen)", "chosen experts have less than all weight"),
     ],
     ("core/expert_parallel/route.py", EXPERTS): [
-        ("plan.metadata.leave[tokens] > 0", "plan.metadata.leave[tokens] >= 0", "padding is routed"),
+        ("plan.metadata.leave[held] > 0", "plan.metadata.leave[held] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
         ("return arrived.argsort(stable=True)", "return torch.arange(len(arrived))", "rows stay by their source"),
