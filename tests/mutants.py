@@ -88,13 +88,15 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(document.unsqueeze(1) * experts", "(0 * document.unsqueeze(1)", "documents of a row are one"),
         ("self.topk * routes.tokens)", "self.topk * len(chosen))", "the term of documents times microbatches"),
         ("self.z / routes.tokens)", "self.z / len(chosen))", "the z-loss times ranks and microbatches"),
-        ("return (grad + ", "return (0 * grad + ", "terms of balance replace the loss"),
         ("dtype=torch.int64, device=device)", "dtype=torch.bfloat16, device=device)", "tokens are counted in bf16"),
         ("dtype=torch.float32, device=device)", "dtype=torch.bfloat16, device=device)", "corrections are rounded"),
         (", self.grid.ep), self.grid.edp)", ", self.grid.ep), self.grid.ep)", "corrections are not summed over tp"),
         ("all_reduce(counts, self.grid.ep)", "counts", "corrections are those of an ep rank"),
         ("                layer.counts.zero_()", "                pass", "counts of a step begin with the last one's"),
         ("table[:, :2].sum(0)", "table[0, :2]", "terms of the first rank are logged"),
+    ],
+    ("core/expert_parallel/balance.py", MODEL): [
+        ("return (grad + ", "return (0 * grad + ", "terms of balance replace the loss"),
         ("(counts.sum() - len(counts) * counts)", "(len(counts) * counts - counts.sum())", "busy experts get more"),
     ],
     ("core/expert_parallel/router.py", "tests/expert_parallel/test_balance.py"): [
