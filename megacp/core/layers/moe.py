@@ -75,8 +75,11 @@ def _kept(share: Share) -> tuple[int, int]:
 
 
 def _held(share: Share) -> int:
-    """The route, in indices of 8 bytes: experts of slots and their order, both ways; on several ranks that of rows."""
-    return 8 * (3 + 2 * (share.config.parallel.expert_model_parallel_size > 1)) * _rows(share) + 8 * share.rows
+    """The route, in indices of 8 bytes: experts of slots and their order, both ways; on several ranks that of rows; and
+    rows that come from each rank for each expert.
+    """
+    indices = (3 + 2 * (share.config.parallel.expert_model_parallel_size > 1)) * _rows(share)
+    return 8 * (indices + share.rows + share.model.num_experts)
 
 
 def _work(share: Share) -> int:
