@@ -159,7 +159,6 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if tp > 1 and not p.sequence_parallel:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
     unable = {
-        f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}": config.training.mlp_chunk_tokens > 0,
         "--add-mlp-bias": m.add_mlp_bias,
         f"--fp8 {config.training.fp8}": config.training.fp8 != "off",
     }

@@ -80,6 +80,7 @@ def kept_storages(found: dict[int, int]):
         {"num_experts": 8, "moe_router_pre_softmax": True, "norm_position": "after", "freeze": "text"},
         {"freeze": "text"},
         {"num_experts": 8, "lora_rank": 4, "lora_targets": "up"},
+        {"num_experts": 8, "mlp_chunk_tokens": 20},
         {"num_experts": 8, "lora_rank": 4, "lora_targets": "down"},
         {"lora_rank": 4, "norm_position": "after"},
         {"lora_rank": 4, "lora_targets": "k,up,down"},

@@ -30,7 +30,7 @@ class MixtureOfExperts(nn.Module):
         own = self.experts // self.axis.size
         here = range(self.axis.rank * own, (self.axis.rank + 1) * own)
         self.router = row_parameter(prefix, [router_tensor(config)], backend.options)
-        self.matrices = Experts(prefix, here, config, backend.options)
+        self.matrices = backend.tiled(Experts(prefix, here, config, backend.options))
 
     def forward(self, x: torch.Tensor, save: Save, routes: Routes) -> torch.Tensor:
         """All ep ranks call it together, those without a token too."""

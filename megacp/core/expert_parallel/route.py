@@ -27,6 +27,11 @@ class Groups:
         """int32 `[n]`, on the device: where the rows of each expert end."""
         self.experts = len(counts)
 
+    def __getitem__(self, place: slice) -> Groups:
+        """Those of some rows, likewise."""
+        first = self.ends.new_full((1,), place.start)
+        return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
+
     @functools.cached_property
     def counts(self) -> list[int]:
         """Rows of each expert; the host waits for the device."""
