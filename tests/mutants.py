@@ -40,6 +40,12 @@ SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engi
 EXPERTS = "tests/expert_parallel"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("core/backends/support.py", "tests/backends/test_support.py"): [
+        ("m.head_dim > WIDEST_HEAD", "False", "heads of 256 get wrong gradients on CUDA"),
+    ],
+    ("core/ops/device.py", "tests/ops/test_kernels.py"): [
+        ("if not torch.is_grad_enabled():  #", "if False:  #", "offload changes the bits of a compiled chain"),
+    ],
     ("core/expert_parallel/router.py", EXPERTS): [
         (
             "scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort",
