@@ -58,6 +58,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("scores.gather(1, chosen).softmax(-1)", "of_all(scores, chosen)", "chosen experts have less than all weight"),
     ],
     ("core/expert_parallel/route.py", EXPERTS): [
+        ("self.ends.clamp(place.start, place.stop)", "self.ends.clamp(0, place.stop)", "a tile has rows of others"),
         ("plan.metadata.leave[held] > 0", "plan.metadata.leave[held] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
@@ -77,6 +78,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
         ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
     ],
+    ("core/expert_parallel/layer.py", "tests/plan/test_memory.py"): [
+        (
+            "backend.tiled(Experts(prefix, here, config, backend.options))",
+            "Experts(prefix, here, config, backend.options)",
+            "experts run over all rows at once",
+        ),
+    ],
     ("core/layers/table.py", EXPERTS): [
         (
             '"uniform", down_std, treated="matrix", reduced_over=over)',
@@ -90,6 +98,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
     ("core/expert_parallel/layer.py", MODEL): [
+        (
+            "        scores = with_terms(scores",
+            "        scores = scores if self.balance.correction is None else scores + self.balance.correction\n"
+            "        scores = with_terms(scores",
+            "the correction is in the weight",
+        ),
+        ("choice = choice + self.balance.correction", "choice = choice + 0", "the correction corrects nothing"),
+        (" * self.factor, route)", ", route)", "weights of experts are not scaled"),
         ("else made + of_all", "else made + 0 * of_all", "a shared expert is not heard"),
         ("sigmoid_gate(made, product(", "sigmoid_gate(made, product(0 * ", "a shared expert is half heard by all"),
     ],
@@ -143,16 +159,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "        if routes.tokens > 0:\n",
             "a layer that is computed again counts its tokens twice",
         ),
-    ],
-    ("core/expert_parallel/layer.py", MODEL): [
-        (
-            "        scores = with_terms(scores",
-            "        scores = scores if self.balance.correction is None else scores + self.balance.correction\n"
-            "        scores = with_terms(scores",
-            "the correction is in the weight",
-        ),
-        ("choice = choice + self.balance.correction", "choice = choice + 0", "the correction corrects nothing"),
-        (" * self.factor, route)", ", route)", "weights of experts are not scaled"),
     ],
     ("core/training/step.py", "tests/expert_parallel/test_balance.py"): [
         (
