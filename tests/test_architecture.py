@@ -384,19 +384,19 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 34_940,
+    "megacp": 34_950,
     "megacp/core": 20_945,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 5_890,
     "megacp/verify": 1_355,
     "megacp/plan": 776,
     "bench tools": 2_838,
-    "tests": 34_860,
+    "tests": 34_880,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (158, 21_900)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 12_100
+WORDS_OF_DOCS = 12_200
 FLAGS = 133
 """Of a training run."""
 CIRCLES = 0

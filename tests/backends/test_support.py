@@ -29,6 +29,7 @@ ATTENTION_CASES = [
         {"a2a": "over 4 ranks", "a2a+p2p": "over 4 ranks, a tensor rank has 8 heads and 2 groups"},
     ),
     ({"num_query_groups": 4, TP: 2}, {"a2a": "4 heads and 2 groups"}),
+    ({"kv_channels": 256}, dict.fromkeys(COMM_TYPES, "256")),
 ]
 """Settings, and the one reason against some transports."""
 

@@ -248,6 +248,15 @@ def test_new_lengths_and_keys_need_no_new_graph(name: str, graphs: list[int]) ->
     assert len(graphs) == before
 
 
+def test_what_is_saved_for_backward_needs_no_graph_of_its_own(graphs: list[int]) -> None:
+    """It may come back without its wish for a gradient: its bits would be those of another graph."""
+    twice = fused(lambda x, y: x * 2 + y)
+    with torch.no_grad():
+        for x in (torch.nn.Parameter(torch.zeros(3)), torch.zeros(3), torch.zeros(3).requires_grad_()):
+            twice(x, x)
+    assert len(graphs) == 1
+
+
 def test_a_chain_on_the_cpu_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "there is no such backend")
     assert fused(lambda x: x + 1)(torch.zeros(2)).tolist() == [1.0, 1.0]

@@ -16,6 +16,10 @@ FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
 """Both sides of every 8-bit product, tokens included, are multiples of this. Other widths of `blockwise` would be
 gathered and multiplied in 16 bits.
 """
+WIDEST_HEAD = 128
+"""Above it cuDNN's backward of packed rows is not right, its selector says nothing: cuDNN 9.19 made gradients of q, k
+and v ten million times too large on an H200, of heads of 256.
+"""
 
 
 def attention_reasons(config: RunConfig) -> Iterator[str]:
@@ -26,6 +30,8 @@ def attention_reasons(config: RunConfig) -> Iterator[str]:
     p, m = config.parallel, config.model
     if m.softmax_type != "vanilla":
         yield f"--softmax-type {m.softmax_type} is asked of ours alone"
+    if m.head_dim > WIDEST_HEAD:
+        yield f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, this model's are {m.head_dim} wide"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     if p.cp_comm_type not in COMM_TYPES:

@@ -104,6 +104,8 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
         if not is_compiled(args[0]):  # type: ignore[arg-type]  # a tensor, says the decorator
             return function(*args, **options)
+        if not torch.is_grad_enabled():  # else a parameter, and what needs a gradient, are forms of their own
+            args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)  # type: ignore[assignment]
         for x in args:
             if isinstance(x, torch.Tensor) and x.dim() > 0:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
