@@ -97,7 +97,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
+    ("core/expert_parallel/layer.py", MODEL): [
+        ("else made + of_all", "else made + 0 * of_all", "a shared expert is not heard"),
+        ("sigmoid_gate(made, product(", "sigmoid_gate(made, product(0 * ", "a shared expert is half heard by all"),
+    ],
+    ("core/layers/moe.py", "tests/plan/test_memory.py"): [
+        ("rows * columns + opened", "rows * columns", "the plan does not know what a gate keeps"),
+    ],
     ("core/expert_parallel/layer.py", EXPERTS): [
+        (
+            "[shared_gate_tensor(config)], backend.options)",
+            '[shared_gate_tensor(config)], backend.tower("vision").options)',
+            "the gradient of a shared expert's gate is not summed over tp",
+        ),
         ("routes.by_layer.get(self.layer)", "routes.by_layer.get(-1)", "a layer computed again may choose others"),
         (
             "[router_tensor(config)], backend.options)",
@@ -605,7 +617,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
-        ("experts=count)", "experts=count - 1)", "the converter drops an expert"),
+        ('["vision_num_layers"], count)', '["vision_num_layers"], count - 1)', "the converter drops an expert"),
+        ('"moe_shared_expert_gate": True', '"moe_shared_expert_gate": False', "the gate of a shared expert is open"),
+        ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
         ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
         ("c.only(router_jitter_noise=0.0, clip_qkv=None)", "pass", "queries are not clipped, in silence"),
         ('resolved(v)["ffn_hidden_size"]', 'v["ffn_hidden_size"]', "experts have the width of no layer"),

@@ -47,6 +47,7 @@ _DECODER_MULTIPLES = (
     ("num_query_groups", _TP),
     ("num_attention_heads", "num_query_groups"),
     ("ffn_hidden_size", _TP),
+    ("moe_shared_expert_intermediate_size", _TP),
 )
 _STATE_MULTIPLES = (
     ("linear_num_key_heads", _TP),
@@ -143,10 +144,32 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     m, p = config.model, config.parallel
     tp, ep, dp = p.tensor_model_parallel_size, p.expert_model_parallel_size, config.data_parallel_size(world)
     size, count = f"--expert-model-parallel-size {ep}", f"--num-experts {m.num_experts}"
+    width = "--moe-shared-expert-intermediate-size"
+    if m.moe_shared_expert_gate and m.moe_shared_expert_intermediate_size is None:
+        yield f"--moe-shared-expert-gate acts only with {width}"
+    t = config.training
+    terms = (("--moe-aux-loss-coeff", t.moe_aux_loss_coeff), ("--moe-z-loss-coeff", t.moe_z_loss_coeff))
+    asked = [f"{name} {value:g}" for name, value in terms if value > 0]
+    correction = f"--moe-router-bias-update-rate {t.moe_router_bias_update_rate:g}"
+    corrects = t.moe_router_bias_update_rate > 0
     if m.num_experts == 0:
-        if ep > 1:
-            yield f"{size} acts only with --num-experts above 0"
+        shared = m.moe_shared_expert_intermediate_size
+        alone = ([size] if ep > 1 else []) + ([f"{width} {shared}"] if shared is not None else [])
+        for given in alone + asked + ([correction] if corrects else []):
+            yield f"{given} acts only with --num-experts above 0"
         return
+    if "text" in config.frozen_parts:
+        yield from (f"{given}: the router that it is for is frozen" for given in asked)
+    groups, best = m.moe_router_num_groups, m.moe_router_group_topk
+    words = f"--moe-router-num-groups {groups}"
+    if m.moe_router_score_function == "softmax":
+        for given in ([words] if groups > 1 else []) + ([correction] if corrects else []):
+            yield f"{given} needs --moe-router-score-function sigmoid"
+    if groups > 1 and (m.num_experts % groups > 0 or m.num_experts < 2 * groups):
+        yield f"{words} needs groups of equally many experts, two or more, of {count}"
+    if best > groups or m.moe_router_topk * groups > best * m.num_experts:
+        chosen = f"--moe-router-topk {m.moe_router_topk} of {count}"
+        yield f"--moe-router-group-topk {best} of {words} holds fewer than {chosen}"
     if m.moe_router_topk > m.num_experts:
         yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
     ranks, stage = tp * p.context_parallel_size * dp, f"tp {tp} x cp {p.context_parallel_size} x dp {dp}"

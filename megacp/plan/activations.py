@@ -80,7 +80,7 @@ def layer_deferred(config: RunConfig, layer: int = 0) -> int:
     The gradient of a sum over tp is whole on each rank.
     """
     share, described, elements = Share(config), layers_of(config.model)[layer], 0
-    for kind in (described.mixer, described.mlp):
+    for kind in described.kinds:
         linears = kind.linears(config.model)
         for product in kind.products:
             columns = sum(linears[name].outputs for name in product)
@@ -96,11 +96,8 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     held = described.mlp.held(share)
     if granularity == "full":
         return share.residual * share.size + held
-    parts = (
-        _norms(share, share.tiled and described.mlp is not MOE),
-        described.mixer.kept(share),
-        described.mlp.kept(share),
-    )
+    tiled = share.tiled and described.mlp is not MOE
+    parts = (_norms(share, tiled), *(kind.kept(share) for kind in described.kinds))
     elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)
@@ -121,8 +118,8 @@ def _pairs(share: Share, described: Layer) -> tuple[int, int]:
     given, whose masks have as many bytes. A tile makes its own anew.
     """
     model, given, dropped = share.model, 0, 0
-    for kind, tiled in ((described.mixer, False), (described.mlp, share.tiled)):
-        linears = kind.linears(model)
+    for kind in described.kinds:
+        linears, tiled = kind.linears(model), share.tiled and kind is not described.mixer
         for product in kind.products:
             pairs = sum(name in model.lora_linears for name in product)
             tokens = share.tokens if linears[product[0]].cut == "rows" else share.rows
@@ -139,9 +136,10 @@ def block_work(config: RunConfig, layer: int = 0) -> int:
     again = 0
     if share.granularity == "full":
         again = layer_activations(config, "none", layer) - layer_activations(config, "full", layer)
-    gone = 0 if share.tiled else (described.mlp.kept(share)[0] + share.residual) * share.size
+    mlps = described.kinds[1:]
+    gone = 0 if share.tiled else (sum(kind.kept(share)[0] for kind in mlps) + share.residual) * share.size
     attention = described.mixer.work(share) + share.residual * share.size - gone
-    return again + max(described.mlp.work(share), attention)
+    return again + max(sum(kind.work(share) for kind in mlps), attention)
 
 
 def vision_activations(config: RunConfig, world_size: int) -> tuple[int, int]:

@@ -100,7 +100,7 @@ _MAMBA2: dict[str, Value] = {
 }
 _MOE: dict[str, Value] = {
     **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "[1,1,0]"},
-    "init_method_std": 0.08,
+    **{"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True, "init_method_std": 0.08},
 }
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**_SIZES},
@@ -232,10 +232,14 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
         sizes: dict[str, Value] = {name: min(getattr(m, name), _SIZES[name]) for name in ("hidden_size", "vocab_size")}
         sizes |= {"kv_channels": min(m.head_dim, 8), "ffn_hidden_size": min(m.ffn_hidden_size, ffn)}
         sizes |= {"moe_ffn_hidden_size": min(m.expert_hidden_size, ffn)} if m.num_experts > 0 else {}
+        shared = m.moe_shared_expert_intermediate_size
+        sizes |= {"moe_shared_expert_intermediate_size": min(shared, ffn)} if shared else {}
     else:
         groups = math.lcm(4, tp)
         heads = {"num_query_groups": groups, "num_attention_heads": 2 * groups}
         sizes = {**MODELS[model], **heads, "ffn_hidden_size": ffn}
+        if "moe_shared_expert_intermediate_size" in sizes:
+            sizes["moe_shared_expert_intermediate_size"] = ffn
     if tower and "vision_num_layers" not in sizes:
         sizes |= {name: value for name, value in _TOWER.items() if name != "vision_num_attention_heads"}
     if tower or "vision_num_layers" in sizes:
@@ -325,9 +329,11 @@ def train_rank(
     for step in range(1, steps + 1):
         batches = microbatches(config, packs, step, model.rows, loading)
         agreed = agree_on_step(batches, grid, replica=model.rows.data_rank.index)
-        loss = model.gradients(batches, step, agreed.denominator)
+        loss = model.gradients(batches, step, agreed.denominator, agreed.tokens)
+        model.balance.settle(agreed.tokens)
         gradients = _boxes(model.parameters.gradient_slices())
         norm = model.optimizer.step(learning_rate(step, config.training))
+        model.balance.correct()
         after = _boxes(model.parameters.parameters_held())
         pairs = zip(before, after, strict=True)
         updates = tuple(Box(new.name, new.global_shape, new.offsets, new.values - old.values) for old, new in pairs)

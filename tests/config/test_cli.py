@@ -290,6 +290,7 @@ HYBRID = {"linear_attention_rule": "mamba2", "linear_attention_freq": "2"}
 GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_feature_layers": (0, 0)}
 
 EP, EXPERTS = "expert_model_parallel_size", {"num_experts": 8}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
 Q_DOWN = {"lora_rank": 4, "lora_targets": "q,down"}
 
 CONTRADICTIONS: list[tuple[dict, int, str]] = [
@@ -303,6 +304,15 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({"num_experts": 3, "moe_router_topk": 4}, 1, "--moe-router-topk 4"),
     ({**EXPERTS, "moe_layer_freq": "[0,2]"}, 1, "--moe-layer-freq [0,2]"),
     ({**EXPERTS, "moe_layer_freq": "[0]"}, 1, "gives none of"),
+    ({"moe_shared_expert_intermediate_size": 64}, 1, "--moe-shared-expert-intermediate-size 64 acts only with"),
+    ({**EXPERTS, "moe_shared_expert_gate": True}, 1, "--moe-shared-expert-gate acts only with"),
+    ({**EXPERTS, TP: 2, "moe_shared_expert_intermediate_size": 65}, 2, "64 or 66"),
+    ({"moe_z_loss_coeff": 0.1}, 1, "--moe-z-loss-coeff 0.1"),
+    ({**EXPERTS, "moe_aux_loss_coeff": 0.1, "lora_rank": 4}, 1, "--moe-aux-loss-coeff 0.1"),
+    ({**EXPERTS, "moe_router_bias_update_rate": 0.1}, 1, "--moe-router-score-function sigmoid"),
+    ({**EXPERTS, "moe_router_num_groups": 4}, 1, "--moe-router-score-function sigmoid"),
+    ({**EXPERTS, **SIGMOID, "moe_router_num_groups": 3}, 1, "--moe-router-num-groups 3"),
+    ({**EXPERTS, **SIGMOID, "moe_router_topk": 3, "moe_router_num_groups": 4}, 1, "--moe-router-group-topk 1"),
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),

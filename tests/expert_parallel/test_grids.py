@@ -19,13 +19,13 @@ import pytest
 import torch
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.expert_parallel import layer
+from megacp.core.expert_parallel import layer, router
 from megacp.core.layers.moe import router_tensor
 from megacp.core.layers.table import Tensor
 from megacp.core.models.block import Block, BlockInputs
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import MOE, Values, config_of, train
+from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, train
 from tests.training.test_golden_gradients import (
     STRATEGIES,
     TOLERANCE,
@@ -37,14 +37,17 @@ from tests.training.test_golden_gradients import (
     steps,
 )
 
+SHARED: Values = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True}
+BALANCED = {**MOE, "num_experts": 24, **BALANCE}
 MODELS: dict[str, Values] = {
-    "softmax of the chosen": {**MOE, "num_experts": 24},
-    "of all, dropout": {**MOE, "num_experts": 24, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
+    "softmax of the chosen, a gated shared expert": {**BALANCED, **SHARED},
+    "of all, dropout": {**BALANCED, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
+    "sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
     "pairs": {**MOE, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
 }
-"""Scores of the third are all 0 in the first step, and most stay 0: a choice by number alone, and experts without a
-token."""
+"""Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
+a token."""
 Case = tuple[Shape, str, Values, Values]
 """Grid, model, what the reference needs too, and options of the grid alone."""
 Choices = dict[tuple[int, int], set[tuple[int, ...]]]
@@ -103,14 +106,15 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         margins.extend((edge[:, 0] - edge[:, 1])[edge.any(1)].tolist())
         return choose(scores, count)
 
-    def router(model: ModelConfig) -> Tensor:
+    def drawn(model: ModelConfig) -> Tensor:
         tensor = router_tensor(model)
         return dataclasses.replace(tensor, std=0.0) if name == "equal scores" else tensor
 
     with (
         mock.patch.object(Block, "forward", forward),
         mock.patch.object(layer, "choose", choice),
-        mock.patch.object(layer, "router_tensor", router),
+        mock.patch.object(router, "choose", choice),
+        mock.patch.object(layer, "router_tensor", drawn),
     ):
         yield choices, margins
 
@@ -151,7 +155,7 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[3:])
+    check(2, dealt(2)[1:6:2] + dealt(2)[6:])
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
@@ -165,7 +169,7 @@ def test_every_grid_with_every_ep_equals_one_process(ranks: int, part: int) -> N
 
 @pytest.mark.slow
 def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[:3])
+    check(2, dealt(2)[:6:2])
 
 
 def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import grid as grid_file
 from megacp.core.distributed.grid import Axis, build_grid
@@ -195,6 +196,8 @@ def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Path) -> None:
     flags = [*TINY, "--num-experts", "8", "--moe-router-topk", "3", "--train-iters", "4", "--lr-decay-iters", "4"]
+    flags += ["--moe-router-score-function", "sigmoid", "--moe-router-bias-update-rate", "0.05"]
+    flags += ["--moe-aux-loss-coeff", "0.3"]
     run(1, [*flags, "--save", str(tmp_path / "whole")])
     moved = [*flags, "--save", str(tmp_path / "moved")]
     load = ["--load", str(tmp_path / "moved")]
@@ -203,3 +206,9 @@ def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Pat
     run(4, [*moved, *load, *grid_flags(ep=4), "--train-iters", "2", sharded, "optim_grads_params"])
     run(4, [*moved, *load, *grid_flags(pp=2, ep=2), sharded, "optim_grads"])
     assert losses(tmp_path / "moved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
+    assert losses(tmp_path / "moved", "expert_load") == losses(tmp_path / "whole", "expert_load")
+    corrections = [
+        [tensor for name, tensor in load_checkpoint(folder, grid().world).whole_tensors() if "correction" in name]
+        for folder in (tmp_path / "moved", tmp_path / "whole")
+    ]
+    assert torch.equal(*map(torch.stack, corrections)) and len(corrections[0]) == 4

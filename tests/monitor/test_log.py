@@ -61,6 +61,8 @@ def test_a_step_is_one_line_with_every_figure_on_rank_0_alone(capsys, tmp_path, 
     assert list(tmp_path.iterdir()) == []
     assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == ["0:00", "1:00", "59:59", "1:00:00", "1d 1h"]
     assert "  data wait 20.6 s  " in step_line(record(7, data_wait=20.6), 100)
+    routed = record(7, experts={"balance_loss": 0.01, "dropped": 0})
+    assert "loss 0.3333  balance loss 0.01  dropped 0  grad norm" in step_line(routed, 100)
     large = record(100_000, tokens_per_second=1.2e7, peak_memory=75 << 30, seconds=12.34, seconds_left=1e6, epoch=12.34)
     assert len(step_line(large, 100_000)) <= 155
 

@@ -13,7 +13,7 @@ from megacp.core.backends.native import NativeBackend
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import build_grid
+from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import tile_work
@@ -27,10 +27,11 @@ from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 from tests.reference.schedule_simulator import simulate
-from tests.reference.training import GEMMA, MAMBA2, QWEN3_5
+from tests.reference.training import BALANCE, GEMMA, MAMBA2, QWEN3_5, SIGMOID
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
+SHARED = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
 BASE = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 8, "global_batch_size": 32}
 LONG = {"vocab_size": 152_064, "hidden_size": 4096, "seq_length": 131_072, CP: 8, "dtype": "bfloat16"}
 
@@ -78,6 +79,16 @@ def kept_storages(found: dict[int, int]):
         {"mlp_chunk_tokens": 20},
         {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40},
         {"num_experts": 8, "moe_router_pre_softmax": True, "norm_position": "after", "freeze": "text"},
+        {"num_experts": 8, **SHARED},
+        {"num_experts": 8, **SHARED, "freeze": "text"},
+        {"num_experts": 8, "moe_router_pre_softmax": True, **BALANCE},
+        {
+            "num_experts": 8,
+            "moe_router_pre_softmax": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_bias": True,
+        },
+        {"num_experts": 8, "ffn_hidden_size": 48, **SIGMOID, **BALANCE},
         {"freeze": "text"},
         {"num_experts": 8, "lora_rank": 4, "lora_targets": "up"},
         {"num_experts": 8, "mlp_chunk_tokens": 20},
@@ -105,7 +116,7 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, dtype: str,
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
         x = torch.zeros(tokens, config.model.hidden_size, dtype=backend.dtype, requires_grad=True)
-        routes = Routes(torch.arange(tokens))
+        routes = Routes.of(plan, single_axis("one"), x.device, tokens)
         out = block(x, BlockInputs(plan, (rotary, rotary), *[torch.arange(tokens)] * 2, 1, routes))
     for kept in (vars(route) for route in routes.by_layer.values()):
         found |= {x.data_ptr(): x.untyped_storage() for x in kept.values() if isinstance(x, torch.Tensor)}

@@ -17,6 +17,8 @@ from torch import Tensor
 from tests.reference import recurrence
 
 Weights = Mapping[str, Tensor]
+Seen = list[tuple[str, Any, Tensor, Tensor, Tensor]]
+"""Of each layer with experts and microbatch: name, batch, scores, probabilities `[T, E]`, and 1 where chosen."""
 
 
 def norm(x: Tensor, weight: Tensor, model: Any) -> Tensor:
@@ -128,26 +130,74 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
     return linear(out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output")
 
 
-def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) -> Tensor:
-    """Every expert over every token, times its share of the token: 0 unless it is one of the k with the highest scores,
-    the first of equal ones; padding has none.
-    """
+def mlp(x: Tensor, weights: Weights, name: str, model: Any) -> Tensor:
+    gate, up = linear(x, weights, f"{name}.gate"), linear(x, weights, f"{name}.up")
+    gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
+    return linear(gate * up, weights, f"{name}.down")
+
+
+def best(values: list[float], count: int) -> list[int]:
+    """Places of the highest values, the first of equal ones."""
+    return sorted(range(len(values)), key=lambda place: (-values[place], place))[:count]
+
+
+def chosen_for(row: list[float], model: Any) -> list[int]:
+    """Experts of one token: of its best groups, by the sums of their two best, those with the highest scores."""
+    size = len(row) // model.moe_router_num_groups
+    groups = [row[first : first + size] for first in range(0, len(row), size)]
+    if len(groups) > 1:
+        opened = best([sum(sorted(group)[-2:]) for group in groups], model.moe_router_group_topk)
+        row = [value if place // size in opened else -math.inf for place, value in enumerate(row)]
+    return best(row, model.moe_router_topk)
+
+
+def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen: Seen) -> Tensor:
+    """Every expert over every token, times its share of the token: 0 unless it is chosen; padding has none."""
     scores, total = linear(x, weights, f"{name}.router"), torch.zeros_like(x)
-    chosen = torch.zeros_like(scores)
-    for token, row in enumerate(scores.tolist()):
-        best = sorted(range(len(row)), key=lambda expert: (-row[expert], expert))[: model.moe_router_topk]
-        chosen[token, best if batch.leave[token] else []] = 1
-    powers = (scores - scores.max(1, keepdim=True).values).exp()
-    among = powers if model.moe_router_pre_softmax else powers * chosen
-    share = powers * chosen / among.sum(1, keepdim=True).clamp_min(1e-300)
+    sigmoid, chosen = model.moe_router_score_function == "sigmoid", torch.zeros_like(scores)
+    powers = torch.sigmoid(scores) if sigmoid else (scores - scores.max(1, keepdim=True).values).exp()
+    ranked = powers + weights[f"{name}.router.correction"] if sigmoid else scores
+    for token, row in enumerate(ranked.tolist()):
+        chosen[token, chosen_for(row, model) if batch.leave[token] else []] = 1
+    among = (powers if model.moe_router_pre_softmax else powers * chosen).sum(1, keepdim=True)
+    if sigmoid:
+        among = torch.ones_like(among) if model.moe_router_pre_softmax else among + 1e-20
+    share = powers * chosen / among.clamp_min(1e-300) * model.moe_router_topk_scaling_factor
+    seen.append((name, batch, scores, powers / powers.sum(1, keepdim=True), chosen))
     for expert in range(model.num_experts):
-        gate, up = (linear(x, weights, f"{name}.experts.{expert}.{part}") for part in ("gate", "up"))
-        gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
-        total = total + share[:, [expert]] * linear(gate * up, weights, f"{name}.experts.{expert}.down")
-    return total
+        total = total + share[:, [expert]] * mlp(x, weights, f"{name}.experts.{expert}", model)
+    if model.moe_shared_expert_intermediate_size is None:
+        return total
+    opened = linear(x, weights, f"{name}.shared_gate").sigmoid() if model.moe_shared_expert_gate else 1
+    return total + opened * mlp(x, weights, f"{name}.shared", model)
 
 
-def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
+def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> list[Tensor]:
+    """The term of documents and the z-loss, document by document, where they are asked for."""
+    tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
+    of_documents, z = torch.zeros(2, dtype=torch.float64).unbind()
+    for _, batch, scores, probabilities, chosen in seen:
+        ends = torch.from_numpy(np.maximum.accumulate(batch.leave))  # nothing in a document ends later than its root
+        real = torch.from_numpy(batch.leave > 0)
+        z = z + training.moe_z_loss_coeff / tokens * scores[real].logsumexp(1).square().sum()
+        for end in ends[real].unique():
+            inside = real & (ends == end)
+            product = (chosen[inside].sum(0) * probabilities[inside].sum(0)).sum() / inside.sum()
+            scale = training.moe_aux_loss_coeff * model.num_experts / (model.moe_router_topk * tokens)
+            of_documents = of_documents + scale * product
+    found = ((of_documents, training.moe_aux_loss_coeff), (z, training.moe_z_loss_coeff))
+    return [term for term, coefficient in found if coefficient > 0]
+
+
+def loads(seen: Seen) -> dict[str, Tensor]:
+    """Tokens of each expert, by layer."""
+    found: dict[str, Tensor] = {}
+    for name, *_, chosen in seen:
+        found[name] = found.get(name, 0) + chosen.detach().sum(0)
+    return found
+
+
+def logits(weights: Weights, batch: Any, model: Any, seen: Seen) -> Tensor:
     """`[T, vocabulary]`."""
     x = weights["embedding.weight"][torch.from_numpy(batch.tokens)] * model.embedding_multiplier
     for layer in range(model.num_layers):
@@ -165,21 +215,19 @@ def logits(weights: Weights, batch: Any, model: Any) -> Tensor:
         x = x + (norm(h, weights[f"{name}.attention{out}_norm.weight"], model) if after else h)
         h = norm(x, weights[f"{name}.mlp_norm.weight"], model) if before else x
         if f"{name}.mlp.router.weight" in weights:
-            h = experts(h, weights, f"{name}.mlp", batch, model)
+            h = experts(h, weights, f"{name}.mlp", batch, model, seen)
         else:
-            gate, up = linear(h, weights, f"{name}.mlp.gate"), linear(h, weights, f"{name}.mlp.up")
-            gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
-            h = linear(gate * up, weights, f"{name}.mlp.down")
+            h = mlp(h, weights, f"{name}.mlp", model)
         x = x + (norm(h, weights[f"{name}.mlp{out}_norm.weight"], model) if after else h)
     head = weights["head.weight" if model.untie_embeddings_and_output_weights else "embedding.weight"]
     return norm(x, weights["final_norm.weight"], model) @ head.t()
 
 
-def loss(weights: Weights, batches: Sequence[Any], model: Any) -> Tensor:
+def loss(weights: Weights, batches: Sequence[Any], model: Any, seen: Seen) -> Tensor:
     """Weighted mean over all tokens of all batches."""
     total = sum(
         (
-            F.cross_entropy(logits(weights, batch, model), torch.from_numpy(batch.labels), reduction="none")
+            F.cross_entropy(logits(weights, batch, model, seen), torch.from_numpy(batch.labels), reduction="none")
             * torch.from_numpy(batch.loss_weights)
         ).sum()
         for batch in batches
@@ -189,9 +237,12 @@ def loss(weights: Weights, batches: Sequence[Any], model: Any) -> Tensor:
 
 def train(
     weights: Weights, steps: Sequence[Sequence[Any]], model: Any, training: Any
-) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Constant learning rate. Returns losses and gradient norms per step, the first step's gradients, final weights."""
-    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items()}
+) -> tuple[list[tuple[float, ...]], dict[str, Tensor], dict[str, Tensor]]:
+    """Constant learning rate. Returns loss, gradient norm and figures of experts per step, the first step's gradients,
+    final weights.
+    """
+    fixed = {name: tensor.clone() for name, tensor in weights.items() if name.endswith("correction")}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items() if name not in fixed}
     ends = (".bias", "dt_bias", "A_log", ".D")
     plain = [p for name, p in leaves.items() if name.endswith(ends) or "norm" in name]
     decayed = [p for p in leaves.values() if not any(p is q for q in plain)]
@@ -201,13 +252,22 @@ def train(
         betas=(training.adam_beta1, training.adam_beta2),
         eps=training.adam_eps,
     )
-    losses, norms, first = [], [], {}
+    reports: list[tuple[float, ...]] = []
+    first: dict[str, Tensor] = {}
     for batches in steps:
         optimizer.zero_grad()
-        value = loss(leaves, batches, model)
-        value.backward()
+        seen: Seen = []
+        value = loss({**leaves, **fixed}, batches, model, seen)
+        terms = balance(seen, batches, model, training)
+        (value + sum(terms)).backward()
         first = first or {name: p.grad.clone() for name, p in leaves.items() if p.grad is not None}
-        norms.append(torch.nn.utils.clip_grad_norm_(leaves.values(), training.clip_grad or float("inf")).item())
-        losses.append(value.item())
+        norm = torch.nn.utils.clip_grad_norm_(leaves.values(), training.clip_grad or float("inf")).item()
+        given = loads(seen)
+        load = max((float(count.max() / count.mean()) for count in given.values()), default=0)
+        reports.append((value.item(), norm, *((*(term.item() for term in terms), load, 0) if seen else ())))
         optimizer.step()
-    return losses, norms, first, {name: p.detach() for name, p in leaves.items()}
+        for name, correction in fixed.items():
+            count = given[name.removesuffix(".router.correction")]
+            step = (np.float32(training.moe_router_bias_update_rate) * (count.mean() - count).sign()).float()
+            fixed[name] = (correction.float() + step).to(correction.dtype)  # float32 in any model
+    return reports, first, {**{name: p.detach() for name, p in leaves.items()}, **fixed}

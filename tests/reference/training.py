@@ -74,6 +74,11 @@ MAMBA2: Values = {
 
 MOE: Values = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,1,0]"}
 """Experts in two layers of three."""
+SIGMOID: Values = {
+    **{"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
+    **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_bias_update_rate": 0.05},
+}
+BALANCE: Values = {"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.1}
 
 AXIS_FLAGS = {
     "tp": "tensor_model_parallel_size",
@@ -131,14 +136,15 @@ def gradient_pieces(model: ParallelModel) -> Pieces:
 
 
 def parameter_pieces(model: ParallelModel) -> Pieces:
-    """This rank's parts of the global weights."""
-    return pieces_of_slices(model.parameters.parameters_held())
+    """This rank's parts of the global weights, and of what is saved beside them."""
+    return pieces_of_slices([*model.parameters.parameters_held(), *model.balance.slices()])
 
 
 def train(
     grid: ProcessGrid, config: RunConfig, steps: Sequence[Sequence[PackedBatch]]
-) -> tuple[list[tuple[float, float]], list[Pieces], Pieces, float]:
-    """Loss and gradient norm per step, gradients per step, final weights, and the validation loss after the first step.
+) -> tuple[list[tuple[float, ...]], list[Pieces], Pieces, float]:
+    """Loss, gradient norm and figures of experts per step, gradients per step, final weights, and the validation loss
+    after the first step.
 
     What follows it would show old weights in it, and what it leaves behind.
     """
@@ -147,9 +153,11 @@ def train(
     for number, batches in enumerate(steps, 1):
         mine = batches[grid.dp.rank :: grid.dp.size]
         denominator = sum(batch.weight_sum for batch in batches)
-        loss = model.gradients(mine, number, denominator)
+        tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
+        loss = model.gradients(mine, number, denominator, tokens)
         gradients.append(gradient_pieces(model))
         norm = model.optimizer.step(config.training.lr)
-        reports.append((loss, norm))
+        reports.append((loss, norm, *model.balance.settle(tokens).values()))
+        model.balance.correct()
         validation = model.evaluate(mine, denominator) if number == 1 else validation
     return reports, gradients, parameter_pieces(model), validation

@@ -25,6 +25,7 @@ from megacp.verify.parity import Box, StepTrace, compare, largest_difference, tr
 ROOT = Path(__file__).resolve().parents[2]
 TP, CP, PP = "--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size"
 SMALL = ["--num-layers", "2", "--steps", "2", "--seq-length", "32", "--timeout", "120"]
+EXPERTS = ["--model", "tiny_moe", "--expert-model-parallel-size", "2", "--moe-aux-loss-coeff", "0.3"]
 DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-layout", "balanced"]
 
 
@@ -34,7 +35,7 @@ DYNAMIC = ["--dynamic-context-parallel", "--cp-comm-type", "kv_exchange", "--cp-
     [
         [TP, "2", "--mask", "mixed", "--model", "tiny_biased"],
         ["--nproc", "2", "--mask", "causal", "--micro-batch-size", "2"],
-        ["--nproc", "4", CP, "2", "--mask", "mixed", *DYNAMIC],
+        ["--nproc", "4", CP, "2", "--mask", "mixed", *DYNAMIC, *EXPERTS],
         ["--nproc", "4", PP, "2", "--mask", "image", *DYNAMIC],
         [TP, "2", CP, "2", PP, "2", "--mask", "branches", "--model", "tiny_llama"],
         [CP, "2", "--cp-comm-type", "auto", "--cp-layout", "auto"],

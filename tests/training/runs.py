@@ -30,10 +30,10 @@ def grid_flags(**sizes: int) -> list[str]:
     ]
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Training losses by step from the JSONL log, all digits."""
+def losses(folder: Path, name: str = "loss") -> dict[int, float]:
+    """Training losses, or another figure, by step from the JSONL log, all digits."""
     rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
+    return {row["step"]: row[name] for row in rows if row["kind"] == "train"}
 
 
 def train_on_rank(rank: int, world_size: int, asked: Sequence[str] | RunConfig) -> int:

@@ -109,6 +109,7 @@ class NativeBackend:
         parallel, training = config.parallel, config.training
         self.tp = grid.tp
         self.ep = grid.ep if config.model.num_experts > 0 else single_axis("ep")
+        self.balance_terms = training.moe_aux_loss_coeff, training.moe_z_loss_coeff
         self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
         self.dtype = DTYPES[training.dtype]
         self.vision, self.frozen = config.vision, config.frozen_parts

@@ -149,11 +149,34 @@ class ModelConfig:
     moe_ffn_hidden_size: Positive[int | None] = None
     """Width of an expert's hidden layer (default: --ffn-hidden-size)."""
 
+    moe_shared_expert_intermediate_size: Positive[int | None] = None
+    """Width of an MLP that all tokens pass beside their experts (default: there is none)."""
+
+    moe_shared_expert_gate: bool = False
+    """That MLP's output times the sigmoid of a score of the token (Qwen3.5)."""
+
     moe_layer_freq: str = "1"
     """Which layers have experts: N gives them to the first of every N layers, [0,1,1] to all but the first of three."""
 
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes weights of an expert's score: the softmax, or a sigmoid, to which a correction is added where experts
+    are chosen (DeepSeek-V3, GLM-4.5)."""
+
     moe_router_pre_softmax: bool = False
-    """Weigh experts by the softmax over all of them, as it is (OLMoE), instead of over the chosen ones (Mixtral)."""
+    """Weigh experts by the softmax over all of them, as it is (OLMoE), instead of over the chosen ones (Mixtral); by
+    sigmoids as they are, instead of their shares of the chosen ones' sum."""
+
+    moe_router_topk_scaling_factor: AboveZero[float] = 1.0
+    """What the weights of chosen experts are multiplied by."""
+
+    moe_router_num_groups: Positive[int] = 1
+    """Groups of neighbouring experts, ranked by the sum of their two highest scores."""
+
+    moe_router_group_topk: Positive[int] = 1
+    """The highest groups of a token, from which its experts are chosen."""
+
+    moe_router_bias: bool = False
+    """A bias on the scores of experts (gpt-oss)."""
 
     untie_embeddings_and_output_weights: bool = False
     """Give the output head its own weight instead of the embedding's."""

@@ -70,6 +70,16 @@ class TrainingConfig:
     adam_eps: AboveZero[float] = 1e-8
     """Epsilon in AdamW's denominator."""
 
+    moe_aux_loss_coeff: NotNegative[float] = 0.0
+    """Coefficient of a term beside the loss by which the experts of each document are given equally many tokens."""
+
+    moe_z_loss_coeff: NotNegative[float] = 0.0
+    """Coefficient of a term beside the loss that keeps the scores of experts small (ST-MoE's z-loss)."""
+
+    moe_router_bias_update_rate: NotNegative[float] = 0.0
+    """How far a step moves the corrections by which experts are chosen, towards those with few tokens of the step;
+    needs --moe-router-score-function sigmoid (DeepSeek-V3: 0.001)."""
+
     clip_grad: NotNegative[float] = 1.0
     """Largest global gradient norm; larger gradients are scaled down to it; 0 switches clipping off."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -71,15 +72,18 @@ class ParameterSpec:
         return STEPPED_BY[self.treated]
 
 
-def attach(parameter: torch.nn.Parameter, spec: ParameterSpec) -> torch.nn.Parameter:
-    """Give a parameter its spec and return it."""
+Held = TypeVar("Held", bound=torch.Tensor)
+
+
+def attach(parameter: Held, spec: ParameterSpec) -> Held:
+    """Give a parameter, or a tensor that is saved beside them, its spec and return it."""
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"
     parameter.megacp_spec = spec  # type: ignore[attr-defined]  # ours, on a parameter of torch
     return parameter
 
 
-def spec_of(parameter: torch.nn.Parameter) -> ParameterSpec:
+def spec_of(parameter: torch.Tensor) -> ParameterSpec:
     """The spec attached to a parameter; every parameter of a megacp model has one."""
     spec = getattr(parameter, "megacp_spec", None)
     assert spec is not None, f"a parameter of shape {tuple(parameter.shape)} has no ParameterSpec"

@@ -8,6 +8,7 @@ none. Padding has no slots, it would load k experts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -100,18 +101,37 @@ class Route:
         return all_to_all(rows.index_select(0, self.leaving), self.axis, self.received, self.sent)
 
 
+Terms = Callable[[torch.Tensor], torch.Tensor]
+"""Scores of experts `[t, E]` to what stands beside the loss, `[2]`."""
+
+
 @dataclass(frozen=True)
 class Routes:
     """What the layers of a microbatch share, and the route of each: a layer that is computed again takes the same,
     so it gives every token to the same experts.
     """
 
+    plan: AttentionPlan
+    here: np.ndarray
+    """int64 `[t]`: this rank's tokens in the row, without padding."""
     places: torch.Tensor
-    """Indices of its tokens, as `Route.places`."""
+    """Where they stand, as `Route.places`."""
+    tokens: int = 0
+    """Those of the whole step, without padding; 0: nothing is counted, as in evaluation."""
     by_layer: dict[int, Route] = field(default_factory=dict)
+    terms: dict[int, Terms | None] = field(default_factory=dict)
+    """What balance adds to the loss, by layer; found with the route."""
 
     @classmethod
-    def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device) -> Routes:
+    def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device, tokens: int = 0) -> Routes:
         """Routes, none found yet, of this rank's tokens, of which each of `tp` has a part."""
-        tokens = plan.local.reshape(tp.size, -1)[tp.rank]
-        return cls(to_device(np.flatnonzero(plan.metadata.leave[tokens] > 0), device))
+        held = plan.local.reshape(tp.size, -1)[tp.rank]
+        places = np.flatnonzero(plan.metadata.leave[held] > 0)
+        return cls(plan, held[places], to_device(places, device), tokens)
+
+    @functools.cached_property
+    def documents(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The document of each token here, int64 `[t]`, and the tokens of each of the row's documents `[D]`."""
+        number, device = self.plan.metadata.document, self.places.device
+        lengths = np.bincount(number[number >= 0], minlength=1)
+        return to_device(number[self.here], device), to_device(lengths, device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
+from megacp.core.layers.dense import gated_mlp
 from megacp.core.layers.table import EXPERTS, Flops, LayerKind, Linear, Share, Tensor, output_std
 
 
@@ -16,6 +17,17 @@ def router_tensor(model: ModelConfig) -> Tensor:
     """A score of each expert, of a token."""
     shape = (model.num_experts, model.hidden_size)
     return Tensor("router.weight", shape, std=model.init_method_std, treated="matrix")
+
+
+def router_bias(model: ModelConfig) -> Iterator[Tensor]:
+    """What is added to the scores, where there is such a thing."""
+    if model.moe_router_bias:
+        yield Tensor("router.bias", (model.num_experts,), init="zeros", decays=False)
+
+
+def correction_tensor(model: ModelConfig) -> Tensor:
+    """What is added to sigmoids where experts are chosen: no parameter, and float32 in any model."""
+    return Tensor("router.correction", (model.num_experts,), init="zeros", decays=False)
 
 
 def _of_expert(model: ModelConfig) -> dict[str, Linear]:
@@ -37,17 +49,25 @@ def expert_pairs(model: ModelConfig, name: str, experts: range) -> tuple[list[Te
     return list(down), list(up)
 
 
+def shared_gate_tensor(model: ModelConfig) -> Tensor:
+    """What a token's share of the shared expert is made of."""
+    return Tensor("shared_gate.weight", (1, model.hidden_size), std=model.init_method_std, treated="matrix")
+
+
 def _others(model: ModelConfig) -> Iterator[Tensor]:
     yield router_tensor(model)
+    if model.moe_shared_expert_gate:
+        yield shared_gate_tensor(model)
+    yield from router_bias(model)
     for expert in range(model.num_experts):
         for name in ("gate", "up", "down"):
             yield from expert_tensors(model, name, range(expert, expert + 1))
 
 
 def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
-    """The scores of all experts, and the three products of the chosen ones."""
+    """The scores of all experts and of the gate, and the three products of the chosen ones."""
     chosen = 3 * model.expert_hidden_size * model.moe_router_topk
-    return Flops(2.0 * tokens * model.hidden_size * (chosen + model.num_experts), 0.0)
+    return Flops(2.0 * tokens * model.hidden_size * (chosen + model.num_experts + model.moe_shared_expert_gate), 0.0)
 
 
 def _rows(share: Share) -> int:
@@ -57,7 +77,8 @@ def _rows(share: Share) -> int:
 
 def _kept(share: Share) -> tuple[int, int]:
     """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
-    softmax, and that of the chosen. Frozen experts need no row again, nor what is made of it, but for low-rank pairs.
+    softmax, both where there are terms of balance, what becomes of the chosen ones, and the sums of their sigmoids.
+    Frozen experts need no row again, nor what is made of it, but for low-rank pairs. What a gate opens, and that gate.
     Tiles need the row alone.
     """
     rows, model = _rows(share), share.model
@@ -66,8 +87,13 @@ def _kept(share: Share) -> tuple[int, int]:
     columns += model.lora_rank * sum(name in model.lora_linears for name in _of_expert(model))
     if share.tiled:
         columns = model.hidden_size
-    shares = share.rows * model.num_experts + rows * (not model.moe_router_pre_softmax)
-    return rows * columns, rows + shares
+    opened = (share.residual + share.rows) * model.moe_shared_expert_gate
+    training, softmax = share.config.training, model.moe_router_score_function == "softmax"
+    of_all = softmax and model.moe_router_pre_softmax
+    tables = 1 + (of_all and training.moe_aux_loss_coeff + training.moe_z_loss_coeff > 0)
+    sums = share.rows * (not softmax and not model.moe_router_pre_softmax)
+    shares = share.rows * model.num_experts * tables + rows * (not of_all)
+    return rows * columns + opened, rows + shares + sums
 
 
 def _held(share: Share) -> int:
@@ -93,4 +119,10 @@ def _work(share: Share) -> int:
     return work
 
 
+def _shared_width(model: ModelConfig) -> int:
+    return model.moe_shared_expert_intermediate_size or 0
+
+
+SHARED = gated_mlp("mlp.shared", _shared_width)
+"""The MLP that all tokens pass beside their experts."""
 MOE = LayerKind("mlp", lambda model: {}, (), _kept, _work, _others, _flops, _held, _of_expert)

@@ -6,6 +6,7 @@ Patterns of flags say which layer is of which kind. They are parsed here, once f
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import DENSE
 from megacp.core.layers.gated_delta import GATED_DELTA
 from megacp.core.layers.mamba2 import MAMBA2
-from megacp.core.layers.moe import MOE
+from megacp.core.layers.moe import MOE, SHARED
 from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight
 
 STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
@@ -33,6 +34,14 @@ class Layer:
     rotates: bool
     """Whether queries and keys have the rotary embedding."""
 
+    shared: LayerKind | None = None
+    """An MLP beside experts, behind the same norm."""
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """All that stands in the block."""
+        return (self.mixer, self.mlp) if self.shared is None else (self.mixer, self.mlp, self.shared)
+
     @property
     def has_state(self) -> bool:
         """Whether a state takes the place of attention."""
@@ -40,13 +49,13 @@ class Layer:
 
     def linears(self, model: ModelConfig) -> dict[str, Linear]:
         """Linears of mixer and MLP, by the last part of their names."""
-        return {**self.mixer.linears(model), **self.mlp.linears(model)}
+        return {name: linear for kind in self.kinds for name, linear in kind.linears(model).items()}
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
         """All but low-rank pairs."""
         places = ("", "_output") if model.norm_position == "both" else ("",)
-        for part, kind in (("attention", self.mixer), ("mlp", self.mlp)):
-            for place in places:
+        for part, kind in itertools.zip_longest(("attention", "mlp"), self.kinds):
+            for place in places if part else ():
                 yield norm_weight(model, f"{self.name}.{part}{place}_norm", model.hidden_size)
             yield from kind.tensors(model, self.name)
 
@@ -58,7 +67,7 @@ class Layer:
 
     def pairs(self, model: ModelConfig) -> Iterator[Tensor]:
         """The low-rank pairs beside its linears."""
-        for kind in (self.mixer, self.mlp):
+        for kind in self.kinds:
             found, of_expert = dict(kind.linears(model)), kind.of_expert(model).items()
             for expert in range(model.num_experts):
                 found |= {f"experts.{expert}.{name}": linear for name, linear in of_expert}
@@ -83,7 +92,8 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
         mixer = ATTENTION if attend[i % len(attend)] else STATES[model.linear_attention_rule]
         window = 0 if open_to_all[i % len(open_to_all)] else model.window_size or 0
         mlp = MOE if model.num_experts and routed[i % len(routed)] else DENSE
-        found.append(Layer(f"layers.{i}", mixer, mlp, window, rotates=not still[i % len(still)]))
+        shared = SHARED if mlp is MOE and model.moe_shared_expert_intermediate_size else None
+        found.append(Layer(f"layers.{i}", mixer, mlp, window, not still[i % len(still)], shared))
     return tuple(found)
 
 

@@ -110,9 +110,9 @@ class LanguageModelChunk(nn.Module):
             frequencies = inverse_frequencies(config.rotary_dim, config.window_rotary_base, RotaryScaling())
             self.window_frequencies = frequencies.to(self.frequencies.device)
 
-    def hidden(self, x: torch.Tensor | None, batch: LocalBatch) -> torch.Tensor:
+    def hidden(self, x: torch.Tensor | None, batch: LocalBatch, tokens: int = 0) -> torch.Tensor:
         """The hidden state `[t/tp, h]` after this chunk's blocks; `x` is None on the first chunk, or what `embedded`
-        gave.
+        gave. `tokens` as in `Routes`.
         """
         if x is None:
             x = self.embedded(batch)
@@ -124,7 +124,7 @@ class LanguageModelChunk(nn.Module):
             near = cos_sin(positions, self.window_frequencies, self.backend.dtype)
         names = slice_of(batch.token_names, self.backend.tp) if self.backend.sequence_parallel else batch.token_names
         parts = self.backend.tp if self.backend.sequence_parallel else single_axis("one")
-        routes = Routes.of(batch.plan, parts, x.device) if self.has_experts else None
+        routes = Routes.of(batch.plan, parts, x.device, tokens) if self.has_experts else None
         inputs = BlockInputs(batch.plan, (far, near), names, batch.token_names, batch.key, routes)
         with self.backend.precision():
             for block in self.blocks:
@@ -162,9 +162,9 @@ class LanguageModelChunk(nn.Module):
         hidden = self.hidden(self.embedded(batch, features), batch)
         return batch.in_row_order(self.head.logits(hidden))  # [t, vocabulary] -> [T, vocabulary]
 
-    def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None, batch: LocalBatch, denominator: float, tokens: int = 0) -> torch.Tensor:
         """The hidden state, or on the last chunk this rank's share of the loss over the step's denominator: a scalar in
         fp32 or wider, replicated over tp.
         """
-        hidden = self.hidden(x, batch)
+        hidden = self.hidden(x, batch, tokens)
         return self.head(hidden, Target(batch.labels, batch.loss_weights, denominator)) if self.is_last else hidden

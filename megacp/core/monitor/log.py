@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,8 @@ class StepRecord:
     """Passes over the dataset so far; of a blend, its samples over the packs of all its datasets."""
     seconds_left: float
     """Seconds until the last step, by the median time from step to step."""
+    experts: Mapping[str, Number] = field(default_factory=dict)
+    """Balance of experts: terms that are no part of the loss, and loads."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class RunLog:
     def step(self, record: StepRecord) -> None:
         """Report a training step."""
         self._step = record.step
-        self.figures("train", record.step, "", {k: v for k, v in dataclasses.asdict(record).items() if k != "step"})
+        figures = {**dataclasses.asdict(record), **record.experts}
+        self.figures("train", record.step, "", {k: v for k, v in figures.items() if k not in ("step", "experts")})
         if record.step % self._targets.log_interval == 0 or record.step == self._total:
             self.say(step_line(record, self._total))
 
@@ -245,9 +248,10 @@ def step_line(record: StepRecord, total_steps: int) -> str:
     """The console line of a step."""
     mfu = "" if record.mfu is None else f"MFU {100 * record.mfu:.1f}%  "
     width, wait = len(str(total_steps)), record.data_wait
+    experts = "".join(f"{name.replace('_', ' ')} {value:.4g}  " for name, value in record.experts.items())
     data_wait = f"{wait:.3g} s" if wait >= 1 else f"{1000 * wait:.3g} ms"
     return (
-        f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss {record.loss:.4f}  "
+        f"step {record.step:>{width}}/{total_steps}  epoch {record.epoch:.2f}  loss {record.loss:.4f}  {experts}"
         f"grad norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.seconds:.3g} s  "
         f"{record.tokens_per_second:,.0f} tokens/s  {mfu}{record.peak_memory / 2**30:.3g} GiB  "
         f"data wait {data_wait}  left {duration(record.seconds_left)}"

@@ -124,11 +124,11 @@ def _open(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 @fused
 def _open_backward(grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     part = torch.sigmoid(gate)
-    return grad * part, torch.ops.aten.sigmoid_backward(grad * x, part)
+    return grad * part, torch.ops.aten.sigmoid_backward(grad * x, part).sum_to_size(gate.shape)
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """`x * sigmoid(gate)`; saves the two."""
+    """`x * sigmoid(gate)`, a gate of each element or each row; saves the two."""
     return FromInputs.apply(_open, _open_backward, x, gate)
 
 

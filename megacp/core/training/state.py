@@ -112,7 +112,8 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:
     """What this rank writes of the weights and the optimizer's state."""
-    return boxes_to_save(model.parameters.parameter_slices(), model.optimizer.state_slices(), model.parameters.counts)
+    held = [*model.parameters.parameter_slices(), *model.balance.slices()]
+    return boxes_to_save(held, model.optimizer.state_slices(), model.parameters.counts)
 
 
 def begin_save(model: ParallelModel, state: RunState, config: RunConfig, background: bool) -> PendingCheckpoint:
@@ -191,7 +192,7 @@ def _cleared(model: ParallelModel, new: Callable[[str], bool] | None) -> list[Te
     held = boxes_to_load(model.parameters.parameters_held(), {}) if new else []
     initial = {(box.name, box.offsets): box.tensor.clone() for box in held if new and new(bare_name(box))}
     model.optimizer.clear()
-    boxes = boxes_to_load(model.parameters.parameters_to_load(), {})
+    boxes = boxes_to_load([*model.parameters.parameters_to_load(), *model.balance.slices()], {})
     for box in boxes:
         if (box.name, box.offsets) in initial:
             box.tensor.copy_(initial[box.name, box.offsets])

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import ProcessGrid, connect
+from megacp.core.expert_parallel.balance import Balance, LayerBalance
 from megacp.core.models.build import build_sharded
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
@@ -47,6 +48,8 @@ class StepResult:
     """What became of it, and why."""
     suspects: str = ""
     """The packs of a step with findings."""
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """Figures of `Balance.settle`."""
 
 
 class ParallelModel:
@@ -62,6 +65,8 @@ class ParallelModel:
         self.chunks, self.parameters = build_sharded(config, grid)
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedOptimizer(self.parameters, training, grid.world, grid.device, self.backend.adamw)
+        balanced = [m for chunk in self.chunks for m in chunk.modules() if isinstance(m, LayerBalance)]
+        self.balance = Balance(balanced, config, grid)
         self.rows = rows_of(config, grid)
         self.layout = LAYOUTS[parallel.cp_layout]
         self.mix = mix_of(config.model)
@@ -113,22 +118,28 @@ class ParallelModel:
                     "was --data-path built for another --vocab-size?"
                 )
 
-    def train(self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only) -> StepResult:
-        """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1."""
-        losses = self._pipeline(rows, step, denominator, training=True)()
+    def train(
+        self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only, tokens: int = 0
+    ) -> StepResult:
+        """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1.
+
+        `tokens` of the whole step, without padding: terms of balance are divided by them, without them there are none.
+        """
+        losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.is_new = False
         with self.phase("gradient exchange"):
             self.parameters.finish()
-        loss = self._total(losses)
+        loss, experts = self._total(losses), self.balance.settle(tokens)
         norm = self.optimizer.grad_norm(self.phase)
         lr = learning_rate(step, self.config.training)
         decision = check(loss, norm)  # from numbers that all ranks hold: all decide alike
         if decision.update:
             self.optimizer.update(lr, norm, self.phase)
+            self.balance.correct()
         self.parameters.zero()
         packs = [row.pack_ids for row in rows]
         named = suspects(packs, losses, decision.finite, self.grid.world) if decision.findings else ""
-        return StepResult(loss, norm, lr, decision, named)
+        return StepResult(loss, norm, lr, decision, named, experts)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[Row], denominator: float) -> float:
@@ -138,20 +149,22 @@ class ParallelModel:
         """
         for chunk in self.chunks:
             chunk.eval()
-        losses = self._pipeline(rows, 0, denominator, training=False)()
+        losses = self._pipeline(rows, 0, denominator, False)()
         self.parameters.release()
         for chunk in self.chunks:
             chunk.train()
         return self._total(losses)
 
-    def gradients(self, rows: Sequence[Row], step: int, denominator: float) -> float:
-        """Loss and summed gradients without an update; `parameters.grad_shard` is valid until `parameters.zero`."""
-        losses = self._pipeline(rows, step, denominator, training=True)()
+    def gradients(self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0) -> float:
+        """Loss and summed gradients without an update; `parameters.grad_shard` is valid until `parameters.zero`, and
+        what `balance` has counted until `Balance.settle`.
+        """
+        losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.parameters.finish()
         return self._total(losses)
 
     def _pipeline(
-        self, rows: Sequence[Row], step: int, denominator: float, training: bool
+        self, rows: Sequence[Row], step: int, denominator: float, training: bool, tokens: int = 0
     ) -> Callable[[], list[torch.Tensor]]:
         """`runtime.run` over these rows, ready to be called."""
         with self.phase("shard"):
@@ -160,7 +173,7 @@ class ParallelModel:
         if training and self.is_new and len(self.chunks) > 1 and self.grid.device.type == "cuda":
             name = f"first {name}"
         actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
-        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator) for chunk in self.chunks]
+        chunks: list[ModelChunk] = [partial(chunk, denominator=denominator, tokens=tokens) for chunk in self.chunks]
         if self.parameters.by_schedule:  # full shards: the list gathers and frees parameters too
             actions = with_parameters(actions)
         deferred = self.backend.deferred if training else None

@@ -167,7 +167,7 @@ class Trainer:
                 return self.health.check(dataclasses.replace(numbers, loss=loss, grad_norm=norm))
 
             if agreed.weight:
-                result = self.model.train(rows, step, agreed.denominator, check)
+                result = self.model.train(rows, step, agreed.denominator, check, agreed.tokens)
             else:  # no token counts: nothing is computed, nothing changes
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
@@ -232,6 +232,7 @@ class Trainer:
                 consumed_samples=consumed,
                 epoch=consumed / len(self.sources.train),
                 seconds_left=self.pace.left(left),
+                experts=result.experts,
             )
         )
         if isinstance(self.sources.train, PackBlend):

@@ -122,6 +122,7 @@ _PLAIN: Values = {
     **{"linear_attention_freq": None, "linear_attention_rule": "gated_delta", "attention_output_gate": False},
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
     **{"rotary_percent": 1.0, "num_experts": 0},
+    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""
@@ -142,7 +143,9 @@ def sizes_from_hf(
 
     values = {"num_layers": size("num_hidden_layers", 4096), "hidden_size": size("hidden_size")}
     heads = values["num_attention_heads"] = size("num_attention_heads")
-    values |= {"ffn_hidden_size": size("intermediate_size"), "vocab_size": size("vocab_size")}
+    # a class without a dense MLP has no width of one
+    inner = "intermediate_size" if "intermediate_size" in defaults else "moe_intermediate_size"
+    values |= {"ffn_hidden_size": size(inner), "vocab_size": size("vocab_size")}
     groups, width, even = defaults["num_key_value_heads"], defaults.get("head_dim"), values["hidden_size"] // heads
     null_heads, null_width = None if section else heads, None if width else even  # as the library's own types
     values["num_query_groups"] = c.number(f"{section}num_key_value_heads", groups or heads, null=null_heads)
@@ -480,7 +483,7 @@ class Family:
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """All tensors; `infos`: of the file that is read."""
-        return links_of(self.table, shapes_of(values), values["num_layers"])
+        return links_of(self.table, shapes_of(values), values["num_layers"], values["vision_num_layers"])
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         """The layout that a file is in."""

@@ -14,7 +14,12 @@ from megacp.huggingface.convert.decoder import (
     NO_WINDOW,
     OLMO2_SIZES,
     QWEN2,
+    QWEN3_5,
+    QWEN3_5_SILENT,
+    QWEN3_5_SIZES,
+    QWEN3_5_WORDS,
     Family,
+    Qwen35Words,
     Table,
     Words,
     expert_pattern,
@@ -39,17 +44,31 @@ def _experts(block: str, words: tuple[str, str, str]) -> dict[str, str | tuple[s
     return {f"model.layers.{{i}}.{block}.{theirs}": f"layers.{{i}}.mlp.{ours}" for theirs, ours in rows.items()}
 
 
-_EACH = DECODER | _experts("mlp", ("gate_proj", "up_proj", "down_proj"))
-_MIXTRAL = DECODER | _experts("block_sparse_moe", ("w1", "w3", "w2"))
+_BLOCK = "block_sparse_moe"
+"""Mixtral's word; with stacked experts it has that of others."""
+_WORDS = ("gate_proj", "up_proj", "down_proj")
+_EACH = DECODER | _experts("mlp", _WORDS)
+_MIXTRAL = DECODER | _experts(_BLOCK, ("w1", "w3", "w2"))
 
 
-def _stacked(experts: int) -> Table:
+def _shared(word: str) -> dict[str, str | tuple[str, ...]]:
+    """An MLP of all tokens."""
+    begin, names = f"model.layers.{{i}}.mlp.{word}", zip(_WORDS, ("gate", "up", "down"), strict=True)
+    return {f"{begin}.{theirs}.weight": f"layers.{{i}}.mlp.shared.{ours}.weight" for theirs, ours in names}
+
+
+_GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.shared_gate.weight"}
+QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
+
+
+def _stacked(table: Table, experts: int) -> Table:
     """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as others name it."""
-    begin = "layers.{i}.mlp.experts"
+    begin, table = "layers.{i}.mlp.experts", {theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items()}
     gate_up = tuple(f"{begin}.{e}.{name}.weight" for e in range(experts) for name in ("gate", "up"))
     down = tuple(f"{begin}.{e}.down.weight" for e in range(experts))
-    stacks = {f"model.layers.{{i}}.mlp{end}": ours for end, ours in zip(STACKS, (gate_up, down), strict=True)}
-    return {theirs: ours for theirs, ours in _EACH.items() if "{e}" not in theirs} | stacks
+    (layer,) = {theirs.partition("{i}")[0] for theirs in table if "{e}" in theirs}
+    stacks = {f"{layer}{{i}}.mlp{end}": ours for end, ours in zip(STACKS, (gate_up, down), strict=True)}
+    return {theirs: ours for theirs, ours in table.items() if "{e}" not in theirs} | stacks
 
 
 class ExpertFamily(Family):
@@ -57,8 +76,8 @@ class ExpertFamily(Family):
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         count = values["num_experts"]
-        table = _stacked(count) if layout == _STACKED else self.table
-        return links_of(table, shapes_of(values), values["num_layers"], experts=count)
+        table = _stacked(self.table, count) if layout == _STACKED else self.table
+        return links_of(table, shapes_of(values), values["num_layers"], values["vision_num_layers"], count)
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         return _STACKED if any(name.endswith(STACKS) for name in infos) else NATIVE
@@ -113,6 +132,19 @@ class Qwen3MoeWords(ExpertWords):
         return content | {"moe_intermediate_size": resolved(v)["moe_ffn_hidden_size"]}
 
 
+@dataclass(frozen=True)
+class Qwen35MoeWords(Qwen35Words, ExpertWords):
+    """Words of a class whose experts stand beside one for all tokens, behind a gate."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        width = c.number("shared_expert_intermediate_size", 512)
+        return super().from_hf(c) | {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
+
+    def to_hf(self, v: Values) -> Values:
+        content = super().to_hf(v) | {"shared_expert_intermediate_size": v["moe_shared_expert_intermediate_size"]}
+        return content | {"moe_intermediate_size": content.pop("intermediate_size")}
+
+
 _MIXTRAL_SIZES = OLMO2_SIZES | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
 _MIXTRAL_SIZES |= {"max_position_embeddings": 131072}
 _OLMOE_SIZES = OLMO2_SIZES | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
@@ -126,8 +158,22 @@ _OLMOE_WORDS = ExpertWords(_OLMOE_SIZES, attention_bias=True, fixed={"qk_layerno
 _QWEN3_WORDS = Qwen3MoeWords(
     _QWEN3_SIZES, attention_bias=True, experts=("num_experts", 128), fixed={"qk_layernorm": "head"}
 )
+QWEN3_5_MOE_SIZES = {name: size for name, size in QWEN3_5_SIZES.items() if name != "intermediate_size"}
+QWEN3_5_MOE_SIZES |= {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2}
+QWEN3_5_MOE_SIZES |= {"moe_intermediate_size": 512}
+QWEN3_5_MOE_WORDS = Qwen35MoeWords(
+    QWEN3_5_MOE_SIZES,
+    head_dim=True,
+    attention_bias=True,
+    rotary_part=0.25,
+    fixed=QWEN3_5_WORDS.fixed,
+    experts=("num_experts", 256),
+    has_norm=False,
+)
 _TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of a loss that training may add."""
+QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | _TRAINING | {"intermediate_size"}
+"""There is no dense MLP that would have the width."""
 
 
 def _family(name: str, cls: str, words: ExpertWords, table: Table = _EACH, more: frozenset[str] = _TRAINING) -> Family:
@@ -138,4 +184,5 @@ EXPERT_FAMILIES = (
     _family("mixtral", "Mixtral", _MIXTRAL_WORDS, _MIXTRAL),
     _family("olmoe", "Olmoe", _OLMOE_WORDS),
     _family("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, more=_TRAINING | NO_WINDOW),
+    _family("qwen3_5_moe_text", "Qwen3_5Moe", QWEN3_5_MOE_WORDS, QWEN3_5_MOE, QWEN3_5_MOE_SILENT),
 )

@@ -1,24 +1,17 @@
-"""Qwen3.5 with its tower: the text model's words and tensors under `text_config` and `language_model`, and a ViT's."""
+"""Qwen3.5 with its tower, dense or with experts: the text model's words and tensors under `text_config` and
+`language_model`, and a ViT's.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
-from megacp.huggingface.convert.decoder import (
-    NATIVE,
-    QWEN3_5,
-    QWEN3_5_SILENT,
-    QWEN3_5_SIZES,
-    QWEN3_5_WORDS,
-    Family,
-    Table,
-    links_of,
-    shapes_of,
-)
-from megacp.huggingface.convert.tensors import Info, Link
+from megacp.huggingface.convert.decoder import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Family, Qwen35Words, Table
+from megacp.huggingface.convert.moe import QWEN3_5_MOE, QWEN3_5_MOE_SILENT, QWEN3_5_MOE_WORDS, ExpertFamily
 
 _MODULES = {
     "patch_embed.proj": "vision.patch_embedding",
@@ -32,15 +25,23 @@ _MODULES = {
     "merger.linear_fc2": "connector.mlp.down",
 }
 _KINDS = ("weight", "bias")
-TABLE: Table = {
-    **{theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in QWEN3_5.items()},
-    **{f"model.visual.{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in _MODULES.items() for kind in _KINDS},
-    **{
-        f"model.visual.blocks.{{v}}.attn.qkv.{kind}": tuple(f"vision.blocks.{{v}}.attention.{x}.{kind}" for x in "qkv")
-        for kind in _KINDS
-    },
-    "model.visual.pos_embed.weight": "vision.position_embedding.weight",
-}
+
+
+def _with_tower(decoder: Table) -> Table:
+    """Tensors of a decoder, and those of the tower before it."""
+    return {
+        **{theirs.replace("model.", "model.language_model.", 1): ours for theirs, ours in decoder.items()},
+        **{f"model.visual.{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in _MODULES.items() for kind in _KINDS},
+        **{
+            f"model.visual.blocks.{{v}}.attn.qkv.{kind}": tuple(
+                f"vision.blocks.{{v}}.attention.{x}.{kind}" for x in "qkv"
+            )
+            for kind in _KINDS
+        },
+        "model.visual.pos_embed.weight": "vision.position_embedding.weight",
+    }
+
+
 _TOWER = {
     "depth": ("vision_num_layers", 27),
     "hidden_size": ("vision_hidden_size", 1152),
@@ -57,9 +58,9 @@ _TOKEN_FIELDS = {
 }
 
 
-def _from_hf(c: ConfigJson) -> Values:
+def _from_hf(words: Qwen35Words, c: ConfigJson) -> Values:
     """Flags of a config whose `text_config` stands at the top."""
-    v = QWEN3_5_WORDS.from_hf(c)
+    v = words.from_hf(c)
     v |= {"vision_family": "qwen3_5", "image_attention": "causal", "connector_ffn_hidden_size": None}
     v["mrope_section"] = v.get("mrope_section") or (11, 11, 10)
     for name, (ours, default) in _TOWER.items():
@@ -80,13 +81,13 @@ def _from_hf(c: ConfigJson) -> Values:
     return v
 
 
-def _to_hf(v: Values) -> Values:
+def _to_hf(words: Qwen35Words, v: Values) -> Values:
     """The inverse."""
     vision = {name: v[ours] for name, (ours, _) in _TOWER.items()}
-    vision |= {"model_type": "qwen3_5_vision", "out_hidden_size": v["hidden_size"], "hidden_act": "gelu_pytorch_tanh"}
+    vision |= {"out_hidden_size": v["hidden_size"], "hidden_act": "gelu_pytorch_tanh"}
     vision |= {"num_position_embeddings": (v["vision_image_size"] // v["vision_patch_size"]) ** 2, "in_channels": 3}
     vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": v["init_method_std"]}
-    return QWEN3_5_WORDS.to_hf(v) | {"vision_config": vision}
+    return words.to_hf(v) | {"vision_config": vision}
 
 
 class Qwen35(Family):
@@ -102,17 +103,26 @@ class Qwen35(Family):
     def spelled(self, content: Values, layout: str) -> Values:
         text = {name: value for name, value in content.items() if name != "vision_config"}
         tied = content["tie_word_embeddings"]
-        nested = {"model_type": "qwen3_5_text", **text}
-        return {"text_config": nested, "vision_config": content["vision_config"], "tie_word_embeddings": tied}
-
-    def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
-        shapes = shapes_of(values)
-        return links_of(TABLE, shapes, values["num_layers"], values["vision_num_layers"])
+        nested, vision = ({"model_type": f"{self.name}_{part}"} for part in ("text", "vision"))
+        both = {"text_config": nested | text, "vision_config": vision | content["vision_config"]}
+        return {**both, "tie_word_embeddings": tied}
 
 
-QWEN3_5_VL = Qwen35(
-    *("qwen3_5", "Qwen3_5ForConditionalGeneration", QWEN3_5_SIZES, _from_hf, _to_hf, TABLE),
-    QWEN3_5_SILENT | {"language_model_only"},
-    ("vision_config",),
-    _TOKEN_FIELDS,
-)
+class Qwen35Moe(Qwen35, ExpertFamily):
+    """That with experts."""
+
+
+def _family(
+    kind: type[Qwen35], name: str, cls: str, words: Qwen35Words, decoder: Table, silent: frozenset[str]
+) -> Qwen35:
+    return kind(
+        *(name, f"{cls}ForConditionalGeneration", words.sizes, partial(_from_hf, words), partial(_to_hf, words)),
+        _with_tower(decoder),
+        silent | {"language_model_only"},
+        ("vision_config",),
+        _TOKEN_FIELDS,
+    )
+
+
+QWEN3_5_VL = _family(Qwen35, "qwen3_5", "Qwen3_5", QWEN3_5_WORDS, QWEN3_5, QWEN3_5_SILENT)
+QWEN3_5_MOE_VL = _family(Qwen35Moe, "qwen3_5_moe", "Qwen3_5Moe", QWEN3_5_MOE_WORDS, QWEN3_5_MOE, QWEN3_5_MOE_SILENT)

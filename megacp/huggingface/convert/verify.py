@@ -118,7 +118,7 @@ def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Log
     plain = with_values(own, {"dtype": dtype, "transformer_impl": "native"})
     model: LanguageModelChunk = build_chunks(plain, grid)[0].eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *model.buffers()):
             for piece in spec_of(parameter).pieces:
                 piece.of(parameter).copy_(whole(source, piece.name))
 

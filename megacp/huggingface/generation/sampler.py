@@ -73,7 +73,7 @@ class Generator:
             self.rules = rules_from_dict(self.progress.image_rules)
         places = {
             piece.name: piece.of(parameter.detach())
-            for parameter in self.model.parameters()
+            for parameter in (*self.model.parameters(), *self.model.buffers())
             for piece in spec_of(parameter).pieces
         }
         for name, tensor in loaded.whole_tensors():

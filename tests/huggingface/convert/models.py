@@ -61,14 +61,20 @@ QWEN3_5 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 QWEN3_5 |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
 KINDS = ["full_attention", "linear_attention", "linear_attention"]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+SHARED = {"shared_expert_intermediate_size": 28}
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+
+
+def sizes_of(kind: str) -> dict[str, Any]:
+    """Without the width of a dense MLP, where there is none."""
+    return {name: size for name, size in SIZES.items() if kind != "Qwen3_5Moe" or name != "intermediate_size"}
 
 
 def made(name: str, **changes: Any) -> Any:
     import transformers
 
-    values = {**SIZES, **NO_IDS, "rope_parameters": rope(500.0), **changes}
-    config = name + "Text" * (name in ("Gemma3", "Qwen3_5"))
+    values = {**sizes_of(name), **NO_IDS, "rope_parameters": rope(500.0), **changes}
+    config = name + "Text" * (name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe"))
     return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{config}Config")(**values))
 
 
@@ -101,15 +107,15 @@ def molmo2(**changes: Any) -> Any:
     return transformers.Molmo2ForConditionalGeneration(config)
 
 
-def qwen3_5(**changes: Any) -> Any:
+def qwen3_5(kind: str = "Qwen3_5", **changes: Any) -> Any:
     """A tower of 12 x 12 positions."""
     import transformers
 
-    given = {**SIZES, **NO_IDS, **QWEN3_5, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": BYTES}
+    given = {**sizes_of(kind), **NO_IDS, **QWEN3_5, "head_dim": 16, "num_hidden_layers": 4, "vocab_size": BYTES}
     rotary = rope(500.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True)
     tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 36, "num_heads": 4, "patch_size": 4}
     tower |= {"out_hidden_size": 48, "num_position_embeddings": 144}
-    config = transformers.Qwen3_5Config(
+    config = getattr(transformers, f"{kind}Config")(
         text_config={**given, "rope_parameters": rotary, **changes},
         vision_config=tower,
         image_token_id=250,
@@ -117,7 +123,7 @@ def qwen3_5(**changes: Any) -> Any:
         vision_start_token_id=252,
         vision_end_token_id=253,
     )
-    return transformers.Qwen3_5ForConditionalGeneration(config)
+    return getattr(transformers, f"{kind}ForConditionalGeneration")(config)
 
 
 MODELS = {
@@ -164,6 +170,8 @@ MODELS = {
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
     ),
     "qwen3_5 with images": qwen3_5,
+    "qwen3_5_moe_text": lambda: made("Qwen3_5Moe", head_dim=16, num_hidden_layers=4, **QWEN3_5, **EXPERTS, **SHARED),
+    "qwen3_5_moe with images, stacked": lambda: qwen3_5("Qwen3_5Moe", **EXPERTS, **SHARED),
     "molmo2 released": molmo2,
     "molmo2 native": lambda: molmo2(attention_bias=True),
 }

@@ -23,6 +23,7 @@ from tests.huggingface.convert.models import BANDS, Tensors, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
 from tests.reference.training import GEMMA, QWEN3_5
 
+SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"untie_embeddings_and_output_weights": True, "num_query_groups": 4},
     "llama tied with biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True},
@@ -36,6 +37,7 @@ OURS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts": 4, "num_query_groups": 2},
     "olmoe": {"num_experts": 4, "qk_layernorm": "all_heads", "moe_ffn_hidden_size": 32},
     "qwen3_moe": {"num_experts": 4, "qk_layernorm": "head", "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 32},
+    "qwen3_5_moe": {**QWEN3_5, "num_experts": 4, **SHARED},
     "smollm3": MODELS["tiny_smollm3"],
     "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": "head", "add_qkv_bias": True},
 }
@@ -109,9 +111,9 @@ def test_every_field_that_the_library_writes_is_known_and_its_default_is_taken(n
     transformers = pytest.importorskip("transformers")
     config, family = transformers.AutoConfig.for_model(name), FAMILIES[name]
     changes = {"sliding_window": None} if name == "mistral" else {}
-    if name == "qwen3_5":  # its default tower does not fit its default decoder
-        config.vision_config.out_hidden_size = 4096
-        changes = {"vision_config": {"out_hidden_size": 4096}}
+    if name.endswith(("qwen3_5", "qwen3_5_moe")):  # its default tower does not fit its default decoder
+        config.vision_config.out_hidden_size = config.text_config.hidden_size
+        changes = {"vision_config": {"out_hidden_size": config.text_config.hidden_size}}
     assert family.values({**config.to_dict(), **changes}) == family.values({"model_type": name, **changes})
 
 
@@ -195,11 +197,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": 0}, "num_experts"),
     ("qwen3_moe", {"mlp_only_layers": 5}, "mlp_only_layers 5"),
     ("qwen3_moe", {"decoder_sparse_step": 25}, "decoder_sparse_step 25: no layer has experts"),
+    ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is not known"),
     (
         "gpt2",
         {},
-        "gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, molmo2",
+        "gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, qwen3_5_moe_text, molmo2",
     ),
 ]
 
@@ -222,6 +225,7 @@ ANY |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "b
 INTERVALS = {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
 HARMLESS: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"model_type": "qwen3_5_text", **PUBLISHED_QWEN3_5},
+    "Qwen3.5-MoE": {"model_type": "qwen3_5_moe_text", **PUBLISHED_QWEN3_5, "router_aux_loss_coef": 0.001},
     "Qwen3-MoE": {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.01, "mlp_only_layers": [], "sliding_window": 8},
     "Gemma 3": {"model_type": "gemma3_text", "cache_implementation": "hybrid"},
     "SmolLM2": {"model_type": "llama", "rope_interleaved": False, "layer_types": ["full_attention"] * 32},
