@@ -58,6 +58,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("scores.gather(1, chosen).softmax(-1)", "of_all(scores, chosen)", "chosen experts have less than all weight"),
     ],
     ("core/expert_parallel/route.py", EXPERTS): [
+        ("self.ends.clamp(place.start, place.stop)", "self.ends.clamp(0, place.stop)", "a tile has rows of others"),
         ("plan.metadata.leave[held] > 0", "plan.metadata.leave[held] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
@@ -76,6 +77,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("alpha=self.scale", "alpha=1", "pairs of experts have a weight of 1"),
         ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
         ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
+    ],
+    ("core/expert_parallel/layer.py", "tests/plan/test_memory.py"): [
+        (
+            "backend.tiled(Experts(prefix, here, config, backend.options))",
+            "Experts(prefix, here, config, backend.options)",
+            "experts run over all rows at once",
+        ),
     ],
     ("core/layers/table.py", EXPERTS): [
         (

@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megacp.core.config.run import RunConfig
+from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import Layer, layers_of
 from megacp.core.layers.table import Share
 from megacp.core.layers.vision import VISION_KINDS
@@ -95,18 +96,21 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     held = described.mlp.held(share)
     if granularity == "full":
         return share.residual * share.size + held
-    parts = (_norms(share), *(kind.kept(share) for kind in described.kinds))
+    tiled = share.tiled and described.mlp is not MOE
+    parts = (_norms(share, tiled), *(kind.kept(share) for kind in described.kinds))
     elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)
     return share.bytes_of(elements + narrow + dropped, wide) + masks + held
 
 
-def _norms(share: Share) -> tuple[int, int]:
-    """Elements and wide ones that the norms of a block keep: their inputs, their outputs, and a number a token."""
+def _norms(share: Share, tiled: bool) -> tuple[int, int]:
+    """Elements and wide ones that the norms of a block keep: their inputs, their outputs, and a number a token; but for
+    that of a `tiled` MLP.
+    """
     after, both = (share.model.norm_position == word for word in ("after", "both"))
-    count = 4 if after else 2 * both + (4 - share.tiled if share.cheap else 2)
-    return count * share.residual, (2 + 2 * both - (share.tiled and not after)) * share.rows
+    count = 4 if after else 2 * both + (4 - tiled if share.cheap else 2)
+    return count * share.residual, (2 + 2 * both - (tiled and not after)) * share.rows
 
 
 def _pairs(share: Share, described: Layer) -> tuple[int, int]:

@@ -73,6 +73,7 @@ def case_of(shape: Shape, number: int) -> Case:
         "data_parallel_sharding_strategy": "optim" if zero_bubble else STRATEGIES[(number + number // 8 + 1) % 3],
         "num_distributed_optimizer_instances": 2 if shape["dp"] % 2 == 0 == alike % 2 and number % 2 else 1,
         "activation_offload": 0.5 * (number % 5 == 0),
+        "mlp_chunk_tokens": 0 if zero_bubble else (0, 7, 100)[(number // 2) % 3],
         "ddp_bucket_size": 3000 if number % 2 else 25_000_000,
         **context_options(number, shape["cp"]),
     }
@@ -187,6 +188,7 @@ def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:
         "data_parallel_sharding_strategy": 3,
         "num_distributed_optimizer_instances": 2,
         "activation_offload": 2,
+        "mlp_chunk_tokens": 3,
         "ddp_bucket_size": 2,
         "cp_comm_type": 5,
         "cp_layout": 4,

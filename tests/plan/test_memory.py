@@ -92,6 +92,7 @@ def kept_storages(found: dict[int, int]):
         {"num_experts": 8, "ffn_hidden_size": 48, **SIGMOID, **BALANCE},
         {"freeze": "text"},
         {"num_experts": 8, "lora_rank": 4, "lora_targets": "up"},
+        {"num_experts": 8, "mlp_chunk_tokens": 20},
         {"num_experts": 8, "lora_rank": 4, "lora_targets": "down"},
         {"lora_rank": 4, "norm_position": "after"},
         {"lora_rank": 4, "lora_targets": "k,up,down"},

@@ -13,6 +13,7 @@ backward ends there, and no product runs a third time.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -78,19 +79,20 @@ class _Kept(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mlp: TiledMLP, kept: Any, x: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, mlp: TiledMLP, kept: list[Any], *rows_and_trained: Any) -> torch.Tensor:
         ctx.mlp, ctx.kept = mlp, kept
-        return mlp.over_tiles(x)
+        return mlp.over_tiles(rows_and_trained[: len(kept)])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        kept = ctx.kept.pop()  # the graph lives until all of backward is done, the input must not
-        (x,) = kept.grad_fn.saved_tensors
-        return None, None, *ctx.mlp.gradients(x, grads[0], ctx.needs_input_grad[2])
+        rows = [x.grad_fn.saved_tensors[0] if isinstance(x, torch.Tensor) else x for x in ctx.kept]  # type: ignore[union-attr]  # of `_Kept`
+        ctx.kept.clear()  # the graph lives until all of backward is done, the inputs must not
+        return None, None, *ctx.mlp.gradients(rows, grads[0], ctx.needs_input_grad[2 : 2 + len(rows)])
 
 
 class TiledMLP(nn.Module):
-    """`x[t/tp, h] -> [t/tp, h]`: a `norm_mlp` of any backend over tiles of `rows` rows of this rank.
+    """`x[t/tp, h] -> [t/tp, h]`: a `norm_mlp` of any backend over tiles of `rows` rows of this rank. What else it is
+    given has a row for each of x, and is sliced like a tensor.
 
     The number of tiles follows from t/tp, which tp ranks share, so they make the same calls; a rank without tokens has
     one empty tile. `precision` is the context in which a tile is computed again.
@@ -104,56 +106,64 @@ class TiledMLP(nn.Module):
         """Parameters that want a gradient."""
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-    def forward(self, x: torch.Tensor, save: Save) -> torch.Tensor:
-        trained = self.trained()
-        if not torch.is_grad_enabled() or not (x.requires_grad or trained):
-            return self.over_tiles(x)
-        kept = [_Kept.apply(x, *trained)]  # the tensor too: torch may empty the node of one that is gone
-        return _Tiles.apply(self, kept, x, *trained)
+    def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        """Of the MLP's arguments the last is `save`, which tiles do not ask."""
+        rows, trained = (x, *more[:-1]), self.trained()
+        tensors = [given for given in rows if isinstance(given, torch.Tensor)]
+        if not torch.is_grad_enabled() or not any(given.requires_grad for given in (*tensors, *trained)):
+            return self.over_tiles(rows)
+        # the tensor too: torch may empty the node of one that is gone
+        kept = [_Kept.apply(x, *tensors, *trained) if isinstance(x, torch.Tensor) else x for x in rows]
+        return _Tiles.apply(self, kept, *rows, *trained)
 
-    def over_tiles(self, x: torch.Tensor) -> torch.Tensor:
+    def _tiles(self, rows: Sequence[Any]) -> Iterator[tuple[slice, list[Any]]]:
+        for start in range(0, max(1, len(rows[0])), self.rows):
+            place = slice(start, start + self.rows)
+            yield place, [given[place] for given in rows]
+
+    def over_tiles(self, rows: Sequence[Any]) -> torch.Tensor:
         """The result, tile by tile and without a graph."""
-        out = torch.empty_like(x)
+        out = torch.empty_like(rows[0])
         with torch.no_grad():
-            for part, tile in zip(out.split(self.rows), x.split(self.rows), strict=True):
-                part.copy_(self.mlp(tile, keep))
+            for place, tile in self._tiles(rows):
+                out[place] = self.mlp(*tile, keep)
         return out
 
-    def gradients(self, x: torch.Tensor, grad: torch.Tensor, wants_input: bool) -> list[torch.Tensor | None]:
-        """Gradients of the input (None unless it is wanted) and of `trained`, of the result's gradient `[t/tp, h]`."""
+    def gradients(self, rows: Sequence[Any], grad: torch.Tensor, wanted: Sequence[bool]) -> list[torch.Tensor | None]:
+        """Gradients of the inputs (None unless `wanted`) and of `trained`, of the result's gradient `[t/tp, h]`."""
         trained = self.trained()
-        dx = torch.empty_like(x) if wants_input else None
+        of_rows: list[Any] = [torch.empty_like(x) if wants else None for x, wants in zip(rows, wanted, strict=True)]
         totals: dict[nn.Parameter, torch.Tensor] = {}
         with _told_once(trained) as fused:
-            for start in range(0, max(1, len(x)), self.rows):
-                tile = x[start : start + self.rows].detach().requires_grad_(wants_input)
-                d_tile, found = self._tile(tile, grad[start : start + self.rows], trained)
-                if dx is not None and d_tile is not None:
-                    dx[start : start + self.rows] = d_tile
+            for place, tile in self._tiles(rows):
+                inputs = [x.detach().requires_grad_() if wants else x for x, wants in zip(tile, wanted, strict=True)]
+                of_tile, found = self._tile(inputs, grad[place], wanted, trained)
+                for whole, part in zip(itertools.compress(of_rows, wanted), of_tile, strict=True):
+                    if part is not None:
+                        whole[place] = part
                 for parameter, part in found.items():
                     if fused(parameter) or parameter not in totals:  # a fused layer's is a sign without a value
                         totals[parameter] = part if fused(parameter) else part.to(accumulation_dtype(part.dtype))
                     else:
                         totals[parameter] += part
-        return [dx, *(totals[p].to(p.dtype) if p in totals else None for p in trained)]
+        return [*of_rows, *(totals[p].to(p.dtype) if p in totals else None for p in trained)]
 
     def _tile(
-        self, tile: torch.Tensor, grad: torch.Tensor, trained: list[nn.Parameter]
-    ) -> tuple[torch.Tensor | None, dict[nn.Parameter, torch.Tensor]]:
-        """Gradients of one tile and of the parameters that do not take theirs themselves."""
+        self, tile: Sequence[Any], grad: torch.Tensor, wanted: Sequence[bool], trained: list[nn.Parameter]
+    ) -> tuple[list[torch.Tensor | None], dict[nn.Parameter, torch.Tensor]]:
+        """Gradients of what is wanted of one tile, and of the parameters that do not take theirs themselves."""
         own: dict[nn.Parameter, torch.Tensor | None] = {}
         with torch.enable_grad(), self.precision():
             if isinstance(self.mlp, NormMLP) and isinstance(self.mlp.down, RowParallelLinear):
-                out = self.mlp.wide(tile, keep)
+                out = self.mlp.wide(tile[0], keep)
                 grad, own = self.mlp.down.gradients(out.detach(), grad)
             else:
-                out = self.mlp(tile, keep)
+                out = self.mlp(*tile, keep)
         others = [p for p in trained if p not in own]
-        inputs = [*([tile] if tile.requires_grad else []), *others]
-        found = list(torch.autograd.grad(out, inputs, grad, allow_unused=True))
-        d_tile = found.pop(0) if tile.requires_grad else None
-        parts = [*own.items(), *zip(others, found, strict=True)]
-        return d_tile, {parameter: part for parameter, part in parts if part is not None}
+        inputs = list(itertools.compress(tile, wanted))
+        found = torch.autograd.grad(out, [*inputs, *others], grad, allow_unused=True)
+        parts = [*own.items(), *zip(others, found[len(inputs) :], strict=True)]
+        return list(found[: len(inputs)]), {parameter: part for parameter, part in parts if part is not None}
 
 
 @contextlib.contextmanager

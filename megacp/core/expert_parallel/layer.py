@@ -36,7 +36,7 @@ class MixtureOfExperts(nn.Module):
         self.router = row_parameter(prefix, [router_tensor(config)], backend.options)
         biases = [row_parameter(prefix, [bias], backend.options) for bias in router_bias(config)]
         self.router_bias = biases[0] if biases else None  # [E]
-        self.matrices = Experts(prefix, here, config, backend.options)
+        self.matrices = backend.tiled(Experts(prefix, here, config, backend.options))
         self.shared: nn.Module | None = None
         self.shared_gate: nn.Parameter | None = None
         if config.moe_shared_expert_intermediate_size:

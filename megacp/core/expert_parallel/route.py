@@ -34,6 +34,11 @@ class Groups:
         experts = torch.searchsorted(self.ends, places, right=True)
         return x.unflatten(0, (self.experts, -1)).index_select(0, experts)
 
+    def __getitem__(self, place: slice) -> Groups:
+        """Those of some rows, likewise."""
+        first = self.ends.new_full((1,), place.start)
+        return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
+
     @functools.cached_property
     def counts(self) -> list[int]:
         """Rows of each expert; the host waits for the device."""

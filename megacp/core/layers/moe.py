@@ -81,11 +81,14 @@ def _kept(share: Share) -> tuple[int, int]:
     """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
     softmax, both where there are terms of balance, what becomes of the chosen ones, and the sums of their sigmoids.
     Frozen experts need no row again, nor what is made of it, but for low-rank pairs. What a gate opens, and that gate.
+    Tiles need the row alone.
     """
     rows, model = _rows(share), share.model
     first, last = share.reads_again(("gate", "up")), share.reads_again(("down",))
     columns = (2 + (share.cheap and last)) * model.expert_hidden_size + model.hidden_size * first
     columns += model.lora_rank * sum(name in model.lora_linears for name in _of_expert(model))
+    if share.tiled:
+        columns = model.hidden_size
     opened = (share.residual + share.rows) * model.moe_shared_expert_gate
     training, softmax = share.config.training, model.moe_router_score_function == "softmax"
     of_all = softmax and model.moe_router_pre_softmax
@@ -104,8 +107,18 @@ def _held(share: Share) -> int:
 
 
 def _work(share: Share) -> int:
-    """Rows, and their gradients on both sides of the exchange."""
-    return 3 * _rows(share) * share.model.hidden_size * share.size
+    """Rows, and their gradients on both sides of the exchange. A tile has its own of what is not kept, with gradients,
+    beside sums of the gradients of weights, wide and once more in the model's dtype.
+    """
+    config, model = share.config, share.model
+    work = 3 * _rows(share) * model.hidden_size * share.size
+    if share.tiled:
+        ranks, ep = share.tp if config.parallel.sequence_parallel else 1, config.parallel.expert_model_parallel_size
+        tile = min(config.training.mlp_chunk_tokens // ranks, _rows(share))
+        weights = 3 * model.hidden_size * model.expert_hidden_size * model.num_experts // ep
+        work += (model.hidden_size + 6 * model.expert_hidden_size) * tile * share.size
+        work += weights * (share.wide_size + share.size) * ("text" not in config.frozen_parts)
+    return work
 
 
 def _shared_width(model: ModelConfig) -> int:
