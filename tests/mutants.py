@@ -690,30 +690,35 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/gpt_oss.py", "tests/huggingface/convert/test_families.py"): [
         ("(blocks & 15)", "(blocks >> 4)", "the high bits of a byte are read twice"),
         ("scales.float() - 127", "scales.float() - 128", "blocks of four bits have half their size"),
+        ("torch.stack(found.chunk(2, 1), 2).flatten(1, 2)", "found", "gates are written before ups"),
+        ('"truncate": False}', '"truncate": True}', "the ends of a silent config's yarn are rounded"),
+    ],
+    ("huggingface/convert/gpt_oss.py", "tests/huggingface/generation/test_sampler.py"): [
         (
             "        return torch.cat([found[:, ::2]",
             "        return found\n        torch.cat([found[:, ::2]",
             "gate and up in turns",
         ),
-        ('"truncate": False}', '"truncate": True}', "the ends of a silent config's yarn are rounded"),
-    ],
-    ("huggingface/convert/gpt_oss.py", "tests/huggingface/generation/test_sampler.py"): [
         (
             "found.transpose(1, 2) if name",
             "found.reshape(len(found), found.shape[2], -1) if name",
             "stacks stay as they lie",
         ),
     ],
-    ("huggingface/convert/gpt_oss.py", "tests/tools/test_convert_checkpoint.py"): [
-        ("torch.stack(found.chunk(2, 1), 2).flatten(1, 2)", "found", "gates are written before ups"),
-    ],
-    ("core/context_parallel/a2a.py", EXPERTS): [
-        ("sinks.chunk(n)[self.axis.rank]", "sinks.chunk(n)[0]", "all ranks of a2a have the sinks of the first heads"),
-    ],
     ("core/ops/rotary.py", MODEL): [
         ("    if scaling.rounds:", "    if True:", "every yarn rounds"),
     ],
+    ("huggingface/convert/moe.py", "tests/tools/test_convert_checkpoint.py"): [
+        ("(f\"model.layers.{values['num_layers']}.\",)", "()", "a layer of further tokens is unexpected"),
+    ],
+    ("huggingface/convert/tensors.py", "tests/tools/test_convert_checkpoint.py"): [
+        ("found if name.endswith(WIDE) else found.to(self._dtype)", "found.to(self._dtype)", "corrections are cast"),
+        ("        if not name.endswith(WIDE):", "        if True:", "a correction is another dtype"),
+    ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
+        ("i >= first for i", "i > first for i", "one dense layer more than first_k_dense_replace says"),
+        ("width * c.number(", "1 * c.number(", "shared experts of a GLM have the width of one column each"),
+        ('not c.switch("norm_topk_prob", True)', 'c.switch("norm_topk_prob", True)', "sigmoids are shares, or not"),
         ("and not c.switch", "and c.switch", "a token's weights are those of all experts, or not"),
         (
             "for e in range(experts) for name in names]",

@@ -413,4 +413,6 @@ def test_matrices_in_four_bits_are_those_that_the_library_unpacks() -> None:
     found, expected = (FAMILIES["gpt_oss"].opened(source) for source in (folder, library))
     assert library.infos["a.experts.gate_up_proj"].shape == (3, 96, 64) and found.infos == expected.infos
     assert all(torch.equal(whole(found, name), whole(expected, name)) for name in expected.infos)
+    written = FAMILIES["gpt_oss"].closed(found, {"num_experts": 3})
+    assert all(torch.equal(whole(written, name), x) for name, x in library.tensors.items())
     assert found.rows("a.experts.gate_up_proj", 70, 75).equal(whole(found, "a.experts.gate_up_proj")[70:75])
