@@ -181,8 +181,8 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--num-distributed-optimizer-instances {instances} does not divide the {shared} ranks with one expert"
     if tp > 1 and not p.sequence_parallel:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
-    if config.training.fp8 != "off":
-        yield f"--fp8 {config.training.fp8} with {count}: experts have no such form"
+    if t.fp8 != "off":
+        yield f"--fp8 {t.fp8} with {count}: experts have no such form"
 
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:

@@ -96,8 +96,8 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     held = described.mlp.held(share)
     if granularity == "full":
         return share.residual * share.size + held
-    untiled = _norms(share, share.tiled and described.mlp is not MOE)
-    parts = (untiled, *(kind.kept(share) for kind in described.kinds))
+    tiled = share.tiled and described.mlp is not MOE
+    parts = (_norms(share, tiled), *(kind.kept(share) for kind in described.kinds))
     elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)

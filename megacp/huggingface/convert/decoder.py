@@ -13,7 +13,7 @@ from typing import Any
 
 from megacp.core.config.model import ModelConfig, skip_pattern
 from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.layers.moe import MOE
+from megacp.core.layers.moe import MOE, correction_tensor
 from megacp.core.layers.stack import decoder_tensors, layers_of
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
@@ -80,10 +80,17 @@ def model_of(values: Values) -> ModelConfig:
 
 
 def shapes_of(values: Values) -> dict[str, Shape]:
-    """Global shapes of a model's tensors by our names, without padding; a tied head is none of them."""
+    """Global shapes of a model's tensors by our names, without padding, and of what is saved beside them; a tied head
+    is none of them.
+    """
     config = with_values(RunConfig(), values)
     tensors = (*decoder_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
-    return {tensor.name: tensor.shape for tensor in tensors}
+    found = {tensor.name: tensor.shape for tensor in tensors}
+    if config.model.moe_router_score_function == "sigmoid":
+        tensor = correction_tensor(config.model)
+        routed = (layer.name for layer in layers_of(config.model) if layer.mlp is MOE)
+        found |= {f"{name}.{MOE.name}.{tensor.name}": tensor.shape for name in routed}
+    return found
 
 
 def links_of(
@@ -123,6 +130,8 @@ _PLAIN: Values = {
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
     **{"rotary_percent": 1.0, "num_experts": 0},
     **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_router_bias": False},
+    **{"moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": 1.0},
+    **{"moe_router_num_groups": 1, "moe_router_group_topk": 1},
     **{"softmax_type": "vanilla", "yarn_correction_range_round_to_int": True},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
@@ -492,6 +501,10 @@ class Family:
         """A table with its counters filled in."""
         counts = values["num_layers"], values["vision_num_layers"], values["num_experts"]
         return links_of(table, shapes_of(values), *counts)
+
+    def further(self, values: Values) -> tuple[str, ...]:
+        """How names begin of layers that predict further tokens, which the library leaves out too."""
+        return ("mtp.",)
 
     def opened(self, source: Source) -> Source:
         """A folder's tensors as `links` has them."""

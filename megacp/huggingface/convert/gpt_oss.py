@@ -100,7 +100,9 @@ class GptOssWords(ExpertWords):
         return v
 
     def to_hf(self, v: Values) -> Values:
-        return super().to_hf(v) | {"attention_bias": v["add_qkv_bias"], "swiglu_limit": 7.0}
+        window = v["window_size"] or _SIZES["sliding_window"]  # the library asks for one that no layer has
+        own = {"attention_bias": v["add_qkv_bias"], "swiglu_limit": 7.0, "sliding_window": window}
+        return super().to_hf(v) | own
 
 
 class GptOss(ExpertFamily):
