@@ -817,6 +817,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
     ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        (
+            "up.unflatten(1, (rank, -1)).permute(2, 0, 1)",
+            "up.unflatten(1, (-1, rank)).transpose(0, 1)",
+            "B is by expert",
+        ),
+        ("torch.stack(ups, 2)", "torch.stack(ups, 1)", "B of experts is written by expert"),
+        ('".base_layer" * (both and', '".base_layer" * (False and', "gate and up of experts have the place of down"),
+        ("if in_turns and name", "if False and name", "gate and up of a pair are not in turns"),
+        (
+            'for target in content.get("target_parameters") or ():',
+            "for target in ():",
+            "a target of no expert is not told",
+        ),
         ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
     ],
     ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [

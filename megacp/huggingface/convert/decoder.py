@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megacp.core.config.model import ModelConfig, skip_pattern
 from megacp.core.config.run import RunConfig, flag, with_values
@@ -452,6 +452,8 @@ class Family:
     """Objects of the config whose fields are read."""
     token_fields: Mapping[str, str] = field(default_factory=dict)
     """Ids of image tokens that stand in the config, by the names of the image rules."""
+    in_turns: ClassVar[bool] = False
+    """Whether rows of gate and up stand in turns in a stack of experts."""
     token_order: tuple[str, ...] = ()
     """The image tokens in the order of their ids behind the vocabulary, where no rules are known."""
 
@@ -513,6 +515,10 @@ class Family:
     def closed(self, source: Source, values: Values) -> Source:
         """The inverse, of a folder that is written."""
         return source
+
+    def links_of_modules(self, values: Values) -> list[Link]:
+        """All tensors as the library's modules hold them: adapters stand beside these."""
+        return self.links(values)
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         """The layout that a file is in."""

@@ -83,6 +83,9 @@ class ExpertFamily(Family):
         count = values["num_experts"]
         return self.links_of_table(stacked(self.table, count) if layout == _STACKED else self.table, values)
 
+    def links_of_modules(self, values: Values) -> list[Link]:
+        return self.links(values, _STACKED)
+
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         return _STACKED if any(name.endswith(STACKS) for name in infos) else NATIVE
 
