@@ -93,6 +93,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("core/expert_parallel/experts.py", MODEL): [
+        ("groups, weights)\n", "groups)\n", "the bias of down is not weighed"),
+        (
+            "_weights(weighed, weighed.new_ones",
+            "_weights(grad, weighed.new_ones",
+            "a bias learns as if it were not weighed",
+        ),
+        ("d_weights = (grad", "d_weights = 0 * (grad", "a weight learns nothing of the bias it weighs"),
         ("(active.to(weights.dtype) * weights)", "active", "experts are not weighed"),
         ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
@@ -199,6 +206,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return -(weights * inner)", "return (weights * inner)", "sinks are pulled the other way"),
     ],
     ("core/ops/pointwise.py", POINTWISE): [
+        (" * (gate <= _LIMIT)", "", "a clamped gate learns"),
+        ("(up.abs() <= _LIMIT)", "(up <= _LIMIT)", "a value clamped from below learns"),
         ("addcmul_(wide_x, inward, value=-1)", "addcmul_(wide_x, inward, value=1)", "sign in the norm's backward"),
         ("* scale**3 / x.shape[-1]", "* scale**2 / x.shape[-1]", "power in the norm's backward"),
         ("mul(grad, up, out=for_gate)", "mul(grad, gate, out=for_gate)", "SwiGLU's gate takes the wrong half"),
@@ -396,6 +405,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("backend.norm(norm, over_heads=True)", "backend.norm(norm)", "gated norms of heads are not summed over tp"),
     ],
     ("core/models/attention.py", MODEL): [
+        ("self.scale, self.sinks)", "self.scale)", "sinks are not asked"),
         ("config.attention_scale, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
         ("plan.within(self.reach)", "plan", "layers have no window"),
         ("(part, *rotary) if self.rotates", "(part, *rotary) if True", "layers without rotary embedding have one"),
@@ -616,19 +626,51 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
+    ("huggingface/convert/decoder.py", "tests/huggingface/convert/test_families.py"): [
+        (
+            'values["num_experts"]\n        return',
+            'values["num_experts"] - 1\n        return',
+            "the converter drops an expert",
+        ),
+    ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
-        ('["vision_num_layers"], count)', '["vision_num_layers"], count - 1)', "the converter drops an expert"),
         ('"moe_shared_expert_gate": True', '"moe_shared_expert_gate": False', "the gate of a shared expert is open"),
         ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
         ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
         ("c.only(router_jitter_noise=0.0, clip_qkv=None)", "pass", "queries are not clipped, in silence"),
         ('resolved(v)["ffn_hidden_size"]', 'v["ffn_hidden_size"]', "experts have the width of no layer"),
     ],
+    ("huggingface/convert/gpt_oss.py", "tests/huggingface/convert/test_families.py"): [
+        ("(blocks & 15)", "(blocks >> 4)", "the high bits of a byte are read twice"),
+        ("scales.float() - 127", "scales.float() - 128", "blocks of four bits have half their size"),
+        (
+            "        return torch.cat([found[:, ::2]",
+            "        return found\n        torch.cat([found[:, ::2]",
+            "gate and up in turns",
+        ),
+        ('"truncate": False}', '"truncate": True}', "the ends of a silent config's yarn are rounded"),
+    ],
+    ("huggingface/convert/gpt_oss.py", "tests/huggingface/generation/test_sampler.py"): [
+        (
+            "found.transpose(1, 2) if name",
+            "found.reshape(len(found), found.shape[2], -1) if name",
+            "stacks stay as they lie",
+        ),
+    ],
+    ("huggingface/convert/gpt_oss.py", "tests/tools/test_convert_checkpoint.py"): [
+        ("torch.stack(found.chunk(2, 1), 2).flatten(1, 2)", "found", "gates are written before ups"),
+    ],
+    ("core/context_parallel/a2a.py", EXPERTS): [
+        ("sinks.chunk(n)[self.axis.rank]", "sinks.chunk(n)[0]", "all ranks of a2a have the sinks of the first heads"),
+    ],
+    ("core/ops/rotary.py", MODEL): [
+        ("    if scaling.rounds:", "    if True:", "every yarn rounds"),
+    ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
         ("and not c.switch", "and c.switch", "a token's weights are those of all experts, or not"),
         (
-            'for e in range(experts) for name in ("gate", "up"))',
-            'for name in ("gate", "up") for e in range(experts))',
+            "for e in range(experts) for name in names]",
+            "for name in names for e in range(experts)]",
             "stacked gates stand before all ups",
         ),
     ],

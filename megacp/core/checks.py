@@ -182,7 +182,6 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if tp > 1 and not p.sequence_parallel:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
     unable = {
-        "--add-mlp-bias": m.add_mlp_bias,
         f"--fp8 {config.training.fp8}": config.training.fp8 != "off",
     }
     for given in (words for words, asked in unable.items() if asked):

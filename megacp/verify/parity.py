@@ -102,6 +102,16 @@ _MOE: dict[str, Value] = {
     **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "[1,1,0]"},
     **{"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True, "init_method_std": 0.08},
 }
+_GPT_OSS: dict[str, Value] = {
+    **{
+        "mlp_activation": "clamped_swiglu",
+        "softmax_type": "learnable",
+        "window_size": 20,
+        "window_attn_skip_freq": "2",
+    },
+    **{**_BIASES, **_YARN, **_MOE, "moe_router_bias": True, "yarn_correction_range_round_to_int": False},
+    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_layer_freq": "1"},
+}
 MODELS: dict[str, dict[str, Value]] = {
     "tiny_llm": {**_SIZES},
     "tiny_llama": {**_UNTIED, **_LLAMA3},
@@ -110,12 +120,13 @@ MODELS: dict[str, dict[str, Value]] = {
     "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
     "tiny_mamba2": {**_SIZES, **_MAMBA2},
     "tiny_moe": {**_SIZES, **_MOE},
+    "tiny_gpt_oss": {**_SIZES, **_GPT_OSS},
     "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
     "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
     "tiny_qwen3_5": {**_UNTIED, **_TOWER, **_QWEN3_5, "additional_vocab_size": 8, "qk_layernorm": "head"},
 }
 """The plain decoder (tied, grouped queries), those of Llama, OLMo2, Gemma 3 and SmolLM3, a hybrid with Mamba-2,
-experts, every bias, a vision tower."""
+experts, those of gpt-oss, every bias, a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
     "cp_comm_type": "p2p",
@@ -238,7 +249,7 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
         groups = math.lcm(4, tp)
         heads = {"num_query_groups": groups, "num_attention_heads": 2 * groups}
         sizes = {**MODELS[model], **heads, "ffn_hidden_size": ffn}
-        if "moe_shared_expert_intermediate_size" in sizes:
+        if sizes.get("moe_shared_expert_intermediate_size"):
             sizes["moe_shared_expert_intermediate_size"] = ffn
     if tower and "vision_num_layers" not in sizes:
         sizes |= {name: value for name, value in _TOWER.items() if name != "vision_num_attention_heads"}

@@ -25,7 +25,7 @@ from megacp.core.layers.table import Tensor
 from megacp.core.models.block import Block, BlockInputs
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, train
+from tests.reference.training import BALANCE, GPT_OSS, MOE, SIGMOID, Values, config_of, train
 from tests.training.test_golden_gradients import (
     STRATEGIES,
     TOLERANCE,
@@ -44,7 +44,8 @@ MODELS: dict[str, Values] = {
     "of all, dropout": {**BALANCED, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
     "sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
-    "pairs": {**MOE, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
+    "as gpt-oss": {**GPT_OSS, "num_experts": 24, "init_method_std": 0.1},
+    "pairs": {**MOE, **SHARED, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
 }
 """Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
 a token."""

@@ -23,6 +23,7 @@ from tests.reference.sharding import Pieces, assemble, pieces_of
 from tests.reference.training import (
     BALANCE,
     GEMMA,
+    GPT_OSS,
     MAMBA2,
     MOE,
     QWEN3_5,
@@ -73,6 +74,7 @@ MODELS: dict[str, Values] = {
         **{**MOE, "moe_router_bias": True, "moe_router_pre_softmax": True, "moe_router_score_function": "sigmoid"},
         "moe_router_bias_update_rate": 0.05,
     },
+    "as gpt-oss": GPT_OSS,
     "windows in two layers of three": {"window_size": 7, "window_attn_skip_freq": "3"},
     "all biases": {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True, "rotary_base": 500.0},
 }

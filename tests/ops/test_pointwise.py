@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from megacp.core.ops.pointwise import dropout, geglu, keep_mask, rms_norm, swiglu
+from megacp.core.ops.pointwise import clamped_swiglu, dropout, geglu, keep_mask, rms_norm, swiglu
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from tests.reference import attention as reference
 
@@ -111,6 +111,14 @@ def test_geglu_equals_its_formula() -> None:
         return 0.5 * gate * (1 + torch.tanh((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
     gradients_agree(geglu, naive, randn(4, 12))
+
+
+def test_a_clamped_swiglu_equals_its_formula() -> None:
+    def naive(x: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.where(x > 7, 7, x)[:, :6], torch.where(x.abs() > 7, 7 * x.sign(), x)[:, 6:]
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
+
+    gradients_agree(clamped_swiglu, naive, 8 * randn(4, 12))
 
 
 def test_rotate_equals_autograd_of_its_formula() -> None:

@@ -27,7 +27,7 @@ from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 from tests.reference.schedule_simulator import simulate
-from tests.reference.training import BALANCE, GEMMA, MAMBA2, QWEN3_5, SIGMOID
+from tests.reference.training import BALANCE, GEMMA, GPT_OSS, MAMBA2, QWEN3_5, SIGMOID
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 CHUNKS, LOSS_CHUNK = "num_virtual_stages_per_pipeline_rank", "cross_entropy_chunk_tokens"
@@ -80,6 +80,7 @@ def kept_storages(found: dict[int, int]):
         {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40},
         {"num_experts": 8, "moe_router_pre_softmax": True, "norm_position": "after", "freeze": "text"},
         {"num_experts": 8, **SHARED},
+        GPT_OSS,
         {"num_experts": 8, **SHARED, "freeze": "text"},
         {"num_experts": 8, "moe_router_pre_softmax": True, **BALANCE},
         {

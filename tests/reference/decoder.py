@@ -46,7 +46,9 @@ def yarn(speeds: list[float], dim: int, model: Any) -> tuple[list[float], float]
     for turns in (32.0, 1.0):
         wanted = turns * 2 * math.pi / model.rope_original_max_positions
         ends.append(-math.log(wanted) / math.log(model.rotary_base) * dim / 2)
-    low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
+    if model.yarn_correction_range_round_to_int:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(ends[0], 0), min(ends[1], dim - 1)
     for place, speed in enumerate(speeds):
         slowed = min(max((place - low) / (high - low), 0.0), 1.0)
         found.append(speed * (1 - slowed) + speed / model.rope_scaling_factor * slowed)
@@ -125,13 +127,18 @@ def attention(x: Tensor, weights: Weights, name: str, batch: Any, model: Any) ->
         scores = (q[:, head] @ k[:, group].t() * (model.softmax_scale or dim**-0.5)).masked_fill(~mask, -torch.inf)
         # a padding row sees nothing: softmax gives NaN there, which must not reach the gradient
         scores = torch.where(mask.any(1)[:, None], scores, torch.zeros_like(scores))
-        outs.append(torch.softmax(scores, -1) * mask.any(1)[:, None] @ v[:, group])
+        if model.softmax_type == "learnable":
+            scores = torch.cat([scores, weights[f"{name}.sinks"][head].expand(len(x), 1)], 1)
+        outs.append(torch.softmax(scores, -1)[:, : len(x)] * mask.any(1)[:, None] @ v[:, group])
     out = torch.cat(outs, -1)
     return linear(out * torch.sigmoid(gate) if model.attention_output_gate else out, weights, f"{name}.output")
 
 
 def mlp(x: Tensor, weights: Weights, name: str, model: Any) -> Tensor:
     gate, up = linear(x, weights, f"{name}.gate"), linear(x, weights, f"{name}.up")
+    if model.mlp_activation == "clamped_swiglu":
+        gate, up = torch.where(gate > 7, 7, gate), torch.where(up.abs() > 7, 7 * up.sign(), up)
+        return linear(gate / (1 + (-1.702 * gate).exp()) * (up + 1), weights, f"{name}.down")
     gate = F.gelu(gate, approximate="tanh") if model.mlp_activation == "geglu" else F.silu(gate)
     return linear(gate * up, weights, f"{name}.down")
 
@@ -243,7 +250,7 @@ def train(
     """
     fixed = {name: tensor.clone() for name, tensor in weights.items() if name.endswith("correction")}
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in weights.items() if name not in fixed}
-    ends = (".bias", "dt_bias", "A_log", ".D")
+    ends = (".bias", "dt_bias", "A_log", ".D", ".sinks")
     plain = [p for name, p in leaves.items() if name.endswith(ends) or "norm" in name]
     decayed = [p for p in leaves.values() if not any(p is q for q in plain)]
     optimizer = torch.optim.AdamW(

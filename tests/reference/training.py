@@ -74,6 +74,12 @@ MAMBA2: Values = {
 
 MOE: Values = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "moe_layer_freq": "[1,1,0]"}
 """Experts in two layers of three."""
+GPT_OSS: Values = {
+    **{"mlp_activation": "clamped_swiglu", "softmax_type": "learnable", "window_size": 9, "window_attn_skip_freq": "2"},
+    **dict.fromkeys(("add_qkv_bias", "add_attention_output_bias", "add_mlp_bias", "moe_router_bias"), True),
+    **{"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_positions": 4000},
+    **{**MOE, "moe_layer_freq": "1", "yarn_correction_range_round_to_int": False, "init_method_std": 0.4},
+}
 SIGMOID: Values = {
     **{"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5},
     **{"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_bias_update_rate": 0.05},

@@ -21,12 +21,13 @@ from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert import decoder, verify
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf
+from megacp.huggingface.convert.tensors import STACKS
 from megacp.huggingface.convert.verify import compare_logits, logits_of, rows_for, tensor_differences
 from megacp.huggingface.convert_command import main
 from megacp.train import main as train
 from megacp.verify.parity import MODELS as OURS
 from tests.checkpoint.saves import save_checkpoint
-from tests.huggingface.convert.models import MODELS, save
+from tests.huggingface.convert.models import MODELS, packed, save
 from tests.prepare.media.pictures import TINY
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of
@@ -95,6 +96,22 @@ def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     assert before == {key: value for key, value in after.items() if key not in new}
     if "molmo2" in name:
         assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "c" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_folder_of_four_bits_is_the_librarys_model_and_is_written_in_bfloat16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save("gpt_oss of 32", tmp_path / "a", torch.bfloat16)
+    tensors, config = tensors_of(tmp_path / "a"), tmp_path / "a" / "config.json"
+    for name in [name for name in tensors if name.endswith(STACKS)]:
+        count, inner, outer = tensors.pop(name).shape
+        tensors |= {f"{name}{end}": x for end, x in packed(outer, inner, seed=outer, count=count).items()}
+    safetensors.save_file(tensors, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), "quantization_config": {"quant_method": "mxfp4"}}))
+    assert convert("hf", "hf", tmp_path / "a", tmp_path / "b", "--verify") == 0
+    assert capsys.readouterr().out.count("100.00 %") == 1
+    assert "quantization_config" not in json.loads((tmp_path / "b" / "config.json").read_text())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

@@ -204,10 +204,16 @@ class NativeBackend:
         return VocabularyTable(table, VOCABULARY_MULTIPLE, self.options)
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]` -> `[t, heads/tp, d]`."""
-        return self.transport.attend(q, k, v, plan, scale)
+        """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]`, `sinks[heads/tp]` -> `[t, heads/tp, d]`."""
+        return self.transport.attend(q, k, v, plan, scale, sinks)
 
     def states(self, rule: Rule) -> StateTransport:
         """What moves the states of a layer over the ranks of a row."""

@@ -30,6 +30,8 @@ def attention_reasons(config: RunConfig) -> Iterator[str]:
     p, m = config.parallel, config.model
     if m.head_dim > WIDEST_HEAD:
         yield f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, this model's are {m.head_dim} wide"
+    if m.softmax_type != "vanilla":
+        yield f"--softmax-type {m.softmax_type} is asked of ours alone"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     if p.cp_comm_type not in COMM_TYPES:

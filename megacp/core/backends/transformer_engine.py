@@ -372,15 +372,21 @@ class TransformerEngineBackend(NativeBackend):
         return other
 
     def attention(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, scale: float
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        scale: float,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:
-            return super().attention(q, k, v, plan, scale)
+            return super().attention(q, k, v, plan, scale, sinks)
         sequences = self.packed.sequences(plan)
         if isinstance(sequences, str):
             self.tell(f"attention: ours for some rows, {sequences}")
-            return super().attention(q, k, v, plan, scale)
+            return super().attention(q, k, v, plan, scale, sinks)
         self.tell("attention: Transformer Engine's fused one for causal packs")
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():

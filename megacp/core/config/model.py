@@ -61,6 +61,9 @@ class ModelConfig:
     rope_original_max_positions: Positive[int] = 8192
     """llama3 and yarn scaling: the context length the model was first trained with."""
 
+    yarn_correction_range_round_to_int: bool = True
+    """yarn scaling: the frequencies between which it blends have whole numbers (gpt-oss: not)."""
+
     window_rotary_base: Annotated[float | None, Range(1, low_open=True)] = None
     """Theta in layers with a sliding window, where nothing is stretched then (default: as in the others; Gemma 3)."""
 
@@ -118,6 +121,9 @@ class ModelConfig:
     embedding_multiplier: AboveZero[float] = 1.0
     """What the embedding of text tokens is multiplied by (Gemma: sqrt(hidden size))."""
 
+    softmax_type: Literal["vanilla", "learnable"] = "vanilla"
+    """Whether each head has a learned score that takes its share of attention and gives nothing: a sink (gpt-oss)."""
+
     qk_layernorm: Literal["off", "head", "all_heads"] = "off"
     """RMSNorm on q and k before the rotary embedding: on each head (Qwen3), or on all of a token together (OLMo2)."""
 
@@ -125,8 +131,9 @@ class ModelConfig:
     """Where the norms of a block stand: before attention and MLP, after them, before the residual sum (OLMo2), or in
     both places (Gemma)."""
 
-    mlp_activation: Literal["swiglu", "geglu"] = "swiglu"
-    """What the gate of the MLP passes: SiLU, or GELU by its tanh approximation (Gemma)."""
+    mlp_activation: Literal["swiglu", "geglu", "clamped_swiglu"] = "swiglu"
+    """What the gate of the MLP passes: SiLU, GELU by its tanh approximation (Gemma), or, of a gate up to 7, a steeper
+    SiLU that multiplies 1 + a value within 7 (gpt-oss)."""
 
     attention_output_gate: bool = False
     """Attention's output times the sigmoid of a gate that the query projection gives beside the queries (Qwen3.5)."""

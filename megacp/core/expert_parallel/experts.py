@@ -75,6 +75,31 @@ def matrices_product(x: torch.Tensor, weight: torch.Tensor, groups: Groups) -> t
     return _Product.apply(x, weight, groups)
 
 
+class _Biased(torch.autograd.Function):
+    """`rows[R, out]` and the bias of each one's expert, of `[n out]`, times the weight of the row `[R, 1]`, if any."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, bias: torch.Tensor, weights: torch.Tensor | None, groups: Groups
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bias, weights)
+        ctx.groups = groups
+        each = groups.spread(bias, len(rows))
+        return rows + (each if weights is None else (each * weights).to(rows.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (bias, weights), groups, grad = ctx.saved_tensors, ctx.groups, grads[0].contiguous()
+        d_bias = d_weights = None
+        if weights is not None:
+            each = groups.spread(bias, len(grad))
+            d_weights = (grad.to(weights.dtype) * each).sum(-1, keepdim=True)
+        if ctx.needs_input_grad[1]:  # sums over the rows of an expert, as a product with columns of ones
+            weighed = grad if weights is None else (grad * weights).to(grad.dtype)
+            d_bias = _weights(weighed, weighed.new_ones(len(weighed), 8), groups)[:, 0].contiguous()
+        return grad, d_bias, d_weights, None
+
+
 def _activate(activation: Activation, gate_up: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     active = activation(gate_up)
     return (active.to(weights.dtype) * weights).to(active.dtype)
@@ -105,9 +130,12 @@ class ExpertLinear(nn.Module):
         self, prefix: str, names: Sequence[str], experts: range, config: ModelConfig, options: LinearOptions
     ) -> None:
         super().__init__()
-        tensors = [list(expert_tensors(config, name, experts)) for name in names]
-        self.weight = row_parameter(prefix, list(chain(*zip(*tensors, strict=True))), options)  # [n out, in]
-        self.widths = [of_name[0].shape[0] for of_name in tensors]
+        tensors = [expert_tensors(config, name, experts) for name in names]
+        # those of each expert in turn: [n out, in] and [n out]
+        kinds = (list(chain(*zip(*of_kind, strict=True))) for of_kind in zip(*tensors, strict=True))
+        self.weight, *bias = (row_parameter(prefix, of_kind, options) for of_kind in kinds)
+        self.bias = bias[0] if bias else None
+        self.widths = [weights[0].shape[0] for weights, *_ in tensors]
         self.adapted = [name in config.lora_linears for name in names]
         self.rank, self.scale = config.lora_rank, config.lora_scale
         if any(self.adapted):
@@ -117,8 +145,10 @@ class ExpertLinear(nn.Module):
             self.low = row_parameter(prefix, down, trained)  # A of all pairs of an expert in turn, [n pairs r, in]
             self.high = nn.ParameterList(row_parameter(prefix, b, trained) for _, b in pairs)  # B of each, [n out, r]
 
-    def forward(self, x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """`weights[R, 1]`: what biases are to be multiplied by, as x has been."""
         y = matrices_product(x, self.weight, groups)
+        y = y if self.bias is None else _Biased.apply(y, self.bias, weights, groups)
         if not any(self.adapted):
             return y
         pairs = zip(matrices_product(x, self.low, groups).split(self.rank, -1), self.high, strict=True)
@@ -140,4 +170,4 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, groups: Groups, save: Save) -> torch.Tensor:
         gate_up = self.gate_up(x, groups)  # [R, 2I]
-        return self.down(save(partial(activated, activation=self.activation), gate_up, weights), groups)
+        return self.down(save(partial(activated, activation=self.activation), gate_up, weights), groups, weights)

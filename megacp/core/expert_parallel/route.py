@@ -33,6 +33,12 @@ class Groups:
         first = self.ends.new_full((1,), place.start)
         return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
 
+    def spread(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """`[n a]`, of each expert, to `[R, a]`, of each row."""
+        places = torch.arange(rows, device=x.device, dtype=self.ends.dtype)
+        experts = torch.searchsorted(self.ends, places, right=True)
+        return x.unflatten(0, (self.experts, -1)).index_select(0, experts)
+
     @functools.cached_property
     def counts(self) -> list[int]:
         """Rows of each expert; the host waits for the device."""

@@ -27,7 +27,7 @@ def _linears(model: ModelConfig) -> dict[str, Linear]:
     }
 
 
-def _norms(model: ModelConfig) -> Iterator[Tensor]:
+def query_key_norms(model: ModelConfig) -> Iterator[Tensor]:
     """One weight for all heads, or one for each of their columns."""
     counts = {"q_norm": model.num_attention_heads, "k_norm": model.query_groups}
     for name, heads in counts.items() if model.qk_layernorm != "off" else ():
@@ -35,6 +35,18 @@ def _norms(model: ModelConfig) -> Iterator[Tensor]:
             yield norm_weight(model, name, model.head_dim)
         else:
             yield norm_weight(model, name, heads * model.head_dim, "rows")
+
+
+def sinks(model: ModelConfig) -> Iterator[Tensor]:
+    """The score of each head's sink."""
+    if model.softmax_type == "learnable":
+        heads = (model.num_attention_heads,)
+        yield Tensor("sinks", heads, "rows", std=model.init_method_std, decays=False)
+
+
+def _others(model: ModelConfig) -> Iterator[Tensor]:
+    yield from query_key_norms(model)
+    yield from sinks(model)
 
 
 def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
@@ -99,7 +111,7 @@ def _work(share: Share) -> int:
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
     flex = kernel in ("flex", "flex_flash") or (kernel == "auto" and not double)
-    if flex and (cp == 1 or p.cp_comm_type == "a2a"):
+    if flex and (cp == 1 or p.cp_comm_type == "a2a") and model.softmax_type == "vanilla":
         wide = size  # one call, which adds nothing up
     elif flex:
         part = queries * (size + wide)
@@ -111,4 +123,4 @@ def _work(share: Share) -> int:
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
-ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _kept, _work, _norms, _mixing)
+ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _kept, _work, _others, _mixing)

@@ -6,6 +6,7 @@ ep and never cut over tp, whose ranks hold other tokens under sequence paralleli
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
@@ -32,14 +33,15 @@ def correction_tensor(model: ModelConfig) -> Tensor:
 
 def _of_expert(model: ModelConfig) -> dict[str, Linear]:
     hidden, width = model.hidden_size, model.expert_hidden_size
-    into = Linear(hidden, width, model.init_method_std, cut="whole", reduced_over=EXPERTS)
-    return {"gate": into, "up": into, "down": Linear(width, hidden, output_std(model), False, "whole", EXPERTS)}
+    into = Linear(hidden, width, model.init_method_std, model.add_mlp_bias, "whole", EXPERTS)
+    out = Linear(width, hidden, output_std(model), model.add_mlp_bias, "whole", EXPERTS)
+    return {"gate": into, "up": into, "down": out}
 
 
-def expert_tensors(model: ModelConfig, name: str, experts: range) -> Iterator[Tensor]:
-    """The matrix `gate`, `up` or `down` of some experts."""
-    for expert in experts:
-        yield from _of_expert(model)[name].tensors(f"experts.{expert}.{name}")
+def expert_tensors(model: ModelConfig, name: str, experts: range) -> list[tuple[Tensor, ...]]:
+    """The matrices `gate`, `up` or `down` of some experts, and then their biases where they have any."""
+    linear = _of_expert(model)[name]
+    return list(zip(*(linear.tensors(f"experts.{expert}.{name}") for expert in experts), strict=True))
 
 
 def expert_pairs(model: ModelConfig, name: str, experts: range) -> tuple[list[Tensor], list[Tensor]]:
@@ -61,7 +63,7 @@ def _others(model: ModelConfig) -> Iterator[Tensor]:
     yield from router_bias(model)
     for expert in range(model.num_experts):
         for name in ("gate", "up", "down"):
-            yield from expert_tensors(model, name, range(expert, expert + 1))
+            yield from itertools.chain(*expert_tensors(model, name, range(expert, expert + 1)))
 
 
 def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:

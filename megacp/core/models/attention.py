@@ -13,12 +13,12 @@ from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.layers.attention import ATTENTION, ATTENTION_PROJECTED
+from megacp.core.layers.attention import ATTENTION, ATTENTION_PROJECTED, query_key_norms, sinks
 from megacp.core.layers.stack import layers_of
 from megacp.core.ops.mask import Reach
 from megacp.core.ops.pointwise import sigmoid_gate
 from megacp.core.ops.rotary import rotate
-from megacp.core.tensor_parallel.linear import LinearSpec
+from megacp.core.tensor_parallel.linear import LinearSpec, row_parameter
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin `[t, 1, rotary_dim / 2]` of this rank's tokens."""
@@ -45,8 +45,10 @@ class SelfAttention(nn.Module):
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in ATTENTION_PROJECTED]
         self.output = backend.row_linear(LinearSpec.of(prefix, linears, "output"))
+        own = [row_parameter(prefix, [tensor], backend.options) for tensor in sinks(config)]
+        self.sinks = own[0] if own else None  # [heads/tp]
         self.norms, self.column_norms = nn.ModuleList(), nn.ModuleList()
-        for tensor in ATTENTION.others(config):
+        for tensor in query_key_norms(config):
             norm = NormSpec(f"{prefix}.{tensor.name.removesuffix('.weight')}", tensor.shape[0], epsilon)
             if tensor.cut == "whole":  # one weight for every head
                 self.norms.append(backend.norm(norm, over_heads=True))
@@ -66,6 +68,6 @@ class SelfAttention(nn.Module):
         elif not self.column_norms:
             v = v.contiguous()  # a view would keep the whole fused product alive for backward
         q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
-        out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale)
+        out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale, self.sinks)
         # [t, heads/tp, d] -> [t, heads/tp * d]
         return self.output(save(_opened, out, gate) if self.gated else out.flatten(1))

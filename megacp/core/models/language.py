@@ -98,7 +98,10 @@ class LanguageModelChunk(nn.Module):
             if not (tied and self.is_first):
                 made(self.head, "head")
         made(self, "chunk")
-        scaling = RotaryScaling(config.rope_scaling, config.rope_scaling_factor, config.rope_original_max_positions)
+        scaling = RotaryScaling(
+            *(config.rope_scaling, config.rope_scaling_factor, config.rope_original_max_positions),
+            config.yarn_correction_range_round_to_int,
+        )
         self.rotary_factor = scaling.attention_factor
         frequencies = inverse_frequencies(config.rotary_dim, config.rotary_base, scaling)
         self.frequencies = frequencies.to(next(self.parameters()).device)

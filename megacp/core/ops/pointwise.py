@@ -183,7 +183,31 @@ def geglu(gate_up: torch.Tensor) -> torch.Tensor:
     return FromInputs.apply(_geglu, _geglu_backward, gate_up)
 
 
-ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu}
+_STEEP, _LIMIT = 1.702, 7.0
+
+
+@fused
+def _clamped(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=_LIMIT)
+    return torch.sigmoid(_STEEP * gate).mul_(gate).mul_(up.clamp(-_LIMIT, _LIMIT) + 1)
+
+
+@fused
+def _clamped_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor]:
+    gate, up = gate_up.chunk(2, -1)
+    near = gate.clamp(max=_LIMIT)
+    part = torch.sigmoid(_STEEP * near)
+    d_gate = grad * (up.clamp(-_LIMIT, _LIMIT) + 1) * part * (1 + _STEEP * near * (1 - part)) * (gate <= _LIMIT)
+    return (torch.cat([d_gate, grad * near * part * (up.abs() <= _LIMIT)], -1),)
+
+
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`gate sigmoid(1.702 gate) (1 + up)` of a gate up to 7 and an up within 7: `[..., 2f] -> [..., f]`, gate first."""
+    return FromInputs.apply(_clamped, _clamped_backward, gate_up)
+
+
+ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
 """Activations by the words of --mlp-activation, which are Transformer Engine's too."""
 
 

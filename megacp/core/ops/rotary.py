@@ -26,6 +26,8 @@ class RotaryScaling:
     kind: str = "none"
     factor: float = 1.0
     original_max_positions: int = 8192
+    rounds: bool = True
+    """Whether YaRN's blend begins and ends at whole indices."""
 
     @property
     def attention_factor(self) -> float:
@@ -41,8 +43,10 @@ def _yarn(frequency: torch.Tensor, head_dim: int, base: float, scaling: RotarySc
     def index(turns: float) -> float:  # of the frequency that turns so often over the original positions
         return head_dim * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(index(_YARN[0])), 0)
-    high = min(math.ceil(index(_YARN[1])), head_dim - 1)
+    ends = index(_YARN[0]), index(_YARN[1])
+    if scaling.rounds:
+        ends = math.floor(ends[0]), math.ceil(ends[1])
+    low, high = max(ends[0], 0), min(ends[1], head_dim - 1)
     # [head_dim / 2]: 0 up to low, 1 from high on; 0.001 where both are one index, as in YaRN's own code
     slowed = ((torch.arange(head_dim // 2, dtype=torch.float64) - low) / (high - low or 0.001)).clamp(0, 1)
     return frequency / scaling.factor * slowed + frequency * (1 - slowed)

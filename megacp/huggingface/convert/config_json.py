@@ -54,7 +54,7 @@ _ROPE_TYPES = {
 }
 _ROPE_FIXED: dict[str, dict[str, Any]] = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
 }
 """What a scaling cannot have otherwise; absence means the same, but for llama3, of which the library asks both."""
 
@@ -201,7 +201,10 @@ class ConfigJson:
             pair = bool(params.get("mscale") and params.get("mscale_all_dim"))  # one alone means nothing to the library
             factor = values["rope_scaling_factor"] or 1.0
             fixed = fixed | {"attention_factor": 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0}
-            known |= set() if pair else {"mscale", "mscale_all_dim"}
+            known |= {"truncate"} if pair else {"truncate", "mscale", "mscale_all_dim"}
+            if not isinstance(rounds := params.get("truncate", True), bool):
+                self.faults.append(f"{path}.truncate is {shown(rounds)}, expected true or false")
+            values["yarn_correction_range_round_to_int"] = bool(rounds)
         for key, value in fixed.items():
             given_value = value if params.get(key) is None else params[key]
             close = isinstance(given_value, (int, float)) and math.isclose(given_value, value, rel_tol=1e-12)
@@ -243,6 +246,8 @@ def rope_fields(values: Values) -> Values:
     kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
     params = {"rope_type": kind, **{key: values[_ROPE_NUMBERS[key][0]] for key in _ROPE_TYPES[kind]}}
     params |= _ROPE_FIXED["llama3"] if kind == "llama3" else {}
+    if not values.get("yarn_correction_range_round_to_int", True):
+        params["truncate"] = False
     if values.get("rotary_percent", 1.0) != 1.0:
         params["partial_rotary_factor"] = values["rotary_percent"]
     if values.get("mrope_section"):

@@ -17,7 +17,7 @@ from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import decoder_tensors, layers_of
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
-from megacp.huggingface.convert.tensors import Info, Link, Named, Shape
+from megacp.huggingface.convert.tensors import Info, Joined, Link, Named, Shape, Source
 
 NATIVE, RELEASED = "native", "released"
 NAMINGS = (NATIVE, RELEASED)
@@ -122,7 +122,8 @@ _PLAIN: Values = {
     **{"linear_attention_freq": None, "linear_attention_rule": "gated_delta", "attention_output_gate": False},
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
     **{"rotary_percent": 1.0, "num_experts": 0},
-    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False},
+    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_router_bias": False},
+    **{"softmax_type": "vanilla", "yarn_correction_range_round_to_int": True},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
 """What our flags are where a family's config has no word for them."""
@@ -196,6 +197,8 @@ class Words:
     """What says which layers have a sliding window: `sliding_window` (all), `use_sliding_window` or `layer_types`."""
     rotary_part: float | None = None
     """The part of a head that is turned where the config is silent; None: whole heads, and nothing else."""
+    every: int = 4
+    """One layer of so many is full, where the config does not say which."""
     has_pattern: bool = False
     """Whether `sliding_window_pattern` says where the full layers are, when `layer_types` does not."""
     fixed: Values = field(default_factory=dict)
@@ -219,7 +222,7 @@ class Words:
             c.full_attention(layers)
             return {}
         width = c.checked("sliding_window", width, positions, int, 1, 2**31 - 1)
-        every = c.number("sliding_window_pattern", 6) if self.has_pattern else 4
+        every = c.number("sliding_window_pattern", 6) if self.has_pattern else self.every
         types = [_SLIDING] * layers if self.window == "sliding_window" else c.get("layer_types")
         if types is None:
             first = c.number("max_window_layers", 28, low=0) if self.window == _OFF else 0
@@ -483,7 +486,20 @@ class Family:
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         """All tensors; `infos`: of the file that is read."""
-        return links_of(self.table, shapes_of(values), values["num_layers"], values["vision_num_layers"])
+        return self.links_of_table(self.table, values)
+
+    def links_of_table(self, table: Table, values: Values) -> list[Link]:
+        """A table with its counters filled in."""
+        counts = values["num_layers"], values["vision_num_layers"], values["num_experts"]
+        return links_of(table, shapes_of(values), *counts)
+
+    def opened(self, source: Source) -> Source:
+        """A folder's tensors as `links` has them."""
+        return Joined(source)
+
+    def closed(self, source: Source, values: Values) -> Source:
+        """The inverse, of a folder that is written."""
+        return source
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         """The layout that a file is in."""

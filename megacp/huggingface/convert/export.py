@@ -93,7 +93,8 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
         raise ValueError(f"--layout {layout}: {family.name} has one layout")
     content = family.config(loaded.values, layout)
     links = family.links(loaded.values, layout)
-    source = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
+    mapped = in_dtype(Mapped(loaded.source, links, to_ours=False), request.dtype)
+    source = family.closed(mapped, loaded.values)
     content["dtype"] = content["torch_dtype"] = str(one_dtype(source))[6:]  # the second name: before version 5
     if family.token_fields:
         known = loaded.rules.token_ids if loaded.rules is not None else {}
@@ -109,8 +110,8 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
             hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
         if loaded.checkpoint is not None and loaded.checkpoint.step:
             (folder / CARD).write_text(model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8")
-        written = dict(hf_files.SafetensorsFolder(folder).infos)
-        require_all(written, links, True, folder)
+        written = family.opened(hf_files.SafetensorsFolder(folder))
+        require_all(written.infos, links, True, folder)
 
     on_first(world, complete)
     return dict(source.infos)

@@ -7,11 +7,12 @@ from typing import Any
 
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.decoder import TEXT_FAMILIES, Family
+from megacp.huggingface.convert.gpt_oss import GPT_OSS
 from megacp.huggingface.convert.moe import EXPERT_FAMILIES
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_MOE_VL, QWEN3_5_VL
 
-_ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, MOLMO2, QWEN3_5_VL, QWEN3_5_MOE_VL)
+_ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, GPT_OSS, MOLMO2, QWEN3_5_VL, QWEN3_5_MOE_VL)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Ends of names in old files that are not read: they follow from the config."""
@@ -37,6 +38,7 @@ def of_values(values: Values) -> Family:
     chosen = {
         "qwen3_5_moe": values["vision_num_layers"] > 0 and values["moe_shared_expert_gate"],
         values["vision_family"]: values["vision_num_layers"] > 0,  # the library's word is ours
+        "gpt_oss": experts and values["softmax_type"] == "learnable",
         "qwen3_5_moe_text": values["moe_shared_expert_gate"],
         "qwen3_moe": experts and values["qk_layernorm"] == "head",
         "olmoe": experts and values["qk_layernorm"] == "all_heads",

@@ -22,7 +22,7 @@ from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.distributed.grid import Axis
 from megacp.core.storage import files
-from megacp.huggingface.convert.tensors import Info, Source, num_bytes, whole
+from megacp.huggingface.convert.tensors import PACKED, Info, Source, num_bytes, whole
 from megacp.prepare.tokenize.beside import read_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -120,10 +120,11 @@ class SafetensorsFolder:
         for tensor in file.keys():
             described = file.get_slice(tensor)
             kind = described.get_dtype()
-            if kind not in _DTYPES:
-                raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(_DTYPES)}")
+            known = _DTYPES | ({"U8": torch.uint8} if tensor.endswith(PACKED) else {})
+            if kind not in known:
+                raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(known)}")
             self._places[tensor] = name
-            self._infos[tensor] = Info(tuple(described.get_shape()), _DTYPES[kind])
+            self._infos[tensor] = Info(tuple(described.get_shape()), known[kind])
 
     @property
     def infos(self) -> Mapping[str, Info]:

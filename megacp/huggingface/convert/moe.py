@@ -24,12 +24,10 @@ from megacp.huggingface.convert.decoder import (
     Words,
     expert_pattern,
     layer_pattern,
-    links_of,
     resolved,
     routed_layers,
-    shapes_of,
 )
-from megacp.huggingface.convert.tensors import STACKS, Info, Link
+from megacp.huggingface.convert.tensors import BIASES, STACKS, Info, Link
 
 _COUNTS = ("num_local_experts", "num_experts")
 _STACKED = "stacked"
@@ -61,14 +59,17 @@ _GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.share
 QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
 
 
-def _stacked(table: Table, experts: int) -> Table:
-    """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as others name it."""
-    begin, table = "layers.{i}.mlp.experts", {theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items()}
-    gate_up = tuple(f"{begin}.{e}.{name}.weight" for e in range(experts) for name in ("gate", "up"))
-    down = tuple(f"{begin}.{e}.down.weight" for e in range(experts))
-    (layer,) = {theirs.partition("{i}")[0] for theirs in table if "{e}" in theirs}
-    stacks = {f"{layer}{{i}}.mlp{end}": ours for end, ours in zip(STACKS, (gate_up, down), strict=True)}
-    return {theirs: ours for theirs, ours in table.items() if "{e}" not in theirs} | stacks
+def stacked(table: Table, experts: int) -> Table:
+    """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as others name it; and
+    their biases.
+    """
+    table = {theirs.replace(_BLOCK, "mlp"): ours for theirs, ours in table.items() if "{e}" not in theirs}
+    layer = next(theirs for theirs in table if "{i}" in theirs).partition("{i}")[0]
+    for ends, kind in ((STACKS, "weight"), (BIASES, "bias")):
+        for end, names in zip(ends, (("gate", "up"), ("down",)), strict=True):
+            ours = [f"layers.{{i}}.mlp.experts.{e}.{name}.{kind}" for e in range(experts) for name in names]
+            table[f"{layer}{{i}}.mlp{end}"] = tuple(ours)
+    return table
 
 
 class ExpertFamily(Family):
@@ -76,8 +77,7 @@ class ExpertFamily(Family):
 
     def links(self, values: Values, layout: str = NATIVE, infos: Mapping[str, Info] | None = None) -> list[Link]:
         count = values["num_experts"]
-        table = _stacked(self.table, count) if layout == _STACKED else self.table
-        return links_of(table, shapes_of(values), values["num_layers"], values["vision_num_layers"], count)
+        return self.links_of_table(stacked(self.table, count) if layout == _STACKED else self.table, values)
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         return _STACKED if any(name.endswith(STACKS) for name in infos) else NATIVE
@@ -170,19 +170,19 @@ QWEN3_5_MOE_WORDS = Qwen35MoeWords(
     experts=("num_experts", 256),
     has_norm=False,
 )
-_TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
+TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of a loss that training may add."""
-QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | _TRAINING | {"intermediate_size"}
+QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | TRAINING | {"intermediate_size"}
 """There is no dense MLP that would have the width."""
 
 
-def _family(name: str, cls: str, words: ExpertWords, table: Table = _EACH, more: frozenset[str] = _TRAINING) -> Family:
+def _family(name: str, cls: str, words: ExpertWords, table: Table = _EACH, more: frozenset[str] = TRAINING) -> Family:
     return ExpertFamily(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, more)
 
 
 EXPERT_FAMILIES = (
     _family("mixtral", "Mixtral", _MIXTRAL_WORDS, _MIXTRAL),
     _family("olmoe", "Olmoe", _OLMOE_WORDS),
-    _family("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, more=_TRAINING | NO_WINDOW),
+    _family("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, more=TRAINING | NO_WINDOW),
     _family("qwen3_5_moe_text", "Qwen3_5Moe", QWEN3_5_MOE_WORDS, QWEN3_5_MOE, QWEN3_5_MOE_SILENT),
 )

@@ -29,7 +29,7 @@ from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.tensors import Info, Joined, Link, Mapped, Source, one_dtype, tensor_problems, whole
+from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, tensor_problems, whole
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -152,7 +152,7 @@ def _of_folder(path: Path) -> Loaded:
     if reasons := check(config, 1):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     files = hf_files.SafetensorsFolder(path)
-    weights = Joined(files)
+    weights = family.opened(files)
     # of layers that predict further tokens, which the library leaves out too
     infos = {name: info for name, info in weights.infos.items() if not name.startswith("mtp.")}
     if not values["untie_embeddings_and_output_weights"]:

@@ -16,6 +16,9 @@ import torch
 Shape = tuple[int, ...]
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 """Ends of names of the matrices of all experts, stacked."""
+BIASES = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
+PACKED = ("_blocks", "_scales")
+"""Ends of names of what is packed in bytes: numbers of few bits, and the exponents of their blocks."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +113,16 @@ class Mapped:
 
 
 class Joined:
-    """A source whose stacks of matrices, `[n, rows, columns]`, are seen as one `[n rows, columns]`."""
+    """A source whose stacks of matrices, `[n, rows, columns]`, and of biases, are seen as one `[n rows, columns]`."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.infos: dict[str, Info] = {**source.infos}
         self._rows = dict[str, int]()  # of one matrix
         for name, info in source.infos.items():
-            if name.endswith(STACKS) and len(info.shape) == 3:
-                count, self._rows[name], columns = info.shape
-                self.infos[name] = Info((count * self._rows[name], columns), info.dtype)
+            if (name.endswith(STACKS), name.endswith(BIASES), len(info.shape)) in ((1, 0, 3), (0, 1, 2)):
+                count, self._rows[name], *columns = info.shape
+                self.infos[name] = Info((count * self._rows[name], *columns), info.dtype)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:

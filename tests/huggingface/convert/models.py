@@ -61,6 +61,7 @@ QWEN3_5 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 QWEN3_5 |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
 KINDS = ["full_attention", "linear_attention", "linear_attention"]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 16}
 SHARED = {"shared_expert_intermediate_size": 28}
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
@@ -165,6 +166,13 @@ MODELS = {
     "qwen3_moe": lambda: made("Qwen3Moe", mlp_only_layers=[1], norm_topk_prob=True, head_dim=16, **EXPERTS),
     "qwen3_moe stacked": lambda: made("Qwen3Moe", decoder_sparse_step=2, tie_word_embeddings=True, **EXPERTS),
     "mixtral stacked": lambda: made("Mixtral", num_local_experts=4),
+    "gpt_oss": lambda: made("GptOss", rope_parameters=YARN | {"truncate": False}, **GPT_OSS),
+    "gpt_oss tied, one kind of layers": lambda: made(
+        *("GptOss",),
+        **GPT_OSS | {"attention_bias": False, "tie_word_embeddings": True, "sliding_window": 128},
+        layer_types=KINDS[:1] * 3,
+    ),
+    "gpt_oss of 32": lambda: made("GptOss", **GPT_OSS | {"hidden_size": 64, "intermediate_size": 96}),
     "smollm3": lambda: made("SmolLM3", no_rope_layer_interval=2),
     "smollm3 untied, odd layers": lambda: made(
         "SmolLM3", no_rope_layers=[0, 0, 1], tie_word_embeddings=False, attention_bias=True, mlp_bias=True
@@ -195,6 +203,13 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
         write_tokenizer(given("byte", images=True), folder, 512, ())
     model.save_pretrained(folder, save_original_format=not name.endswith(("native", "stacked")), **options)
     return model.eval()
+
+
+def packed(rows: int, columns: int, seed: int, count: int = 3) -> dict[str, torch.Tensor]:
+    """Matrices in 4 bits: any bytes, and scales from 2^-7 to 2^-2."""
+    drawn = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8, generator=drawn)
+    return {"_blocks": blocks, "_scales": torch.randint(120, 126, blocks.shape[:3], dtype=torch.uint8, generator=drawn)}
 
 
 def given(specification: str, images: bool = False) -> Given:

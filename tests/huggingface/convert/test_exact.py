@@ -19,7 +19,7 @@ from megacp.core.data.image_shards import REPLICATE
 from megacp.core.ops.rotary import RotaryScaling, inverse_frequencies
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.tensors import Joined, Mapped, whole
+from megacp.huggingface.convert.tensors import Mapped, whole
 from tests.huggingface.convert.models import MODELS, Tensors
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
@@ -94,8 +94,11 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
     weights, gradients = (
         {ours.name: whole(mapped, ours.name).clone() for link in links for ours in link.ours}
         for mapped in (
-            Mapped(Joined(Tensors({k: p.detach() for k, p in named.items()})), links, to_ours=True),
-            Mapped(Joined(Tensors({k: p.grad for k, p in named.items() if p.grad is not None})), links, to_ours=True),
+            Mapped(architecture.opened(Tensors(tensors)), links, to_ours=True)
+            for tensors in (
+                {k: p.detach() for k, p in named.items()},
+                {k: p.grad for k, p in named.items() if p.grad is not None},
+            )
         )
     )
     return values, loss.item(), weights, gradients, logits.detach().numpy(), batch

@@ -17,11 +17,11 @@ from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
-from megacp.huggingface.convert.tensors import Cast, Info, Joined, Mapped, whole
+from megacp.huggingface.convert.tensors import Cast, Info, Mapped, whole
 from megacp.verify.parity import MODELS
-from tests.huggingface.convert.models import BANDS, Tensors, rope
+from tests.huggingface.convert.models import BANDS, Tensors, packed, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
-from tests.reference.training import GEMMA, QWEN3_5
+from tests.reference.training import GEMMA, GPT_OSS, QWEN3_5
 
 SHARED = {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True}
 OURS: dict[str, dict[str, Any]] = {
@@ -38,6 +38,7 @@ OURS: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "qk_layernorm": "all_heads", "moe_ffn_hidden_size": 32},
     "qwen3_moe": {"num_experts": 4, "qk_layernorm": "head", "moe_layer_freq": "[0,1]", "moe_ffn_hidden_size": 32},
     "qwen3_5_moe": {**QWEN3_5, "num_experts": 4, **SHARED},
+    "gpt_oss": {**GPT_OSS, "moe_ffn_hidden_size": 32},
     "smollm3": MODELS["tiny_smollm3"],
     "molmo2": {**MODELS["tiny_vlm"], "qk_layernorm": "head", "add_qkv_bias": True},
 }
@@ -78,7 +79,7 @@ def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_mod
     pytest.importorskip("transformers")
     model = THEIRS[name]()
     content, theirs = model.config.to_dict(), dict(model.named_parameters())
-    shapes = Joined(Tensors(theirs)).infos
+    shapes = of_config(content).opened(Tensors(theirs)).infos
     values = of_config(content).values(content)
     config = with_values(RunConfig(), values)
     tensors = (*stack.model_tensors(config.model), *vision.tower_tensors(config), *vision.connector_tensors(config))
@@ -90,7 +91,9 @@ def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_mod
             module, expected = model.get_submodule(owner), "vector"
             if isinstance(module, nn.Embedding) or owner == "lm_head" or field == "positional_embedding":
                 expected = "table"
-            elif hasattr(module, "num_experts") or (isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight"):
+            elif (hasattr(module, "num_experts") and not field.endswith("bias")) or (
+                isinstance(module, (nn.Linear, nn.Conv3d)) and field == "weight"
+            ):
                 expected = "matrix"
             assert (named.shape, {expected}) == (shapes[named.name].shape, {treated[o.name] for o in link.ours}), named
 
@@ -102,7 +105,9 @@ def test_an_absent_field_means_what_the_library_takes(name: str) -> None:
     library, table = getattr(library, "text_config", library), FAMILIES[name].defaults
     derived = {"num_key_value_heads": library.num_attention_heads, "head_dim": library.hidden_size // 32}
     assert {k: derived[k] if v is None else v for k, v in table.items()} == {k: getattr(library, k) for k in table}
-    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6, "mixtral": 1e6}.get(name, 10_000.0)
+    theta = {"smollm3": 2_000_000.0, "olmo3": 500_000.0, "gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150_000.0}.get(
+        name, 10_000.0
+    )
     assert library.rope_parameters.get("full_attention", library.rope_parameters)["rope_theta"] == theta
 
 
@@ -197,12 +202,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_moe", {"num_experts": 0}, "num_experts"),
     ("qwen3_moe", {"mlp_only_layers": 5}, "mlp_only_layers 5"),
     ("qwen3_moe", {"decoder_sparse_step": 25}, "decoder_sparse_step 25: no layer has experts"),
+    ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("gpt_oss", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "truncate": 0}}, "rope_parameters.truncate"),
     ("qwen3_5_moe_text", {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is not known"),
     (
         "gpt2",
         {},
-        "gemma3_text, smollm3, qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, qwen3_5_moe_text, molmo2",
+        "qwen3_5_text, qwen2, qwen3, mixtral, olmoe, qwen3_moe, qwen3_5_moe_text, gpt_oss, molmo2",
     ),
 ]
 
@@ -223,10 +231,16 @@ PUBLISHED_QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mlp_only_layers": [], "full
 ANY = {"torch_dtype": "bfloat16", "transformers_version": "4.5", "use_cache": True, "initializer_range": 0.02}
 ANY |= {"hidden_act": "silu", "attention_dropout": 0.0, "rope_scaling": None, "bos_token_id": 1, "eos_token_id": 2}
 INTERVALS = {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36}
+YARN_POSITIONS = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 HARMLESS: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"model_type": "qwen3_5_text", **PUBLISHED_QWEN3_5},
     "Qwen3.5-MoE": {"model_type": "qwen3_5_moe_text", **PUBLISHED_QWEN3_5, "router_aux_loss_coef": 0.001},
     "Qwen3-MoE": {"model_type": "qwen3_moe", "router_aux_loss_coef": 0.01, "mlp_only_layers": [], "sliding_window": 8},
+    "gpt-oss": {
+        **{"model_type": "gpt_oss", "experts_per_token": 4, "initial_context_length": 4096, "rope_theta": 150000},
+        "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False} | YARN_POSITIONS,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+    },
     "Gemma 3": {"model_type": "gemma3_text", "cache_implementation": "hybrid"},
     "SmolLM2": {"model_type": "llama", "rope_interleaved": False, "layer_types": ["full_attention"] * 32},
     "a fine-tune": {"model_type": "qwen3", "_model_name_or_path": "a", "unsloth_model": {"b": 1}},
@@ -380,3 +394,17 @@ def test_a_mapping_reads_the_rows_it_needs_and_no_others() -> None:
         ("model.transformer.wte.new_embedding", 2, 5),
     ]
     assert whole(Cast(released, torch.bfloat16), first).dtype is torch.bfloat16
+
+
+def test_matrices_in_four_bits_are_those_that_the_library_unpacks() -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    ends = {"gate_up_proj": (64, 96), "down_proj": (96, 32)}  # [2 I, h] and [h, I]
+    given = {f"experts.{end}": packed(*sizes, seed=i) for i, (end, sizes) in enumerate(ends.items())}
+    folder = Tensors({f"a.{name}{part}": x for name, parts in given.items() for part, x in parts.items()})
+    library = Tensors({f"a.{name}": convert_moe_packed_tensors(*parts.values()) for name, parts in given.items()})
+    found, expected = (FAMILIES["gpt_oss"].opened(source) for source in (folder, library))
+    assert library.infos["a.experts.gate_up_proj"].shape == (3, 96, 64) and found.infos == expected.infos
+    assert all(torch.equal(whole(found, name), whole(expected, name)) for name in expected.infos)
+    assert found.rows("a.experts.gate_up_proj", 70, 75).equal(whole(found, "a.experts.gate_up_proj")[70:75])

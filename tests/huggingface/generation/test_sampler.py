@@ -81,7 +81,7 @@ def test_a_checkpoint_of_a_run_on_gpus_answers_on_a_cpu(trained: Path, monkeypat
     assert Generator(str(trained / "run")).config.training.transformer_impl == "native"
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_5_moe_text", "gpt_oss"])
 def test_experts_that_ranks_shared_answer_on_one_process_as_the_library_does(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
