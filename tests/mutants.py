@@ -59,7 +59,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/expert_parallel/route.py", EXPERTS): [
         ("self.ends.clamp(place.start, place.stop)", "self.ends.clamp(0, place.stop)", "a tile has rows of others"),
-        ("plan.metadata.leave[tokens] > 0", "plan.metadata.leave[tokens] >= 0", "padding is routed"),
+        ("plan.metadata.leave[held] > 0", "plan.metadata.leave[held] >= 0", "padding is routed"),
         ("plan.local.reshape(tp.size, -1)[tp.rank]", "plan.local", "tp ranks route tokens of each other"),
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
         ("return arrived.argsort(stable=True)", "return torch.arange(len(arrived))", "rows stay by their source"),
@@ -105,6 +105,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
     ("core/expert_parallel/layer.py", MODEL): [
+        (
+            "        scores = with_terms(scores",
+            "        scores = scores if self.balance.correction is None else scores + self.balance.correction\n"
+            "        scores = with_terms(scores",
+            "the correction is in the weight",
+        ),
+        ("choice = choice + self.balance.correction", "choice = choice + 0", "the correction corrects nothing"),
+        (" * self.factor, route)", ", route)", "weights of experts are not scaled"),
         ("else made + of_all", "else made + 0 * of_all", "a shared expert is not heard"),
         ("sigmoid_gate(made, product(", "sigmoid_gate(made, product(0 * ", "a shared expert is half heard by all"),
     ],
@@ -130,6 +138,45 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/distributed/fully_shard.py", EXPERTS): [
         ("_mesh(axes[parameter].group", "_mesh(others.group", "experts are gathered over dp x cp"),
+    ],
+    ("core/expert_parallel/balance.py", EXPERTS): [
+        ("for axis in self.axes:", "for axis in self.axes[:1]:", "documents are counted on one rank of their row"),
+        ("for axis in self.axes:", "for axis in self.axes[1:]:", "documents are counted on one tp rank"),
+        ("(document.unsqueeze(1) * experts", "(0 * document.unsqueeze(1)", "documents of a row are one"),
+        ("self.topk * routes.tokens)", "self.topk * len(chosen))", "the term of documents times microbatches"),
+        ("self.z / routes.tokens)", "self.z / len(chosen))", "the z-loss times ranks and microbatches"),
+        ("dtype=torch.int64, device=device)", "dtype=torch.bfloat16, device=device)", "tokens are counted in bf16"),
+        ("dtype=torch.float32, device=device)", "dtype=torch.bfloat16, device=device)", "corrections are rounded"),
+        (", self.grid.ep), self.grid.edp)", ", self.grid.ep), self.grid.ep)", "corrections are not summed over tp"),
+        ("all_reduce(counts, self.grid.ep)", "counts", "corrections are those of an ep rank"),
+        ("                layer.counts.zero_()", "                pass", "counts of a step begin with the last one's"),
+        ("table[:, :2].sum(0)", "table[0, :2]", "terms of the first rank are logged"),
+    ],
+    ("core/expert_parallel/balance.py", MODEL): [
+        ("return (grad + ", "return (0 * grad + ", "terms of balance replace the loss"),
+        ("(counts.sum() - len(counts) * counts)", "(len(counts) * counts - counts.sum())", "busy experts get more"),
+    ],
+    ("core/expert_parallel/router.py", "tests/expert_parallel/test_balance.py"): [
+        ("1 / (1 + torch.exp(-scores))", "scores.sigmoid()", "equal sigmoids are chosen by where they stand"),
+        (".topk(2, sorted=False).values.sum(-1)", ".amax(-1)", "a group counts by its best expert"),
+    ],
+    ("core/expert_parallel/layer.py", "tests/expert_parallel/test_balance.py"): [
+        (
+            "            if routes.tokens > 0:\n    ",
+            "        if routes.tokens > 0:\n",
+            "a layer that is computed again counts its tokens twice",
+        ),
+    ],
+    ("core/training/step.py", "tests/expert_parallel/test_balance.py"): [
+        (
+            "self._pipeline(rows, 0, denominator, False)()",
+            "self._pipeline(rows, 0, denominator, False, 9)()",
+            "evaluation is counted",
+        ),
+        ("            self.balance.correct()", "        self.balance.correct()", "a skipped step moves corrections"),
+    ],
+    ("core/training/state.py", "tests/expert_parallel/test_balance.py"): [
+        ("parameters_to_load(), *model.balance.slices()]", "parameters_to_load()]", "corrections begin at 0 again"),
     ],
     ("core/models/build.py", EXPERTS): [
         (
@@ -643,30 +690,35 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/gpt_oss.py", "tests/huggingface/convert/test_families.py"): [
         ("(blocks & 15)", "(blocks >> 4)", "the high bits of a byte are read twice"),
         ("scales.float() - 127", "scales.float() - 128", "blocks of four bits have half their size"),
+        ("torch.stack(found.chunk(2, 1), 2).flatten(1, 2)", "found", "gates are written before ups"),
+        ('"truncate": False}', '"truncate": True}', "the ends of a silent config's yarn are rounded"),
+    ],
+    ("huggingface/convert/gpt_oss.py", "tests/huggingface/generation/test_sampler.py"): [
         (
             "        return torch.cat([found[:, ::2]",
             "        return found\n        torch.cat([found[:, ::2]",
             "gate and up in turns",
         ),
-        ('"truncate": False}', '"truncate": True}', "the ends of a silent config's yarn are rounded"),
-    ],
-    ("huggingface/convert/gpt_oss.py", "tests/huggingface/generation/test_sampler.py"): [
         (
             "found.transpose(1, 2) if name",
             "found.reshape(len(found), found.shape[2], -1) if name",
             "stacks stay as they lie",
         ),
     ],
-    ("huggingface/convert/gpt_oss.py", "tests/tools/test_convert_checkpoint.py"): [
-        ("torch.stack(found.chunk(2, 1), 2).flatten(1, 2)", "found", "gates are written before ups"),
-    ],
-    ("core/context_parallel/a2a.py", EXPERTS): [
-        ("sinks.chunk(n)[self.axis.rank]", "sinks.chunk(n)[0]", "all ranks of a2a have the sinks of the first heads"),
-    ],
     ("core/ops/rotary.py", MODEL): [
         ("    if scaling.rounds:", "    if True:", "every yarn rounds"),
     ],
+    ("huggingface/convert/moe.py", "tests/tools/test_convert_checkpoint.py"): [
+        ("(f\"model.layers.{values['num_layers']}.\",)", "()", "a layer of further tokens is unexpected"),
+    ],
+    ("huggingface/convert/tensors.py", "tests/tools/test_convert_checkpoint.py"): [
+        ("found if name.endswith(WIDE) else found.to(self._dtype)", "found.to(self._dtype)", "corrections are cast"),
+        ("        if not name.endswith(WIDE):", "        if True:", "a correction is another dtype"),
+    ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
+        ("i >= first for i", "i > first for i", "one dense layer more than first_k_dense_replace says"),
+        ("width * c.number(", "1 * c.number(", "shared experts of a GLM have the width of one column each"),
+        ('not c.switch("norm_topk_prob", True)', 'c.switch("norm_topk_prob", True)', "sigmoids are shares, or not"),
         ("and not c.switch", "and c.switch", "a token's weights are those of all experts, or not"),
         (
             "for e in range(experts) for name in names]",
@@ -765,6 +817,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
     ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        (
+            "up.unflatten(1, (rank, -1)).permute(2, 0, 1)",
+            "up.unflatten(1, (-1, rank)).transpose(0, 1)",
+            "B is by expert",
+        ),
+        ("torch.stack(ups, 2)", "torch.stack(ups, 1)", "B of experts is written by expert"),
+        ('".base_layer" * (both and', '".base_layer" * (False and', "gate and up of experts have the place of down"),
+        ("if in_turns and name", "if False and name", "gate and up of a pair are not in turns"),
+        (
+            'for target in content.get("target_parameters") or ():',
+            "for target in ():",
+            "a target of no expert is not told",
+        ),
         ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
     ],
     ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [

@@ -167,7 +167,7 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
             yield f"{given} needs --moe-router-score-function sigmoid"
     if groups > 1 and (m.num_experts % groups > 0 or m.num_experts < 2 * groups):
         yield f"{words} needs groups of equally many experts, two or more, of {count}"
-    if best > groups or m.moe_router_topk * groups > best * m.num_experts:
+    if best > groups or (groups > 1 and m.moe_router_topk * groups > best * m.num_experts):
         chosen = f"--moe-router-topk {m.moe_router_topk} of {count}"
         yield f"--moe-router-group-topk {best} of {words} holds fewer than {chosen}"
     if m.moe_router_topk > m.num_experts:
@@ -181,11 +181,8 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--num-distributed-optimizer-instances {instances} does not divide the {shared} ranks with one expert"
     if tp > 1 and not p.sequence_parallel:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
-    unable = {
-        f"--fp8 {config.training.fp8}": config.training.fp8 != "off",
-    }
-    for given in (words for words, asked in unable.items() if asked):
-        yield f"{given} with {count}: experts have no such form"
+    if t.fp8 != "off":
+        yield f"--fp8 {t.fp8} with {count}: experts have no such form"
 
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:

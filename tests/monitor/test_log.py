@@ -61,10 +61,18 @@ def test_a_step_is_one_line_with_every_figure_on_rank_0_alone(capsys, tmp_path, 
     assert list(tmp_path.iterdir()) == []
     assert [duration(s) for s in (0.4, 59.6, 3599, 3600, 90_061)] == ["0:00", "1:00", "59:59", "1:00:00", "1d 1h"]
     assert "  data wait 20.6 s  " in step_line(record(7, data_wait=20.6), 100)
-    routed = record(7, experts={"balance_loss": 0.01, "dropped": 0})
-    assert "loss 0.3333  balance loss 0.01  dropped 0  grad norm" in step_line(routed, 100)
     large = record(100_000, tokens_per_second=1.2e7, peak_memory=75 << 30, seconds=12.34, seconds_left=1e6, epoch=12.34)
     assert len(step_line(large, 100_000)) <= 155
+
+
+def test_terms_beside_the_loss_stand_beside_it_in_the_line_and_in_the_file(tmp_path) -> None:
+    routed = record(7, experts={"balance_loss": 0.01, "dropped": 0})
+    assert "loss 0.3333  balance loss 0.01  dropped 0  grad norm" in step_line(routed, 100)
+    log = RunLog(LogTargets(jsonl=tmp_path / "log.jsonl"), total_steps=10)
+    log.step(routed)
+    log.close()
+    (row,) = rows(tmp_path / "log.jsonl")
+    assert (row["loss"], row["balance_loss"], row["dropped"]) == (1 / 3, 0.01, 0) and "experts" not in row
 
 
 def test_the_console_keeps_its_interval_and_shows_the_last_step_while_the_file_gets_all(tmp_path, capsys) -> None:

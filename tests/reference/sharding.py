@@ -44,7 +44,7 @@ def assemble(parts: Iterable[Pieces]) -> dict[str, np.ndarray]:
 def fill(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy this rank's part of the global tensors into a module; rows of no piece get a value that would show."""
     with torch.no_grad():
-        for parameter in module.parameters():
+        for parameter in (*module.parameters(), *module.buffers()):
             parameter.fill_(1e3)
             for piece in spec_of(parameter).pieces:
                 box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.shape, strict=True))

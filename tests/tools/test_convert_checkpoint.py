@@ -21,7 +21,7 @@ from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert import decoder, verify
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf
-from megacp.huggingface.convert.tensors import STACKS
+from megacp.huggingface.convert.tensors import STACKS, WIDE
 from megacp.huggingface.convert.verify import compare_logits, logits_of, rows_for, tensor_differences
 from megacp.huggingface.convert_command import main
 from megacp.train import main as train
@@ -96,6 +96,16 @@ def test_a_model_comes_back_bit_for_bit_and_is_the_same_model_on_the_way(
     assert before == {key: value for key, value in after.items() if key not in new}
     if "molmo2" in name:
         assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "c" / "tokenizer.json").read_bytes()
+
+
+def test_a_correction_stays_float32_and_a_further_layer_is_left(tmp_path: Path) -> None:
+    save("glm4_moe", tmp_path / "a", torch.bfloat16)
+    exact, further = torch.linspace(-0.1, 0.1, 8), {"model.layers.3.eh_proj.weight": torch.zeros(2).bfloat16()}
+    tensors = {name: exact.clone() if name.endswith(WIDE) else x for name, x in tensors_of(tmp_path / "a").items()}
+    safetensors.save_file(tensors | further, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
+    assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--dtype", "bfloat16") == 0
+    assert equal(tensors_of(tmp_path / "c"), tensors)
 
 
 @pytest.mark.slow

@@ -72,10 +72,10 @@ class ParameterSpec:
         return STEPPED_BY[self.treated]
 
 
-Held = TypeVar("Held", bound=torch.Tensor)
+Attached = TypeVar("Attached", bound=torch.Tensor)
 
 
-def attach(parameter: Held, spec: ParameterSpec) -> Held:
+def attach(parameter: Attached, spec: ParameterSpec) -> Attached:
     """Give a parameter, or a tensor that is saved beside them, its spec and return it."""
     rows = sum(piece.shape[0] for piece in spec.pieces)
     assert rows <= parameter.shape[0], f"{[p.name for p in spec.pieces]} hold {rows} rows of {tuple(parameter.shape)}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from megacp.core.config.model import ModelConfig, skip_pattern
 from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.layers.moe import MOE
+from megacp.core.layers.moe import MOE, correction_tensor
 from megacp.core.layers.stack import decoder_tensors, layers_of
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
@@ -80,10 +80,17 @@ def model_of(values: Values) -> ModelConfig:
 
 
 def shapes_of(values: Values) -> dict[str, Shape]:
-    """Global shapes of a model's tensors by our names, without padding; a tied head is none of them."""
+    """Global shapes of a model's tensors by our names, without padding, and of what is saved beside them; a tied head
+    is none of them.
+    """
     config = with_values(RunConfig(), values)
     tensors = (*decoder_tensors(config.model), *tower_tensors(config), *connector_tensors(config))
-    return {tensor.name: tensor.shape for tensor in tensors}
+    found = {tensor.name: tensor.shape for tensor in tensors}
+    if config.model.moe_router_score_function == "sigmoid":
+        tensor = correction_tensor(config.model)
+        routed = (layer.name for layer in layers_of(config.model) if layer.mlp is MOE)
+        found |= {f"{name}.{MOE.name}.{tensor.name}": tensor.shape for name in routed}
+    return found
 
 
 def links_of(
@@ -123,6 +130,8 @@ _PLAIN: Values = {
     **{"mlp_activation": "swiglu", "apply_layernorm_1p": False, "softmax_scale": None, "embedding_multiplier": 1.0},
     **{"rotary_percent": 1.0, "num_experts": 0},
     **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_router_bias": False},
+    **{"moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": 1.0},
+    **{"moe_router_num_groups": 1, "moe_router_group_topk": 1},
     **{"softmax_type": "vanilla", "yarn_correction_range_round_to_int": True},
     **{"additional_vocab_size": 0, "vision_num_layers": 0},
 }
@@ -443,6 +452,8 @@ class Family:
     """Objects of the config whose fields are read."""
     token_fields: Mapping[str, str] = field(default_factory=dict)
     """Ids of image tokens that stand in the config, by the names of the image rules."""
+    in_turns: ClassVar[bool] = False
+    """Whether rows of gate and up stand in turns in a stack of experts."""
     token_order: tuple[str, ...] = ()
     """The image tokens in the order of their ids behind the vocabulary, where no rules are known."""
 
@@ -493,6 +504,10 @@ class Family:
         counts = values["num_layers"], values["vision_num_layers"], values["num_experts"]
         return links_of(table, shapes_of(values), *counts)
 
+    def further(self, values: Values) -> tuple[str, ...]:
+        """How names begin of layers that predict further tokens, which the library leaves out too."""
+        return ("mtp.",)
+
     def opened(self, source: Source) -> Source:
         """A folder's tensors as `links` has them."""
         return Joined(source)
@@ -500,6 +515,10 @@ class Family:
     def closed(self, source: Source, values: Values) -> Source:
         """The inverse, of a folder that is written."""
         return source
+
+    def links_of_modules(self, values: Values) -> list[Link]:
+        """All tensors as the library's modules hold them: adapters stand beside these."""
+        return self.links(values)
 
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         """The layout that a file is in."""

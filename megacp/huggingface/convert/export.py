@@ -319,8 +319,7 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
     assert loaded.checkpoint is not None
     base = request.base_model or stored_state(loaded.checkpoint).base
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
-        links = loaded.family.links(loaded.values)
-        elements = write_adapter(loaded.pairs, links, folder, base, request.dtype)
+        elements = write_adapter(loaded.pairs, loaded.family, loaded.values, folder, base, request.dtype)
         card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)
         (folder / CARD).write_text(card, encoding="utf-8")
     print(f"{request.output}: {loaded.pairs}; {elements:,} parameters beside {base or 'a model that is not named'}")

@@ -38,6 +38,7 @@ def of_values(values: Values) -> Family:
     chosen = {
         "qwen3_5_moe": values["vision_num_layers"] > 0 and values["moe_shared_expert_gate"],
         values["vision_family"]: values["vision_num_layers"] > 0,  # the library's word is ours
+        "glm4_moe": experts and values["moe_router_score_function"] == "sigmoid",
         "gpt_oss": experts and values["softmax_type"] == "learnable",
         "qwen3_5_moe_text": values["moe_shared_expert_gate"],
         "qwen3_moe": experts and values["qk_layernorm"] == "head",

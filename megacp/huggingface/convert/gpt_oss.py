@@ -108,6 +108,8 @@ class GptOssWords(ExpertWords):
 class GptOss(ExpertFamily):
     """The family whose stacks lie on their sides."""
 
+    in_turns = True
+
     def native(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         usual = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
         said = content.get("rope_parameters") or content.get("rope_scaling")

@@ -1,7 +1,8 @@
 """Low-rank pairs of a checkpoint: folded into the weights they stand beside, or as an adapter that peft loads.
 
 A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins linears that have
-pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks.
+pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. Experts have
+one of all of them, as peft has it for a parameter: A by expert, B by rank, and that of gate and up one layer deeper.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ from megacp.core.layers.table import A, B
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.huggingface.convert import hf_files
-from megacp.huggingface.convert.tensors import Info, Link, Named, Source, whole
+from megacp.huggingface.convert.config_json import Values
+from megacp.huggingface.convert.decoder import Family
+from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named, Source, whole
 from megacp.prepare.tokenize.beside import read_object
 
 _BEGIN = "base_model.model."
 """Prefix of names in an adapter: peft's model around the library's."""
 READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "init_lora_weights"),
+    *("target_modules", "target_parameters", "exclude_modules", "init_lora_weights"),
 )
 """Fields of an adapter_config.json that are read."""
 HARMLESS = (
@@ -41,7 +44,28 @@ HARMLESS = (
 _NOTHING = ("null", "false", "[]", "{}", '"none"')
 _BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the weights beside the pairs as they are."""
-_LINEAR = re.compile(rf"layers\.\d+\.\w+\.({'|'.join(LINEARS)})\.weight")
+_LINEAR = re.compile(rf"layers\.\d+\.[\w.]+\.({'|'.join(LINEARS)})\.weight")
+
+
+def _kind(name: str) -> str:
+    """What a pair stands beside, in any layer and of any expert: `mlp.experts.gate`."""
+    return ".".join(part for part in name.removesuffix(f".{A}").split(".")[2:] if not part.isdigit())
+
+
+def _stacks_beside(parameter: str) -> list[str]:
+    """Both stacks of the experts in a layer."""
+    return [parameter.partition(".experts.")[0] + end for end in STACKS]
+
+
+def _modules(parameter: str, both: bool) -> str:
+    """Where peft has the pair of a stack of experts; `both`: of gate and up there is one, and of down."""
+    return parameter.rpartition(".")[0] + ".base_layer" * (both and parameter.endswith(STACKS[0]))
+
+
+def _of_experts(link: Link) -> list[tuple[Named, ...]]:
+    """The matrices of each expert in a stack."""
+    each = 2 if link.theirs[0].name.endswith(STACKS[0]) else 1
+    return list(zip(*(link.ours[first::each] for first in range(each)), strict=True))
 
 
 class Pairs:
@@ -71,11 +95,12 @@ class Pairs:
 class Adapter:
     """The pairs of an adapter that peft has written, by our names; a source."""
 
-    def __init__(self, folder: Path, links: list[Link]) -> None:
+    def __init__(self, folder: Path, family: Family, values: Values) -> None:
         """ValueError says what a run cannot have of it: parts beside pairs, another scale, pairs in some layers."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
+        links = family.links_of_modules(values)
         content = self._content = read_object(folder / "adapter_config.json")
         others = [name for name in content if name not in (*READ, *HARMLESS)]
         strange = [name for name in others if json.dumps(content[name]) not in _NOTHING]
@@ -96,36 +121,65 @@ class Adapter:
         except SafetensorError as error:
             raise ValueError(f"adapter_model.safetensors: {error}") from error
         theirs = {name.removeprefix(_BEGIN): x for name, x in read.items()}
+        stacks = [f".{link.theirs[0].name}" for link in links if link.theirs[0].name.endswith(STACKS)]
+        for target in content.get("target_parameters") or ():
+            if not any(name.endswith(f".{target}") for name in stacks):
+                raise ValueError(f"adapter_config.json says target_parameters {target}: the model has no such experts")
         for link in links:
             if not _LINEAR.fullmatch(link.ours[0].name):
                 continue
-            module = link.theirs[0].name.removesuffix(".weight")
-            has = f"{module}.{A}" in theirs
-            if has != self._is_target(module):
-                told = f"adapter_config.json says target_modules {content['target_modules']}"
-                raise ValueError(f"{told}, and {module} has {'a' if has else 'no'} pair")
-            if has:
+            name = link.theirs[0].name
+            if name.endswith(STACKS):
+                self._add_experts(link, theirs, family.in_turns)
+                continue
+            module = name.removesuffix(".weight")
+            if self._has(module, module, theirs, "target_modules"):
                 down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
-                self._add(link.theirs[0].name, link.ours, down, self._weighed(module, down, up))
-        found = Counter(name.split(".")[3] for name in self._tensors if name.endswith(A))
-        layers = {named.name.split(".")[1] for link in links for named in link.ours if named.name.startswith("layers.")}
-        if theirs or not found or {*found.values()} != {len(layers)} or not found.keys() <= {*LINEARS}:
+                self._add(name, link.ours, down, self._weighed(module, down, up))
+        found = Counter(_kind(name) for name in self._tensors if name.endswith(A))
+        linears = (named.name for link in links for named in link.ours if _LINEAR.fullmatch(named.name))
+        of_model = Counter(_kind(f"{name.removesuffix('weight')}{A}") for name in linears)
+        if theirs or not found or any(count != of_model[kind] for kind, count in found.items()):
             left = f"{next(iter(theirs))} has no place in the model" if theirs else f"pairs of {dict(found)}"
             raise ValueError(f"{left}: each kind of linear has a pair in all layers or in none")
-        targets = ",".join(name for name in LINEARS if name in found)
+        kinds = {kind.rpartition(".")[2] for kind in found}
+        targets = ",".join(name for name in LINEARS if name in kinds)
         self.flags: dict[str, Value] = {"lora_rank": self.rank, "lora_targets": targets}
         self.flags["lora_alpha"] = self.alpha
         self.infos: Mapping[str, Info] = {name: Info(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
 
-    def _is_target(self, module: str) -> bool:
-        """Whether peft puts a pair beside a module when it loads the adapter."""
+    def _has(self, module: str, target: str, theirs: Mapping[str, torch.Tensor], said: str) -> bool:
+        """Whether the file has the pair of a module. ValueError where its config says otherwise of the target."""
+        has = f"{module}.{A}" in theirs
+        if has != self._is_target(target, said):
+            told = f"adapter_config.json says {said} {self._content.get(said)}"
+            raise ValueError(f"{told}, and {target} has {'a' if has else 'no'} pair")
+        return has
+
+    def _add_experts(self, link: Link, theirs: dict[str, torch.Tensor], in_turns: bool) -> None:
+        """A `[E r, inputs]`, by expert, and B `[rows, r E]`, by rank, of all experts of a layer."""
+        name = link.theirs[0].name
+        both = all(self._is_target(other, "target_parameters") for other in _stacks_beside(name))
+        module, experts = _modules(name, both), _of_experts(link)
+        if not self._is_target(name, "target_parameters") or not self._has(module, name, theirs, "target_parameters"):
+            return
+        down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
+        rank = len(down) // len(experts)
+        downs, ups = down.unflatten(0, (-1, rank)), up.unflatten(1, (rank, -1)).permute(2, 0, 1)
+        if in_turns and name.endswith(STACKS[0]):
+            ups = torch.cat([ups[:, ::2], ups[:, 1::2]], 1)
+        for ours, a, b in zip(experts, downs, ups, strict=True):
+            self._add(name, ours, a, self._weighed(name, a, b))
+
+    def _is_target(self, module: str, said: str) -> bool:
+        """Whether peft puts a pair beside a module, or a parameter, when it loads the adapter."""
 
         def among(names: Any) -> bool:
             if isinstance(names, str):
                 return names == "all-linear" or re.fullmatch(names, module) is not None
             return any(f".{module}".endswith(f".{name}") for name in names or ())
 
-        return among(self._content["target_modules"]) and not among(self._content.get("exclude_modules"))
+        return among(self._content.get(said)) and not among(self._content.get("exclude_modules"))
 
     def _weighed(self, module: str, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """B of a module for the one alpha / rank of a run: times its own over that, rounded once, where it has one."""
@@ -177,13 +231,15 @@ def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs 
     return pairs, with_values(config, without), pairs
 
 
-def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | None, dtype: torch.dtype | None) -> int:
-    """Fill a folder that peft loads, for the model named `base`, by the links of that model; its elements."""
+def write_adapter(
+    pairs: Pairs, family: Family, values: Values, folder: Path, base: str | None, dtype: torch.dtype | None
+) -> int:
+    """Fill a folder that peft loads, for the model named `base`; its elements."""
     from safetensors.torch import save_file
 
     tensors, ranks = dict[str, torch.Tensor](), dict[str, int]()
-    for module, down, up in _joined(pairs, links):
-        ranks[module] = down.shape[0]
+    for target, module, rank, down, up in _joined(pairs, family, values):
+        ranks[target] = rank
         for end, tensor in ((A, down), (B, up)):
             tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -191,25 +247,49 @@ def write_adapter(pairs: Pairs, links: list[Link], folder: Path, base: str | Non
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _joined(pairs: Pairs, links: list[Link]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Each module of the library that has a pair, its A `[r, inputs]` and its B `[rows, r]`."""
-    infos = pairs.source.infos
+def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str, str, int, torch.Tensor, torch.Tensor]]:
+    """Each module or parameter of the library that has a pair: its name, where peft has it, rank, A and B."""
+    infos, links = pairs.source.infos, family.links_of_modules(values)
+    targets = {link.theirs[0].name for link in links if any(_stem(named) + A in infos for named in link.ours)}
     for link in links:
-        stems = [named.name.removesuffix("weight") for named in link.ours]
-        if not any(f"{stem}{A}" in infos for stem in stems):
+        name = link.theirs[0].name
+        if name not in targets:
             continue
-        downs = [whole(pairs.source, f"{stem}{A}") for stem in stems if f"{stem}{A}" in infos]
-        ups = [
-            whole(pairs.source, f"{stem}{B}") if f"{stem}{A}" in infos else downs[0].new_zeros(named.shape[0], 0)
-            for stem, named in zip(stems, link.ours, strict=True)
-        ]
-        yield link.theirs[0].name.removesuffix(".weight"), torch.cat(downs), torch.block_diag(*ups)
+        if not name.endswith(STACKS):
+            down, up = _pair(pairs, link.ours)
+            module = name.removesuffix(".weight")
+            yield module, module, len(down), down, up
+            continue
+        downs, ups = zip(*(_pair(pairs, ours) for ours in _of_experts(link)), strict=True)
+        up = torch.stack(ups, 2)  # [rows, r, E]
+        if family.in_turns and name.endswith(STACKS[0]):
+            up = torch.stack(up.chunk(2), 1).flatten(0, 1)
+        both = targets.issuperset(_stacks_beside(name))
+        yield name, _modules(name, both), len(downs[0]), torch.cat(downs), up.flatten(1)
+
+
+def _stem(named: Named) -> str:
+    return named.name.removesuffix("weight")
+
+
+def _pair(pairs: Pairs, ours: Sequence[Named]) -> tuple[torch.Tensor, torch.Tensor]:
+    """A `[r, inputs]` and B `[rows, r]` of joined linears, of which one at least has a pair."""
+    infos = pairs.source.infos
+    downs = [whole(pairs.source, f"{_stem(named)}{A}") for named in ours if f"{_stem(named)}{A}" in infos]
+    ups = [
+        whole(pairs.source, f"{_stem(named)}{B}")
+        if f"{_stem(named)}{A}" in infos
+        else downs[0].new_zeros(named.shape[0], 0)
+        for named in ours
+    ]
+    return torch.cat(downs), torch.block_diag(*ups)
 
 
 def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
-    """An adapter_config.json; `ranks` by module. Joined linears have a larger rank, and alpha grows with it."""
+    """An adapter_config.json; `ranks` by module or parameter. With a larger rank, of joined ones, alpha grows."""
     alpha = model.lora_rank * model.lora_scale
     others = {module: rank for module, rank in ranks.items() if rank != model.lora_rank}
+    parameters = sorted(name for name in ranks if name.endswith(STACKS))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -217,7 +297,8 @@ def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> d
         "r": model.lora_rank,
         "lora_alpha": alpha,
         "lora_dropout": model.lora_dropout,
-        "target_modules": sorted(ranks),
+        "target_modules": sorted(ranks.keys() - set(parameters)) or None,
+        **({"target_parameters": parameters} if parameters else {}),
         "rank_pattern": others,
         "alpha_pattern": {module: alpha * rank / model.lora_rank for module, rank in others.items()},
     }

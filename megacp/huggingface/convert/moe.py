@@ -59,6 +59,10 @@ _GATE = {"model.layers.{i}.mlp.shared_expert_gate.weight": "layers.{i}.mlp.share
 QWEN3_5_MOE: Table = QWEN3_5 | _EACH | _shared("shared_expert") | _GATE
 
 
+_CORRECTION = {"model.layers.{i}.mlp.gate.e_score_correction_bias": "layers.{i}.mlp.router.correction"}
+_GLM: Table = _EACH | _shared("shared_experts") | _CORRECTION
+
+
 def stacked(table: Table, experts: int) -> Table:
     """Gate and up of each expert in turn, `[E, 2 I, h]`, and down, `[E, h, I]`, behind a router as others name it; and
     their biases.
@@ -79,8 +83,18 @@ class ExpertFamily(Family):
         count = values["num_experts"]
         return self.links_of_table(stacked(self.table, count) if layout == _STACKED else self.table, values)
 
+    def links_of_modules(self, values: Values) -> list[Link]:
+        return self.links(values, _STACKED)
+
     def layout_of(self, infos: Mapping[str, Info]) -> str:
         return _STACKED if any(name.endswith(STACKS) for name in infos) else NATIVE
+
+
+class Glm4Moe(ExpertFamily):
+    """The family with a further layer behind the last."""
+
+    def further(self, values: Values) -> tuple[str, ...]:
+        return (f"model.layers.{values['num_layers']}.",)
 
 
 @dataclass(frozen=True)
@@ -145,6 +159,38 @@ class Qwen35MoeWords(Qwen35Words, ExpertWords):
         return content | {"moe_intermediate_size": content.pop("intermediate_size")}
 
 
+@dataclass(frozen=True)
+class Glm4MoeWords(ExpertWords):
+    """Words of a class with dense layers first, and sigmoids with a correction, in groups, behind them."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        first, width = c.number("first_k_dense_replace", 1, low=0), c.number("moe_intermediate_size", 1408)
+        routed = [i >= first for i in range(v["num_layers"])]
+        if not any(routed):
+            c.faults.append(f"first_k_dense_replace {first}: no layer has experts")
+        v |= {"moe_ffn_hidden_size": width, "moe_layer_freq": expert_pattern(routed)}
+        v["moe_shared_expert_intermediate_size"] = width * c.number("n_shared_experts", 1)
+        v |= {
+            "moe_router_pre_softmax": not c.switch("norm_topk_prob", True),
+            "add_qkv_bias": c.switch("attention_bias"),
+        }
+        v["qk_layernorm"] = "head" if c.switch("use_qk_norm") else "off"
+        v["moe_router_topk_scaling_factor"] = c.number("routed_scaling_factor", 1.0, float, 1e-6, 1e6)
+        return v | {ours: c.number(theirs, 1) for theirs, ours in _GROUPS.items()}
+
+    def to_hf(self, v: Values) -> Values:
+        routed, width = routed_layers(v), resolved(v)["moe_ffn_hidden_size"]
+        content = super().to_hf(v) | {theirs: v[ours] for theirs, ours in _GROUPS.items()}
+        content |= {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": width}
+        content |= {"first_k_dense_replace": routed.index(True), "num_nextn_predict_layers": 0}
+        content["n_shared_experts"] = (v["moe_shared_expert_intermediate_size"] or 0) // width
+        content |= {"norm_topk_prob": not v["moe_router_pre_softmax"], "attention_bias": v["add_qkv_bias"]}
+        content["routed_scaling_factor"] = v["moe_router_topk_scaling_factor"]
+        return content | {"use_qk_norm": v["qk_layernorm"] == "head"}
+
+
+_GROUPS = {"n_group": "moe_router_num_groups", "topk_group": "moe_router_group_topk"}
 _MIXTRAL_SIZES = OLMO2_SIZES | {"intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 32000}
 _MIXTRAL_SIZES |= {"max_position_embeddings": 131072}
 _OLMOE_SIZES = OLMO2_SIZES | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
@@ -170,6 +216,16 @@ QWEN3_5_MOE_WORDS = Qwen35MoeWords(
     experts=("num_experts", 256),
     has_norm=False,
 )
+_GLM_SIZES = OLMO2_SIZES | {"hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96}
+_GLM_SIZES |= {"num_key_value_heads": 8, "intermediate_size": 10944, "vocab_size": 151552}
+_GLM_SIZES |= {"max_position_embeddings": 131072}
+_GLM_WORDS = Glm4MoeWords(
+    _GLM_SIZES,
+    rotary_part=0.5,
+    experts=("n_routed_experts", 128),
+    has_norm=False,
+    fixed={"moe_router_score_function": "sigmoid"},
+)
 TRAINING = frozenset({"router_aux_loss_coef", "output_router_logits"})
 """Keys of a loss that training may add."""
 QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | TRAINING | {"intermediate_size"}
@@ -185,4 +241,8 @@ EXPERT_FAMILIES = (
     _family("olmoe", "Olmoe", _OLMOE_WORDS),
     _family("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, more=TRAINING | NO_WINDOW),
     _family("qwen3_5_moe_text", "Qwen3_5Moe", QWEN3_5_MOE_WORDS, QWEN3_5_MOE, QWEN3_5_MOE_SILENT),
+    Glm4Moe(
+        *("glm4_moe", "Glm4MoeForCausalLM", _GLM_SIZES, _GLM_WORDS.from_hf, _GLM_WORDS.to_hf, _GLM),
+        TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
+    ),
 )

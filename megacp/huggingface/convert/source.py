@@ -29,7 +29,7 @@ from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, one_dtype, tensor_problems, whole
+from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, dtypes, one_dtype, tensor_problems, whole
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -104,7 +104,7 @@ class Loaded:
     @functools.cached_property
     def settled_dtype(self) -> str | None:
         """The dtype in config.json of weights that are float32 and bfloat16, as published norms are; else None."""
-        found = {str(info.dtype).removeprefix("torch.") for info in self.source.infos.values()}
+        found = {str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)}
         content = {**(self.content.get("text_config") or {}), **self.content}
         said = content.get("dtype") or content.get("torch_dtype")
         return said if found == {"float32", "bfloat16"} and said in found else None
@@ -153,8 +153,7 @@ def _of_folder(path: Path) -> Loaded:
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     files = hf_files.SafetensorsFolder(path)
     weights = family.opened(files)
-    # of layers that predict further tokens, which the library leaves out too
-    infos = {name: info for name, info in weights.infos.items() if not name.startswith("mtp.")}
+    infos = {name: info for name, info in weights.infos.items() if not name.startswith(family.further(values))}
     if not values["untie_embeddings_and_output_weights"]:
         head = [whole(weights, name) for name in ("model.embed_tokens.weight", LM_HEAD) if name in infos]
         if len(head) == 2 and not torch.equal(*head):

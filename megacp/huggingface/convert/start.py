@@ -34,7 +34,7 @@ from megacp.huggingface.convert.source import (
     model_dtype,
     read_hf,
 )
-from megacp.huggingface.convert.tensors import Link, Source, in_dtype
+from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -110,11 +110,11 @@ class FolderStart:
                     (folder / str(path.relative_to(local))).upload(path)
 
 
-def _adapter(config: RunConfig, links: list[Link], given: Collection[str]) -> Adapter:
+def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapter:
     """The adapter of --load-adapter. ValueError where a flag in `given` contradicts it."""
     path = config.checkpoint.load_adapter
     try:
-        adapter = Adapter(Path(str(path)), links)
+        adapter = Adapter(Path(str(path)), loaded.family, loaded.values)
     except (ValueError, OSError, KeyError) as error:
         raise ValueError(f"--load-adapter {path}: {error}") from error
     own = {name: value for name, value in adapter.flags.items() if name not in given}
@@ -147,15 +147,15 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
         notes += [told_new, *(tower.notes(True) if tower is not None else ())]
         files |= {f"--vision-from-hf {name}": Path(vision) / name for name in (tower.files if tower else ())}
-    stored, links = with_values(stored, {"dtype": dtype}), loaded.family.links(loaded.values)
+    stored = with_values(stored, {"dtype": dtype})
     if config.checkpoint.load_adapter is not None:
-        adapter = _adapter(config, links, given)
+        adapter = _adapter(config, loaded, given)
         files |= {f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ADAPTER_FILES}
         config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
         source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})
     config, note = with_model_of(config, stored, folder, given, weights_only=True)
-    if config.checkpoint.load_adapter is None:  # pairs begin as they are drawn
-        known |= dict.fromkeys((pair.name for pair in pair_tensors(config.model)), 0)
+    # pairs that nothing has begin as they are drawn
+    known |= dict.fromkeys((pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos), 0)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
     described = [told, flatten(stored), sorted(files)]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

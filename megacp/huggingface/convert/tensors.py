@@ -17,6 +17,8 @@ Shape = tuple[int, ...]
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")
 """Ends of names of the matrices of all experts, stacked."""
 BIASES = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
+WIDE = (".router.correction", ".e_score_correction_bias")
+"""Ends of names of what is float32 in a model of any dtype."""
 PACKED = ("_blocks", "_scales")
 """Ends of names of what is packed in bytes: numbers of few bits, and the exponents of their blocks."""
 
@@ -123,10 +125,12 @@ class Joined:
             if (name.endswith(STACKS), name.endswith(BIASES), len(info.shape)) in ((1, 0, 3), (0, 1, 2)):
                 count, self._rows[name], *columns = info.shape
                 self.infos[name] = Info((count * self._rows[name], *columns), info.dtype)
+            elif name.endswith(WIDE):
+                self.infos[name] = Info(info.shape, torch.float32)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         if name not in self._rows:
-            return self._source.rows(name, start, stop)
+            return self._source.rows(name, start, stop).to(self.infos[name].dtype)
         rows = self._rows[name]
         first = start // rows
         found = self._source.rows(name, first, -(-stop // rows)).flatten(0, 1)  # whole matrices
@@ -134,17 +138,19 @@ class Joined:
 
 
 class Cast:
-    """A source with its tensors cast to another dtype."""
+    """A source with its tensors cast to another dtype, but for those that are float32 in any."""
 
     def __init__(self, source: Source, dtype: torch.dtype) -> None:
         self._source, self._dtype = source, dtype
 
     @property
     def infos(self) -> Mapping[str, Info]:
-        return {name: Info(info.shape, self._dtype) for name, info in self._source.infos.items()}
+        infos = self._source.infos.items()
+        return {name: info if name.endswith(WIDE) else Info(info.shape, self._dtype) for name, info in infos}
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._source.rows(name, start, stop).to(self._dtype)
+        found = self._source.rows(name, start, stop)
+        return found if name.endswith(WIDE) else found.to(self._dtype)
 
 
 def in_dtype(source: Source, dtype: torch.dtype | None) -> Source:
@@ -152,11 +158,18 @@ def in_dtype(source: Source, dtype: torch.dtype | None) -> Source:
     return source if dtype is None else Cast(source, dtype)
 
 
-def one_dtype(source: Source) -> torch.dtype:
-    """The dtype of all tensors. ValueError names two that differ: a checkpoint of ours has one."""
+def dtypes(source: Source) -> dict[torch.dtype, str]:
+    """The dtypes of tensors, without what is float32 in any model, and the first name of each."""
     first: dict[torch.dtype, str] = {}
     for name, info in source.infos.items():
-        first.setdefault(info.dtype, name)
+        if not name.endswith(WIDE):
+            first.setdefault(info.dtype, name)
+    return first
+
+
+def one_dtype(source: Source) -> torch.dtype:
+    """The dtype of all tensors. ValueError names two that differ: a checkpoint of ours has one."""
+    first = dtypes(source)
     if len(first) != 1:
         words = " and ".join(f"{name} {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
         raise ValueError(f"the tensors have different dtypes ({words}): choose one with --dtype")

@@ -62,6 +62,9 @@ QWEN3_5 |= {"linear_key_head_dim": 8, "linear_value_head_dim": 6}
 KINDS = ["full_attention", "linear_attention", "linear_attention"]
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 GPT_OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "head_dim": 16}
+GLM = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+GLM |= {"moe_intermediate_size": 20, "n_shared_experts": 2, "attention_bias": True, "use_qk_norm": True, "head_dim": 16}
+GLM |= {"num_mtp_layers": 0}
 SHARED = {"shared_expert_intermediate_size": 28}
 NO_IDS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
 
@@ -166,6 +169,10 @@ MODELS = {
     "qwen3_moe": lambda: made("Qwen3Moe", mlp_only_layers=[1], norm_topk_prob=True, head_dim=16, **EXPERTS),
     "qwen3_moe stacked": lambda: made("Qwen3Moe", decoder_sparse_step=2, tie_word_embeddings=True, **EXPERTS),
     "mixtral stacked": lambda: made("Mixtral", num_local_experts=4),
+    "glm4_moe": lambda: made("Glm4Moe", **GLM),
+    "glm4_moe stacked, weights as they are": lambda: made(
+        *("Glm4Moe",), **GLM | {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, "first_k_dense_replace": 0}
+    ),
     "gpt_oss": lambda: made("GptOss", rope_parameters=YARN | {"truncate": False}, **GPT_OSS),
     "gpt_oss tied, one kind of layers": lambda: made(
         *("GptOss",),
@@ -185,6 +192,13 @@ MODELS = {
 }
 
 
+def correct(model: Any) -> None:
+    """Give the choice of experts a correction, where there is one."""
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.linspace(-0.2, 0.2, len(buffer)))
+
+
 def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     """Save one of MODELS with random weights far from their initial values; the model."""
     torch.manual_seed(sum(map(ord, name)))
@@ -192,6 +206,7 @@ def save(name: str, folder: Path, dtype: torch.dtype = torch.float32, **options:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
+        correct(model)
     if "images" in name:
         c, folder = model.config, Path(folder)
         folder.mkdir()

@@ -19,8 +19,8 @@ from megacp.core.data.image_shards import REPLICATE
 from megacp.core.ops.rotary import RotaryScaling, inverse_frequencies
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.tensors import Mapped, whole
-from tests.huggingface.convert.models import MODELS, Tensors
+from megacp.huggingface.convert.tensors import WIDE, Mapped, whole
+from tests.huggingface.convert.models import MODELS, Tensors, correct
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 from tests.reference.sharding import Pieces, assemble, fill
@@ -82,6 +82,7 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
         with torch.no_grad():
             for key, parameter in model.named_parameters():
                 parameter.normal_(1.0 if "norm" in key and key.endswith("weight") else 0.0, 0.2)
+            correct(model)
         batch, images = batch_of(name, model)
         logits = model.eval()(torch.from_numpy(batch.tokens)[None], **images).logits[0]
         loss = F.cross_entropy(logits, torch.from_numpy(batch.labels))
@@ -90,14 +91,16 @@ def library_of(name: str, patch: pytest.MonkeyPatch) -> tuple[dict[str, Any], fl
     architecture = of_config(content)
     values = architecture.values(content)
     named = dict(model.named_parameters())  # a tied head is named once
+    beside = {key: x for key, x in model.named_buffers() if key.endswith(WIDE)}
     links = architecture.links(values, architecture.layout_of(Tensors(named).infos))
+    trained = [link for link in links if not link.theirs[0].name.endswith(WIDE)]
     weights, gradients = (
-        {ours.name: whole(mapped, ours.name).clone() for link in links for ours in link.ours}
-        for mapped in (
-            Mapped(architecture.opened(Tensors(tensors)), links, to_ours=True)
-            for tensors in (
-                {k: p.detach() for k, p in named.items()},
-                {k: p.grad for k, p in named.items() if p.grad is not None},
+        {ours.name: whole(mapped, ours.name).clone() for link in chosen for ours in link.ours}
+        for chosen, mapped in (
+            (chosen, Mapped(architecture.opened(Tensors(tensors)), chosen, to_ours=True))
+            for chosen, tensors in (
+                (links, {k: p.detach() for k, p in named.items()} | beside),
+                (trained, {k: p.grad for k, p in named.items() if p.grad is not None}),
             )
         )
     )

@@ -18,7 +18,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.lora import HARMLESS, READ, Adapter, folded
+from megacp.huggingface.convert.lora import HARMLESS, READ, Adapter, folded, write_adapter
 from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.start import Together
 from megacp.huggingface.convert.tensors import Joined, Mapped, whole
@@ -178,7 +178,7 @@ def trained_checkpoint(name: str, folder: Path, targets: str) -> Path:
     )
     model = ParallelModel(config, grid())
     source = Mapped(
-        Tensors(_tensors(folder / "hf" / "model.safetensors")),
+        of_config(content).opened(Tensors(_tensors(folder / "hf" / "model.safetensors"))),
         of_config(content).links(values),
         to_ours=True,
     )
@@ -200,8 +200,13 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,v,gate,up,down"), ("molmo2 native", "q,output,up")]
+    ("name", "targets"),
+    [
+        *(("qwen3 tied", "all"), ("phi3", "q,v,gate,up,down"), ("molmo2 native", "q,output,up")),
+        *(("qwen3_5_moe_text", "gate,up,down"), ("mixtral", "q,up"), ("gpt_oss", "v,gate,down")),
+    ],
 )
+@pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module")  # peft looks for parameters elsewhere
 @pytest.mark.slow
 def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     name: str, targets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,6 +221,7 @@ def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     tokens = torch.arange(2, 30)[None]
     with float32_is_float64(monkeypatch):
         base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
+        base.config._experts_implementation = merged.config._experts_implementation = "eager"
         plain, expected = (model.eval()(input_ids=tokens).logits for model in (base, merged))
         tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
         found = tuned(input_ids=tokens).logits
@@ -315,7 +321,14 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("qwen3 tied", "all"), ("phi3", "q,k,v,gate,up"), ("phi3", "q,k,gate,up")]
+    ("name", "targets"),
+    [
+        ("qwen3 tied", "all"),
+        ("phi3", "q,k,v,gate,up"),
+        ("phi3", "q,k,gate,up"),
+        ("qwen3_moe", "all"),
+        ("gpt_oss", "gate,up"),
+    ],
 )
 @pytest.mark.slow
 def test_a_run_starts_with_the_pairs_of_an_adapter(
@@ -361,10 +374,10 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def tuned(folder: Path, **more: Any) -> tuple[Any, Any]:
+def tuned(folder: Path, name: str = "llama 2", **more: Any) -> tuple[Any, Any]:
     """A random model in float64, and that model with an adapter in `folder`, as peft loads it."""
     torch.manual_seed(0)
-    base = MODELS["llama 2"]().double().eval()
+    base = MODELS[name]().double().eval()
     wanted = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"], **more}
     model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(task_type="CAUSAL_LM", **wanted))
     for parameter in (p for p in model.parameters() if p.requires_grad):
@@ -378,10 +391,46 @@ def merged(folder: Path, base: Any) -> dict[str, torch.Tensor]:
     content = base.config.to_dict()
     values = of_config(content).values(content)
     links = of_config(content).links(values)
-    adapter, ours = Adapter(folder, links), Mapped(Tensors(base.state_dict()), links, to_ours=True)
+    adapter, ours = Adapter(folder, of_config(content), values), Mapped(Tensors(base.state_dict()), links, to_ours=True)
     both = Together({name: (source, name) for source in (ours, adapter) for name in source.infos})
     back = Mapped(folded(both, with_values(RunConfig(), values | adapter.flags))[0], links, to_ours=False)
     return {name: whole(back, name) for name in back.infos}
+
+
+EACH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {"target_parameters": EACH, "target_modules": ["q_proj"]}),
+    ("qwen3_5_moe_text", {"target_parameters": EACH[:1], "target_modules": None}),
+    ("gpt_oss", {"target_parameters": EACH, "target_modules": ["o_proj"], "alpha_pattern": {EACH[1]: 3}}),
+]
+
+
+@pytest.mark.parametrize(("name", "more"), OF_EXPERTS)
+@pytest.mark.filterwarnings("ignore")
+def test_pairs_that_peft_has_made_for_experts_are_read_as_it_merges_them(
+    name: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """One of gate and up together, whose A becomes that of each; B by rank, where A is by expert."""
+    base, model = tuned(tmp_path, name, **more)
+    content = base.config.to_dict()
+    family = of_config(content)
+    values = family.values(content)
+    links = family.links_of_modules(values)
+    before, after = (
+        Mapped(family.opened(Tensors(dict(x.state_dict()))), links, to_ours=True)
+        for x in (base, model.merge_and_unload())
+    )
+    adapter = Adapter(tmp_path, family, values)
+    both = Together({name: (source, name) for source in (before, adapter) for name in source.infos})
+    found, _, pairs = folded(both, with_values(RunConfig(), values | adapter.flags))
+    assert any(".experts." in key for key in adapter.infos)
+    for key in after.infos:
+        torch.testing.assert_close(whole(found, key), whole(after, key), rtol=1e-12, atol=1e-12)
+    (tmp_path / "again").mkdir()
+    assert pairs is not None and write_adapter(pairs, family, values, tmp_path / "again", None, None)
+    again = Adapter(tmp_path / "again", family, values)
+    assert again.infos == adapter.infos
+    assert all(torch.equal(whole(again, key), whole(adapter, key)) for key in adapter.infos)
 
 
 @pytest.mark.parametrize(
