@@ -124,11 +124,14 @@ def _held(share: Share) -> int:
 
 
 def _work(share: Share) -> int:
-    """Rows, and their gradients on both sides of the exchange. A tile has its own of what is not kept, with gradients,
-    beside sums of the gradients of weights, wide and once more in the model's dtype.
+    """Rows, their gradients on both sides of the exchange, and what selective recomputation makes of them again.
+
+    A tile has its own of what is not kept, with gradients, beside sums of the gradients of weights, wide and once more
+    in the model's dtype.
     """
     config, model = share.config, share.model
-    work = 3 * expert_rows(share) * model.hidden_size * share.size
+    again = model.expert_hidden_size * (not share.cheap and not share.tiled and share.reads_again(("down",)))
+    work = (3 * model.hidden_size + again) * expert_rows(share) * share.size
     if share.tiled:
         ranks, ep = share.tp if config.parallel.sequence_parallel else 1, config.parallel.expert_model_parallel_size
         tile = min(config.training.mlp_chunk_tokens // ranks, expert_rows(share))
