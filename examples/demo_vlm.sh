@@ -70,9 +70,10 @@ esac
 # Two of eight experts for each token, and one for all.
 num_experts: 8
 moe_router_topk: 2
-moe_ffn_hidden_size: 64
-moe_shared_expert_intermediate_size: 64
+moe_ffn_hidden_size: 96
+moe_shared_expert_intermediate_size: 96
 moe_shared_expert_gate: true
+moe_aux_loss_coeff: 0.01
 expert_model_parallel_size: 4
 YAML
 cat >> "$OUT/model.yaml" <<YAML

@@ -28,10 +28,10 @@ def attention_reasons(config: RunConfig) -> Iterator[str]:
     These its selector does not ask about; what it refuses, GPU and all, is `transformer_engine.selector_problem`.
     """
     p, m = config.parallel, config.model
-    if m.softmax_type != "vanilla":
-        yield f"--softmax-type {m.softmax_type} is asked of ours alone"
     if m.head_dim > WIDEST_HEAD:
         yield f"cuDNN's gradients of heads wider than {WIDEST_HEAD} are wrong, this model's are {m.head_dim} wide"
+    if m.softmax_type != "vanilla":
+        yield f"--softmax-type {m.softmax_type} is asked of ours alone"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
     if p.cp_comm_type not in COMM_TYPES:

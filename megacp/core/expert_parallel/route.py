@@ -28,16 +28,16 @@ class Groups:
         """int32 `[n]`, on the device: where the rows of each expert end."""
         self.experts = len(counts)
 
+    def __getitem__(self, place: slice) -> Groups:
+        """Those of some rows, likewise."""
+        first = self.ends.new_full((1,), place.start)
+        return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
+
     def spread(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """`[n a]`, of each expert, to `[R, a]`, of each row."""
         places = torch.arange(rows, device=x.device, dtype=self.ends.dtype)
         experts = torch.searchsorted(self.ends, places, right=True)
         return x.unflatten(0, (self.experts, -1)).index_select(0, experts)
-
-    def __getitem__(self, place: slice) -> Groups:
-        """Those of some rows, likewise."""
-        first = self.ends.new_full((1,), place.start)
-        return Groups(self.ends.clamp(place.start, place.stop).diff(prepend=first))
 
     @functools.cached_property
     def counts(self) -> list[int]:

@@ -6,15 +6,18 @@ FLOPs; attention counts, the embedding multiplies nothing.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import POOLED_PATCHES
-from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
-from megacp.core.layers.table import EXPERTS, Flops, tokens_per_rank
+from megacp.core.layers.moe import planned_load
+from megacp.core.layers.stack import Layer, layers_of, model_tensors, pair_tensors
+from megacp.core.layers.table import EXPERTS, Flops, Tensor, tokens_per_rank
 from megacp.core.layers.vision import VISION_KINDS, connector_tensors, tower_tensors
 from megacp.core.pipeline_parallel.partition import partition
 
@@ -33,21 +36,35 @@ def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
     return [0 if layer.has_state else causal_area(tokens, layer.window) for layer in layers_of(model)]
 
 
+@functools.cache
+def _sizes(model: ModelConfig, described: Layer, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Parameters of a layer on one rank, and of its low-rank pairs: all, and those of experts."""
+
+    def sums(tensors: Iterator[Tensor]) -> tuple[int, int]:
+        sizes = [(tensor.local_size(tp, ep), tensor.reduced_over == EXPERTS) for tensor in tensors]
+        return sum(size for size, _ in sizes), sum(size for size, of_experts in sizes if of_experts)
+
+    return sums(described.tensors(model)), sums(described.pairs(model))
+
+
+def _sizes_of(model: ModelConfig, layer: int, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Layers that differ in their names are counted once: one may have a thousand tensors of experts."""
+    return _sizes(model, dataclasses.replace(layers_of(model)[layer], name=""), tp, ep)
+
+
 def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
     """Parameters of one decoder block on one rank of tp and ep, without low-rank pairs."""
-    return sum(tensor.local_size(tp, ep) for tensor in layers_of(model)[layer].tensors(model))
+    return _sizes_of(model, layer, tp, ep)[0][0]
 
 
 def expert_parameters(model: ModelConfig, layer: int, ep: int = 1, *, pairs: bool = False) -> int:
     """Parameters among them that are of experts, or of the low-rank `pairs` of experts."""
-    described = layers_of(model)[layer]
-    tensors = described.pairs(model) if pairs else described.tensors(model)
-    return sum(tensor.local_size(1, ep) for tensor in tensors if tensor.reduced_over == EXPERTS)
+    return _sizes_of(model, layer, 1, ep)[pairs][1]
 
 
 def pair_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
     """Parameters of the low-rank pairs of one decoder block on one rank of tp and ep; 0 without them."""
-    return sum(tensor.local_size(tp, ep) for tensor in layers_of(model)[layer].pairs(model))
+    return _sizes_of(model, layer, tp, ep)[1][0]
 
 
 def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
@@ -55,6 +72,7 @@ def vocabulary_rows(model: ModelConfig, rows: int, tp: int = 1) -> int:
     return -(-rows // (tp * VOCABULARY_MULTIPLE)) * VOCABULARY_MULTIPLE
 
 
+@functools.cache
 def model_parameters(model: ModelConfig) -> int:
     """Parameters of the whole model as a checkpoint counts them: no padding, a tied weight once."""
     return sum(tensor.size for tensor in model_tensors(model))
@@ -156,11 +174,16 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     """Costs of each layer, of embedding and vision, and of head and loss: FLOPs of training on one causal pack.
 
     Text is dealt over cp; vision that is not counts cp times. The embedding counts an operation per element, both ways.
+    Experts have the load that is planned for.
     """
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
     last = head.passing if "text" in config.frozen_parts else head.training
     blocks = [block_flops(config, tokens, area, layer) for layer, area in enumerate(layer_areas(model, tokens))]
+    if model.num_experts > 0:
+        more = Flops(2.0 * tokens * (planned_load(config) - 1) * model.moe_router_topk / model.num_experts, 0.0)
+        factor = more.passing if "text" in config.frozen_parts else more.training
+        blocks = [cost + factor * expert_parameters(model, layer) for layer, cost in enumerate(blocks)]
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
