@@ -85,6 +85,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "experts run over all rows at once",
         ),
     ],
+    ("core/layers/moe.py", "tests/plan/test_costs.py"): [
+        ("min(config.parallel.moe_planned_imbalance, most_load(config))", "most_load(config)", "the worst is planned"),
+        ("(4 + full) * row", "(2 + full) * row", "the plan forgets what backward sends of rows"),
+    ],
+    ("core/models/costs.py", "tests/plan/test_costs.py"): [
+        ("cost + factor * expert_parameters", "cost + 0 * expert_parameters", "stages are cut as if loads were even"),
+    ],
     ("core/layers/table.py", EXPERTS): [
         (
             '"uniform", down_std, treated="matrix", reduced_over=over)',

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.core.config.parallel import AXES
-from megacp.core.config.run import RunConfig
-from megacp.core.layers.table import ATTENTION_BACKWARD, Flops, tokens_per_rank
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
+from megacp.core.layers.table import ATTENTION_BACKWARD, Flops, Share, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
@@ -78,6 +79,7 @@ def _heading(config: RunConfig, world_size: int) -> str:
             f"Experts: {m.moe_router_topk} of {m.num_experts} for a token, {human_count(active)} parameters active, "
             f"a rank has {m.num_experts // config.parallel.expert_model_parallel_size} of a layer"
         )
+        lines += _expert_load(config)
     if m.lora_rank:
         lines.append(
             f"Trained: {human_count(costs.trained_parameters(config))} parameters in low-rank pairs of rank "
@@ -88,6 +90,21 @@ def _heading(config: RunConfig, world_size: int) -> str:
     if m.vocab_size == 0:
         lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")
     return "\n".join(lines)
+
+
+def _expert_load(config: RunConfig) -> list[str]:
+    """Rows of a rank's experts, what a layer holds of them at work, and what it sends."""
+    ep, loads = config.parallel.expert_model_parallel_size, []
+    most = most_load(config)
+    for load, name in ((1.0, "even"), (planned_load(config), "planned"), (most, "at the worst")):
+        share = Share(with_values(config, {"moe_planned_imbalance": load}))
+        held = share.bytes_of(*MOE.kept(share)) + MOE.held(share) + MOE.work(share)
+        loads.append(f"{expert_rows(share):,} ({human_bytes(held)}) {name}")
+    if ep == 1:
+        return [f"Rows of its experts in a layer: {loads[0]}; no exchange"]
+    machine = "leaves a machine of 8" if 8 % ep else "stays in a machine of 8"
+    sent = f"a layer sends {human_bytes(exchange_bytes(config))} a microbatch, which {machine}"
+    return [f"Rows of its experts in a layer: {', '.join(loads)}; {sent}"]
 
 
 def _grid(config: RunConfig, world_size: int) -> str:

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import gc
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,8 @@ from megacp.core.data.mock import MASKS, MockRules, mock_batch
 from megacp.core.distributed.fake_world import Call, differences, fake_world, recorded
 from megacp.core.distributed.fully_shard import shard_of
 from megacp.core.distributed.grid import build_grid
+from megacp.core.expert_parallel.route import Route
+from megacp.core.layers.moe import planned_load
 from megacp.core.models import build, offload
 from megacp.core.models.costs import planned_images, stage_layers
 from megacp.core.training.sources import open_sources
@@ -205,6 +208,24 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def planned_routes(config: RunConfig, busy: int) -> Iterator[None]:
+    """Rows go where the dry run plans: more to the ep rank `busy`, as many from each to all others."""
+
+    def sent(route: Route) -> list[int]:
+        ranks, slots = route.axis.size, route.chosen.numel()
+        most = min(slots, math.ceil(slots * planned_load(config) / ranks))
+        each, more = divmod(slots - most, max(1, ranks - 1))
+        found = [each + (number < more) for number in range(ranks - 1)]
+        return [*found[:busy], most, *found[busy:]]
+
+    def received(route: Route) -> list[int]:
+        return [sent(route)[route.axis.rank]] * route.axis.size
+
+    with mock.patch.multiple(Route, sent=property(sent), received=property(received)):
+        yield
+
+
 @dataclass(frozen=True)
 class Rank:
     """What one rank did in a step."""
@@ -253,8 +274,9 @@ def microbatches_computed(config: RunConfig, world_size: int) -> int:
     return min(config.num_microbatches(world_size), 2 * stages * config.parallel.num_virtual_stages_per_pipeline_rank)
 
 
-def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch) -> Rank:
-    """Build the model of a checked config on a rank and train it for one step, of equal rows.
+def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch, busy: int = 0) -> Rank:
+    """Build the model of a checked config on a rank and train it for one step, of equal rows; `busy` is the ep rank
+    with the load that is planned for.
 
     A process that compiles the chains meanwhile finds some percent more: Dynamo holds the inputs that it traced.
     """
@@ -270,7 +292,7 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch)
             first = 0 if config.parallel.vision_shards == REPLICATE else model.rows.axis.rank
             encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size
             row = model.plan(full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None))
-            with mode, watch:
+            with mode, watch, planned_routes(config, busy):
                 model.train([row] * microbatches_computed(config, world_size), 1, 1.0)
         return Rank(rank, watch.peak, state, watch.calls)
 
@@ -309,10 +331,8 @@ def main(argv: Sequence[str]) -> int:
     config = with_values(parse(rest, parser.prog), {"train_epochs": None})  # of random packs there are no epochs
     world_size = config.world_size or config.model_ranks
     require(config, world_size, backend_problems(config, None))
-    if config.model.num_experts > 0:
-        raise ValueError(
-            f"--fake with --num-experts {config.model.num_experts}: who routes where is known by values alone"
-        )
+    if config.model.num_experts > 0 and config.training.dtype != "bfloat16":
+        raise ValueError(f"--fake with --num-experts and --dtype {config.training.dtype}: give bfloat16, as on a GPU")
     config, _ = open_sources(config)
     config, chosen = resolve_auto(config, lambda: [full_row(config, config.training.micro_batch_size, own.mask, None)])
     shape, watch = config.grid_shape(world_size), Watch()
@@ -321,7 +341,8 @@ def main(argv: Sequence[str]) -> int:
     if chosen:
         print(chosen)
     ranks = [*neighbours(shape, own.rank), own.rank]  # the first one compiles
-    *others, mine = (step(config, world_size, rank, own.mask, watch) for rank in ranks)
+    busy = shape.experts(own.rank)[0].index(own.rank) if shape.ep else 0
+    *others, mine = (step(config, world_size, rank, own.mask, watch, busy) for rank in ranks)
     found, wrong = [mine, *others], []
     counts = microbatches_computed(config, world_size), config.num_microbatches(world_size)
     print(f"a step of {counts[0]} of {counts[1]} microbatches of {config.data.seq_length:,} tokens, mask {own.mask}")

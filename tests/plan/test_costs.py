@@ -13,6 +13,7 @@ import torch
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import DataConfig
+from megacp.core.layers.moe import exchange_bytes
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import Share
 from megacp.core.layers.vision import block_kept
@@ -249,6 +250,23 @@ def test_eight_ranks_are_shown_in_full() -> None:
     ]:
         assert line in lines, text
     assert "..." not in text
+
+
+def test_the_busiest_rank_of_experts_is_planned_for() -> None:
+    """Of 128 tokens with two experts each: 1.25 times as many rows, 4 at the worst; stages are cut by that load."""
+    asked = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
+    asked |= {"moe_layer_freq": "[0,0,1,1]", "expert_model_parallel_size": 4, "dtype": "bfloat16"}
+    planned, even = (small(**asked, moe_planned_imbalance=load) for load in (1.25, 1.0))
+    text = describe(planned, 8)
+    assert re.search(r": 256 \(.*\) even, 320 \(.*\) planned, 1,024 \(.*\) at the worst", text) and "stays in a" in text
+    hidden, rows_away = planned.model.hidden_size, 192
+    assert exchange_bytes(planned) == 8 * 2 * 3 + rows_away * (4 * 2 * hidden + 2 * 4)
+    blocks = [costs.run_stage_costs(config, 8)[0] for config in (planned, even)]
+    more = [one - other for one, other in zip(*blocks, strict=True)]
+    assert more == pytest.approx([0, 0, *[0.25 * 6 * 512 * 2 * 3 * hidden * 64] * 2])
+    alone = small(**{**asked, "expert_model_parallel_size": 1})
+    assert costs.run_stage_costs(alone, 8) == costs.run_stage_costs(small(**asked, moe_planned_imbalance=1.0), 8)
+    assert "256 (" in describe(alone, 8) and "planned, " not in describe(alone, 8)
 
 
 def test_the_bubble_is_that_of_the_schedule_where_groups_are_short() -> None:

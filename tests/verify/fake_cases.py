@@ -25,6 +25,7 @@ SEEING = (
     "--vision-num-layers 8 --vision-hidden-size 512 --vision-ffn-hidden-size 1024 --vision-num-attention-heads 8 "
     "--vision-image-size 224 --vision-patch-size 14 --vision-planned-crops 32 --additional-vocab-size 128"
 )
+EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size"
 CASES = {
     "a2a": "--context-parallel-size 4 --cp-comm-type a2a",
     "a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -46,6 +47,9 @@ CASES = {
     "vision": f"{TP} {ANY} {SEEING} --recompute-granularity full",
     "vision, all sharded": f"{ANY} {FULL} {SEEING} --recompute-granularity selective",
     "vision, replicated": f"{CP} {SEEING} --vision-shards replicate",
+    "experts": f"{TP} {CP} {EXPERTS} 4",
+    "experts, all sharded": f"{ANY} {FULL} {EXPERTS} 2 --recompute-granularity selective",
+    "experts, full": f"{CP} {EXPERTS} 4 --recompute-granularity full --mlp-chunk-tokens 2048",
     "float32": f"{CP} --dtype float32",
 }
 """Flags of runs on 8 GPUs, and 16 for `4d`."""

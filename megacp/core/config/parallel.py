@@ -32,6 +32,9 @@ class ParallelConfig:
     """Ranks among the tp x cp x dp of a stage that share the experts of each layer (ep); it divides that product and
     --num-experts."""
 
+    moe_planned_imbalance: Positive[float] = 1.25
+    """Rows of the busiest rank's experts over those of an even load, for which memory and stages are planned."""
+
     num_virtual_stages_per_pipeline_rank: Positive[int] = 1
     """Model chunks per pipeline rank; above 1 the interleaved 1F1B schedule runs (smaller bubble, more messages)."""
 

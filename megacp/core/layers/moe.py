@@ -7,9 +7,11 @@ ep and never cut over tp, whose ranks hold other tokens under sequence paralleli
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 from megacp.core.config.model import ModelConfig
+from megacp.core.config.run import RunConfig
 from megacp.core.layers.dense import gated_mlp
 from megacp.core.layers.table import EXPERTS, Flops, LayerKind, Linear, Share, Tensor, output_std
 
@@ -72,9 +74,24 @@ def _flops(model: ModelConfig, tokens: int, area: int) -> Flops:
     return Flops(2.0 * tokens * model.hidden_size * (chosen + model.num_experts + model.moe_shared_expert_gate), 0.0)
 
 
-def _rows(share: Share) -> int:
-    """Rows of the experts of a rank, where all have the same."""
+def most_load(config: RunConfig) -> float:
+    """Rows of a rank's experts over those of an even load, where all ranks choose all that they can of it."""
+    model, ep = config.model, config.parallel.expert_model_parallel_size
+    return ep * min(model.moe_router_topk, model.num_experts // ep) / model.moe_router_topk
+
+
+def planned_load(config: RunConfig) -> float:
+    """The same of the load that is planned for; 1 where one rank has all experts."""
+    return min(config.parallel.moe_planned_imbalance, most_load(config))
+
+
+def _slots(share: Share) -> int:
     return share.rows * share.model.moe_router_topk
+
+
+def expert_rows(share: Share) -> int:
+    """Rows of a rank's experts under the load that is planned for."""
+    return math.ceil(_slots(share) * planned_load(share.config))
 
 
 def _kept(share: Share) -> tuple[int, int]:
@@ -83,7 +100,7 @@ def _kept(share: Share) -> tuple[int, int]:
     Frozen experts need no row again, nor what is made of it, but for low-rank pairs. What a gate opens, and that gate.
     Tiles need the row alone.
     """
-    rows, model = _rows(share), share.model
+    rows, model = expert_rows(share), share.model
     first, last = share.reads_again(("gate", "up")), share.reads_again(("down",))
     columns = (2 + (share.cheap and last)) * model.expert_hidden_size + model.hidden_size * first
     columns += model.lora_rank * sum(name in model.lora_linears for name in _of_expert(model))
@@ -94,7 +111,7 @@ def _kept(share: Share) -> tuple[int, int]:
     of_all = softmax and model.moe_router_pre_softmax
     tables = 1 + (of_all and training.moe_aux_loss_coeff + training.moe_z_loss_coeff > 0)
     sums = share.rows * (not softmax and not model.moe_router_pre_softmax)
-    shares = share.rows * model.num_experts * tables + rows * (not of_all)
+    shares = share.rows * model.num_experts * tables + _slots(share) * (not of_all)
     return rows * columns + opened, rows + shares + sums
 
 
@@ -102,23 +119,37 @@ def _held(share: Share) -> int:
     """The route, in indices of 8 bytes: experts of slots and their order, both ways; on several ranks that of rows; and
     rows that come from each rank for each expert.
     """
-    indices = (3 + 2 * (share.config.parallel.expert_model_parallel_size > 1)) * _rows(share)
-    return 8 * (indices + share.rows + share.model.num_experts)
+    arrived = 2 * expert_rows(share) * (share.config.parallel.expert_model_parallel_size > 1)
+    return 8 * (3 * _slots(share) + arrived + share.rows + share.model.num_experts)
 
 
 def _work(share: Share) -> int:
-    """Rows, and their gradients on both sides of the exchange. A tile has its own of what is not kept, with gradients,
-    beside sums of the gradients of weights, wide and once more in the model's dtype.
+    """Rows, their gradients on both sides of the exchange, and what selective recomputation makes of them again.
+
+    A tile has its own of what is not kept, with gradients, beside sums of the gradients of weights, wide and once more
+    in the model's dtype.
     """
     config, model = share.config, share.model
-    work = 3 * _rows(share) * model.hidden_size * share.size
+    again = model.expert_hidden_size * (not share.cheap and not share.tiled and share.reads_again(("down",)))
+    work = (3 * model.hidden_size + again) * expert_rows(share) * share.size
     if share.tiled:
         ranks, ep = share.tp if config.parallel.sequence_parallel else 1, config.parallel.expert_model_parallel_size
-        tile = min(config.training.mlp_chunk_tokens // ranks, _rows(share))
+        tile = min(config.training.mlp_chunk_tokens // ranks, expert_rows(share))
         weights = 3 * model.hidden_size * model.expert_hidden_size * model.num_experts // ep
         work += (model.hidden_size + 6 * model.expert_hidden_size) * tile * share.size
         work += weights * (share.wide_size + share.size) * ("text" not in config.frozen_parts)
     return work
+
+
+def exchange_bytes(config: RunConfig) -> int:
+    """Bytes that a rank sends for a layer in a microbatch, under an even load: counts, rows and their weights there,
+    rows back, and in backward the other way.
+    """
+    full, ep = config.training.recompute_granularity == "full", config.parallel.expert_model_parallel_size
+    share = Share(config)
+    away = _slots(share) * (ep - 1) // ep
+    row, weight = config.model.hidden_size * share.size, share.wide_size
+    return 8 * config.model.num_experts // ep * (ep - 1) + away * ((4 + full) * row + (2 + full) * weight)
 
 
 def _shared_width(model: ModelConfig) -> int:

@@ -13,6 +13,7 @@ from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import POOLED_PATCHES
+from megacp.core.layers.moe import planned_load
 from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
 from megacp.core.layers.table import EXPERTS, Flops, tokens_per_rank
 from megacp.core.layers.vision import VISION_KINDS, connector_tensors, tower_tensors
@@ -156,11 +157,16 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     """Costs of each layer, of embedding and vision, and of head and loss: FLOPs of training on one causal pack.
 
     Text is dealt over cp; vision that is not counts cp times. The embedding counts an operation per element, both ways.
+    Experts have the load that is planned for.
     """
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
     last = head.passing if "text" in config.frozen_parts else head.training
     blocks = [block_flops(config, tokens, area, layer) for layer, area in enumerate(layer_areas(model, tokens))]
+    if model.num_experts > 0:
+        more = Flops(2.0 * tokens * (planned_load(config) - 1) * model.moe_router_topk / model.num_experts, 0.0)
+        factor = more.passing if "text" in config.frozen_parts else more.training
+        blocks = [cost + factor * expert_parameters(model, layer) for layer, cost in enumerate(blocks)]
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
