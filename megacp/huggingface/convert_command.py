@@ -8,9 +8,8 @@
     torchrun --nproc-per-node 4 tools/convert_checkpoint.py --from hf --to megacp --input Llama-3-70B --output start
 
 Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3, Qwen3.5, Qwen3-MoE, Qwen3.5-MoE, GLM-4.5, gpt-oss, OLMo2, OLMo3, OLMoE,
-Gemma 3, SmolLM3 and Molmo2. Everything is
-written to a folder beside --output, which is renamed when all is well. Exit status: 0 done, 1 --verify found a
-difference, 2 refused with one message.
+Gemma 3, SmolLM3 and Molmo2. Everything is written to a folder beside --output, which is renamed when all is well. Exit
+status: 0 done, 1 --verify found a difference, 2 refused with one message.
 """
 
 from __future__ import annotations
