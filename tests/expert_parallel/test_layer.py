@@ -89,9 +89,10 @@ def test_scores_of_bfloat16_are_as_exact_as_float32() -> None:
 SIZES = {**MOE, "num_layers": 1, "moe_layer_freq": "1"}
 
 
-def sent_by_a_step(rank: int, world_size: int, recompute: str) -> tuple[int, int, int, int]:
+def sent_by_a_step(rank: int, world_size: int, recompute: str, tile: int) -> tuple[int, int, int, int]:
     """Bytes over ep, their number by the formulas, and rows sent and received; the last rank has no token."""
-    config = config_of({**SIZES, "recompute_granularity": recompute}, {"dp": world_size, "ep": world_size})
+    options = {"recompute_granularity": recompute, "mlp_chunk_tokens": tile}
+    config = config_of({**SIZES, **options}, {"dp": world_size, "ep": world_size})
     here = grid(dp=world_size, ep=world_size)
     model, routes, run = ParallelModel(config, here), list[Route](), Block.forward
     batch = step_batches(4, 2)[-1 if rank == world_size - 1 else 0]
@@ -118,10 +119,13 @@ def sent_by_a_step(rank: int, world_size: int, recompute: str) -> tuple[int, int
     return moved() - before, by_formula, sum(route.sent), sum(route.groups.counts)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("recompute", "tile"), [("none", 0), ("full", 7)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(ranks: int, recompute: str) -> None:
-    found = run_ranks(sent_by_a_step, ranks, recompute)
+def test_bytes_of_the_exchange_are_those_of_the_formulas_and_padding_sends_none(
+    ranks: int, recompute: str, tile: int
+) -> None:
+    """No message is in a tile, of which the rank without tokens has fewer."""
+    found = run_ranks(sent_by_a_step, ranks, recompute, tile)
     sent, by_formula, rows, received = zip(*found, strict=True)
     assert sent == by_formula and sum(rows) == sum(received)
     assert rows[-1] == 0 < rows[0]
