@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as FSDPModule  # for rooms that do not import torch.distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from megacp.core.distributed.collectives import Pending, gather_into, reduce_scatter_into
@@ -83,14 +83,21 @@ def shard_module(
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
     by_group = {axis.group: axis for axis in (*axes.values(), others)}
 
-    def placed(parameter: nn.Parameter) -> ShardPlacementResult:
+    def placed(parameter: nn.Parameter) -> Any:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # torch 2.12
+
         return ShardPlacementResult(Shard(0), _mesh(axes[parameter].group, device))
 
+    place = placed if len(by_group) > 1 else None
     # the new class of the module keeps its parameters' names and order
-    fully_shard(module, mesh=_mesh(others.group, device).mesh, mp_policy=policy, shard_placement_fn=placed)
+    fully_shard(module, mesh=_mesh(others.group, device).mesh, mp_policy=policy, shard_placement_fn=place)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    if place is None:
+        module.set_custom_all_gather(_gathering(others))  # type: ignore[arg-type]  # it has the methods
+        module.set_custom_reduce_scatter(_scattering(others))  # type: ignore[arg-type]  # likewise
+        return module
     groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
     for of_group in groups:  # torch's setters know one group alone
         axis = by_group[of_group.mesh_info.shard_process_group]
