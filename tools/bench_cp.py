@@ -1,6 +1,6 @@
 """Figures of context parallelism: balance, traffic and time, each beside its goal (`make bench`).
 
-python tools/bench_cp.py [--quick] [--json FILE] [--only layouts time states]
+python tools/bench_cp.py [--quick] [--json FILE] [--only layouts time states experts]
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 from bench.attention import layout_part, states_part, time_part
+from bench.experts import experts_part
 from bench.report import benchmark_parser, run_parts
 
-PARTS = {"layouts": layout_part, "time": time_part, "states": states_part}
+PARTS = {"layouts": layout_part, "time": time_part, "states": states_part, "experts": experts_part}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
