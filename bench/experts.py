@@ -15,7 +15,7 @@ from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.backends.mlp import keep
 from megacp.core.backends.native import NativeBackend
 from megacp.core.config.parallel import GridShape
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import Axis, build_grid
@@ -24,8 +24,8 @@ from megacp.core.expert_parallel.route import Routes
 from megacp.core.ops.mask import Metadata
 from megacp.verify.spawn import RankPool
 
-SIZES = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "norm_position": "after"}
-EXPERTS = {"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 256}
+SIZES: dict[str, Value] = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "norm_position": "after"}
+EXPERTS: dict[str, Value] = {"num_experts": 32, "moe_router_topk": 4, "moe_ffn_hidden_size": 256}
 GOALS = {"ep 1": 1.0, "dp 2, ep 1": 1.1, "dp 2, ep 2": 1.2}
 """Work of ours, over that of the library's faster way."""
 
