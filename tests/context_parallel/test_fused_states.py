@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from megacp.core.context_parallel import fused_states
-from megacp.core.context_parallel.fused_states import FUSED, flash_linear_attention, fused_convolved, fused_recur
+from megacp.core.context_parallel.fused_states import (
+    FUSED,
+    flash_linear_attention,
+    fused_convolved,
+    fused_recur,
+    package_problem,
+)
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.context_parallel.states import recur, recur_by_heads
@@ -78,7 +84,12 @@ def test_the_package_is_taken_where_it_and_its_compiler_are_installed(monkeypatc
     package = SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule)
     monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", package)
     monkeypatch.setattr(fused_states, "find_spec", lambda name: object())
-    assert flash_linear_attention() is chunk_gated_delta_rule
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kinds = (((9, 0), "3.6.0", True), ((9, 0), "3.7.1", False), ((8, 0), "3.6.0", False), ((9, 0), "3.3.1", False))
+    for capability, release, refused in kinds:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        monkeypatch.setattr(fused_states, "version", lambda name, release=release: release)
+        assert (flash_linear_attention() is None) == refused == (f"Triton {release}" in str(package_problem()))
     monkeypatch.setattr(fused_states, "find_spec", lambda name: object() if name == "fla" else None)
     assert flash_linear_attention() is None
 

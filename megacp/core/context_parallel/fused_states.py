@@ -12,7 +12,9 @@ Rank 0 runs segments 0 and 3 in one call, from places 0 and 1.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -34,9 +36,20 @@ Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
 
 
-def flash_linear_attention() -> Recurrence | None:
-    """`chunk_gated_delta_rule`, where the package is installed. In float32 it multiplies in TF32."""
+def package_problem() -> str | None:
+    """Why flash-linear-attention cannot be taken here; None when it can."""
     if find_spec("fla") is None or find_spec("triton") is None:
+        return "flash-linear-attention is not installed (pip install 'megacp[fla]')"
+    release = tuple(int(number) for number in re.findall(r"\d+", version("triton"))[:3])
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    if hopper and (3, 4) <= release < (3, 7, 1):  # it raises in the first backward
+        return f"flash-linear-attention's gradients are wrong on Hopper by Triton {version('triton')}: take 3.7.1"
+    return None
+
+
+def flash_linear_attention() -> Recurrence | None:
+    """`chunk_gated_delta_rule`, where the package can be taken. In float32 it multiplies in TF32."""
+    if package_problem():
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
