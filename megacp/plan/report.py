@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megacp.core.config.parallel import AXES
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
-from megacp.core.layers.table import ATTENTION_BACKWARD, Flops, Share, tokens_per_rank
+from megacp.core.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
@@ -177,9 +177,9 @@ def _step(config: RunConfig, world_size: int) -> str:
     areas = [area for area in costs.layer_areas(config.model, length) if area]  # of layers with attention
     area = t.global_batch_size * sum(areas) // max(1, len(areas))
     work_of_text = costs.text_flops(config, tokens, area)
-    seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config))
+    seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config), published=True)
     flops = costs.model_flops(config.model, tokens, area)
-    share = flops.attention * (1 + ATTENTION_BACKWARD) / work_of_text
+    share = flops.attention * (1 + PUBLISHED_BACKWARD) / work_of_text
     plural = "s" if t.micro_batch_size > 1 else ""
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],

@@ -184,7 +184,7 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     train(range(WARM_UP, CALLS))
     seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
     area = int(mask_metadata(batch).cost.sum())
-    flops = model_flops(config.model, int((batch.leave > 0).sum()), area).training
+    flops = model_flops(config.model, int((batch.leave > 0).sum()), area).published.training
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,

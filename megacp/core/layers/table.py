@@ -25,6 +25,8 @@ MATMUL_BACKWARD = 2.0
 """Backward of a linear over its forward: the gradients of input and weight."""
 ATTENTION_BACKWARD = 2.5
 """Backward of core attention over its forward: five products against two (FlashAttention-2, Dao 2023)."""
+PUBLISHED_BACKWARD = 2.0
+"""The same where MFU is published (PaLM, Chowdhery et al., 2022): a product computed again is none of the model."""
 A, B = "lora_A.weight", "lora_B.weight"
 """Ends of the names of the two matrices of a low-rank pair, as peft has them."""
 
@@ -91,6 +93,8 @@ class Flops:
 
     matmul: float
     attention: float
+    backward: float = ATTENTION_BACKWARD
+    """Of attention, over its forward."""
 
     @property
     def forward(self) -> float:
@@ -99,12 +103,17 @@ class Flops:
     @property
     def training(self) -> float:
         """Forward and backward, nothing computed twice."""
-        return (1 + MATMUL_BACKWARD) * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
+        return (1 + MATMUL_BACKWARD) * self.matmul + (1 + self.backward) * self.attention
 
     @property
     def passing(self) -> float:
         """Forward and the gradient of only the input: frozen weights with trained ones before them."""
-        return MATMUL_BACKWARD * self.matmul + (1 + ATTENTION_BACKWARD) * self.attention
+        return MATMUL_BACKWARD * self.matmul + (1 + self.backward) * self.attention
+
+    @property
+    def published(self) -> Flops:
+        """The same, of which `training` and `passing` are what MFU is published with."""
+        return dataclasses.replace(self, backward=PUBLISHED_BACKWARD)
 
     def __add__(self, other: Flops) -> Flops:
         return Flops(self.matmul + other.matmul, self.attention + other.attention)

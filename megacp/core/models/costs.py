@@ -126,19 +126,28 @@ def pooled_flops(config: RunConfig, window: int = POOLED_PATCHES) -> Flops:
     return connector.flops(config.vision, config.model, window)
 
 
-def vision_flops(config: RunConfig, crops: int, pooled: int, window: int = POOLED_PATCHES) -> float:
-    """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out."""
+def vision_flops(
+    config: RunConfig, crops: int, pooled: int, window: int = POOLED_PATCHES, *, published: bool = False
+) -> float:
+    """FLOPs of training on so many crops and pooled tokens of one row, without those that frozen parts leave out;
+    those of the model, as MFU is `published`, or all that are computed.
+    """
     frozen = config.frozen_parts
     tower, connector = crop_flops(config).times(crops), pooled_flops(config, window).times(pooled)
+    if published:
+        tower, connector = tower.published, connector.published
     passing = connector.forward if "vision" in frozen else connector.passing
     below = tower.forward if "vision" in frozen else tower.training
     return below + (passing if "connector" in frozen else connector.training)
 
 
-def block_flops(config: RunConfig, tokens: int, area: int, layer: int) -> float:
-    """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained."""
+def block_flops(config: RunConfig, tokens: int, area: int, layer: int, *, published: bool = False) -> float:
+    """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained.
+    `published` as in `vision_flops`.
+    """
     model = config.model
     flops = layers_of(model)[layer].flops(model, tokens, area)
+    flops = flops.published if published else flops
     passed, of_experts = pair_parameters(model, 1, layer), expert_parameters(model, layer, pairs=True)
     if of_experts:
         passed -= of_experts * (model.num_experts - model.moe_router_topk) // model.num_experts
@@ -147,9 +156,9 @@ def block_flops(config: RunConfig, tokens: int, area: int, layer: int) -> float:
 
 
 def text_flops(config: RunConfig, tokens: int, area: int) -> float:
-    """FLOPs of training of the decoder; `area` as in `model_flops`."""
+    """FLOPs of training of the decoder as MFU is published; `area` as in `model_flops`."""
     head = head_flops(config.model, tokens)
-    blocks = sum(block_flops(config, tokens, area, layer) for layer in range(config.model.num_layers))
+    blocks = sum(block_flops(config, tokens, area, layer, published=True) for layer in range(config.model.num_layers))
     return blocks + (head.passing if "text" in config.frozen_parts else head.training)
 
 

@@ -30,7 +30,7 @@ def row_flops(row: PlannedRow, config: RunConfig) -> float:
     area = row_area(metadata, mix).sum() / max(1, sum(mix.values()))  # of the mean layer
     total = text_flops(config, int((metadata.leave > 0).sum()), int(area))
     if images is not None:
-        total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1])
+        total += vision_flops(config, images.num_crops, images.num_features, images.pooling.shape[1], published=True)
     return total
 
 
