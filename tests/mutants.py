@@ -229,6 +229,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("real) - real - left)", "real) - real)", "a branch is as deep as the branches before it are long"),
     ],
     ("core/ops/tile_kernels.py", "tests/ops/test_kernels.py tests/ops/test_blocks.py"): [
+        ("keys.start + begin),), FULL", "keys.start + end),), FULL", "pairs of a cut triangle are computed twice"),
         ("np.tri(*pairs.shape) > 0", "np.tri(*pairs.shape, 1) > 0", "a masked call sees one key ahead"),
         ("if tile.kind == CAUSAL else causal.T", "if tile.kind == CAUSAL else causal", "a masked window is causal"),
         ("if self.kind == WINDOW else tensors", "if False else tensors", "a window's triangle is a causal one"),

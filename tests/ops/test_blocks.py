@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megacp.core.ops import tile_kernels
 from megacp.core.ops.blocks import BlockCover, block_cover
 from megacp.core.ops.kernel import Heads
-from megacp.core.ops.mask import CAUSAL, Metadata, TileTable, allowed, tile_table
+from megacp.core.ops.mask import CAUSAL, FULL, Metadata, TileTable, allowed, tile_table
 from megacp.core.ops.tile_kernels import KernelCall, table_calls
 from tests.reference.packs import metadata, random_batch
 
@@ -123,6 +123,8 @@ def test_every_allowed_pair_is_in_one_call_and_no_other_pair_in_any(
     heads: Heads, cost: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tile_kernels, "CALL", cost)
+    monkeypatch.setattr(tile_kernels, "CUT", range(3, 1000))
+    monkeypatch.setattr(tile_kernels, "TRIANGLE", 2)
     masked = 0
     for seed in range(12):
         for table in (halves(seed), halves(seed, 90).q.own_table):
@@ -146,6 +148,17 @@ def short_documents(number: int, tokens: int) -> TileTable:
 def test_short_documents_are_a_few_calls_and_long_ones_a_call_each() -> None:
     assert len(table_calls(short_documents(64, 8), NARROW)) <= 8
     assert [call.kind for call in table_calls(short_documents(3, 400), NARROW)] == [CAUSAL] * 3
+
+
+def test_a_triangle_of_which_a_kernel_would_compute_too_much_is_cut() -> None:
+    calls = table_calls(short_documents(2, 600), NARROW)
+    assert [(call.queries, call.kind, call.first) for call in calls[: len(calls) // 2]] == [
+        (256, CAUSAL, True),
+        (256, CAUSAL, True),
+        (256, FULL, False),
+        (88, CAUSAL, True),
+        (88, FULL, False),
+    ]
 
 
 def test_wide_heads_compute_fewer_pairs_in_vain() -> None:

@@ -29,6 +29,11 @@ GATHERED_ELEMENTS = 16_384
 """Elements of K up to which a tile is copied beside others into one kernel call (about 30 microseconds either way)."""
 
 
+TRIANGLE = 256
+"""Queries of the triangles that one of `CUT` queries is computed as, with what is left of each: torch's kernel takes as
+many at a time with all keys before their end, 62 % of a square of 1,024 instead of 50."""
+CUT = range(512, 1_025)
+"""Beyond it sums of results cost as much as is saved."""
 MOST_PAIRS = 1 << 17
 """Pairs of a masked call: bounds the memory of masks, and keeps blocks of long documents without one."""
 
@@ -127,9 +132,22 @@ def _apart(row: TileRow, heads: Heads) -> int:
 def _calls(group: _RowGroup, heads: Heads) -> Iterator[KernelCall]:
     if len(group.rows) == 1 and group.cost == _apart(group.rows[0], heads):
         for number, (keys, kind) in enumerate(key_sources(group.rows[0], heads.groups * heads.dim)):
-            yield KernelCall(group.queries, keys, kind, None, number == 0)
+            if kind == CAUSAL and _length(keys) in CUT:
+                yield from _triangles(group.queries, keys[0], number == 0)
+            else:
+                yield KernelCall(group.queries, keys, kind, None, number == 0)
     else:
         yield KernelCall(group.queries, group.keys, FULL, _bias(group), True)
+
+
+def _triangles(queries: slice, keys: slice, first: bool) -> Iterator[KernelCall]:
+    """A causal triangle of many queries as smaller ones, and what each has of keys before its own."""
+    for begin in range(0, queries.stop - queries.start, TRIANGLE):
+        end = min(begin + TRIANGLE, queries.stop - queries.start)
+        rows = slice(queries.start + begin, queries.start + end)
+        yield KernelCall(rows, (slice(keys.start + begin, keys.start + end),), CAUSAL, None, first)
+        if begin > 0:
+            yield KernelCall(rows, (slice(keys.start, keys.start + begin),), FULL, None, False)
 
 
 def _bias(group: _RowGroup) -> np.ndarray:
