@@ -384,19 +384,19 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 36_150,
-    "megacp/core": 21_660,
+    "megacp": 36_200,
+    "megacp/core": 21_710,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 6_310,
     "megacp/verify": 1_400,
     "megacp/plan": 776,
-    "bench tools": 2_838,
+    "bench tools": 2_890,
     "tests": 35_550,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (159, 22_900)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 12_550
+WORDS_OF_DOCS = 12_600
 FLAGS = 146
 """Of a training run."""
 CIRCLES = 0

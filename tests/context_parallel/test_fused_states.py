@@ -17,7 +17,7 @@ from megacp.core.context_parallel.fused_states import (
     flash_linear_attention,
     fused_convolved,
     fused_recur,
-    package_problem,
+    linear_attention_problem,
 )
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
@@ -89,7 +89,7 @@ def test_the_package_is_taken_where_it_and_its_compiler_are_installed(monkeypatc
     for capability, release, refused in kinds:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
         monkeypatch.setattr(fused_states, "version", lambda name, release=release: release)
-        assert (flash_linear_attention() is None) == refused == (f"Triton {release}" in str(package_problem()))
+        assert (flash_linear_attention() is None) == refused == (f"Triton {release}" in str(linear_attention_problem()))
     monkeypatch.setattr(fused_states, "find_spec", lambda name: object() if name == "fla" else None)
     assert flash_linear_attention() is None
 

@@ -17,7 +17,7 @@ from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.fused_states import FUSED, fused_mover, package_problem
+from megacp.core.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
@@ -221,7 +221,7 @@ class NativeBackend:
         if fused_mover(rule, *kind):
             self.tell("states: flash-linear-attention's")
         elif (rule, *kind) in FUSED:
-            self.tell(f"states: torch's, because {package_problem()}")
+            self.tell(f"states: torch's, because {linear_attention_problem()}")
         self._state_transports.append(StateTransport(rule, self.row_axis, self._states_by_heads, self._taps))
         return self._state_transports[-1]
 

@@ -36,7 +36,7 @@ Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""
 
 
-def package_problem() -> str | None:
+def linear_attention_problem() -> str | None:
     """Why flash-linear-attention cannot be taken here; None when it can."""
     if find_spec("fla") is None or find_spec("triton") is None:
         return "flash-linear-attention is not installed (pip install 'megacp[fla]')"
@@ -49,7 +49,7 @@ def package_problem() -> str | None:
 
 def flash_linear_attention() -> Recurrence | None:
     """`chunk_gated_delta_rule`, where the package can be taken. In float32 it multiplies in TF32."""
-    if package_problem():
+    if linear_attention_problem():
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
