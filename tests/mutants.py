@@ -912,6 +912,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [
+        ("batch if present else", "batch if True else", "packs that stand in are trained on"),
         (
             "min(options.global_batch_size, options.end - consumed)",
             "options.global_batch_size",

@@ -384,7 +384,7 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 36_200,
+    "megacp": 36_230,
     "megacp/core": 21_710,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 6_310,

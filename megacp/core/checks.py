@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacp.core.config.blend import named_folders, path_problems, shown_path
-from megacp.core.config.model import LINEARS
+from megacp.core.config.model import LINEARS, ModelConfig
 from megacp.core.config.run import RunConfig, fields, flag, flatten
 from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import layers_of
@@ -153,13 +153,16 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     correction = f"--moe-router-bias-update-rate {t.moe_router_bias_update_rate:g}"
     corrects = t.moe_router_bias_update_rate > 0
     if m.num_experts == 0:
-        shared = m.moe_shared_expert_intermediate_size
-        alone = ([size] if ep > 1 else []) + ([f"{width} {shared}"] if shared is not None else [])
+        idle = [
+            name for name in vars(m) if name.startswith("moe_") and getattr(m, name) != getattr(ModelConfig(), name)
+        ]
+        alone = [f"{flag(name)} {getattr(m, name)}" for name in idle] + ([size] if ep > 1 else [])
         for given in alone + asked + ([correction] if corrects else []):
             yield f"{given} acts only with --num-experts above 0"
         return
     if "text" in config.frozen_parts:
-        yield from (f"{given}: the router that it is for is frozen" for given in asked)
+        for given in asked + ([correction] if corrects else []):
+            yield f"{given}: the router that it is for is frozen"
     groups, best = m.moe_router_num_groups, m.moe_router_group_topk
     words = f"--moe-router-num-groups {groups}"
     if m.moe_router_score_function == "softmax":

@@ -309,6 +309,8 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({**EXPERTS, TP: 2, "moe_shared_expert_intermediate_size": 65}, 2, "64 or 66"),
     ({"moe_z_loss_coeff": 0.1}, 1, "--moe-z-loss-coeff 0.1"),
     ({**EXPERTS, "moe_aux_loss_coeff": 0.1, "lora_rank": 4}, 1, "--moe-aux-loss-coeff 0.1"),
+    ({"moe_router_score_function": "sigmoid"}, 1, "--moe-router-score-function sigmoid acts only with"),
+    ({**EXPERTS, **SIGMOID, "moe_router_bias_update_rate": 0.1, "lora_rank": 4}, 1, "0.1: the router that it is for"),
     ({**EXPERTS, "moe_router_bias_update_rate": 0.1}, 1, "--moe-router-score-function sigmoid"),
     ({**EXPERTS, "moe_router_num_groups": 4}, 1, "--moe-router-score-function sigmoid"),
     ({**EXPERTS, **SIGMOID, "moe_router_num_groups": 3}, 1, "--moe-router-num-groups 3"),

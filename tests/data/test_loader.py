@@ -157,6 +157,7 @@ def test_validation_counts_each_pack_once_with_equal_work_on_every_rank(
     assert {len(steps) for steps in ranks} == {min(num_steps, -(-count // 8))}
     assert {len(batches) for steps in ranks for batches in steps} == {8 // (2 * dp_size)}
     weighted = [b for steps in ranks for batches in steps for b in batches if b.weight_sum]
+    assert sum(b.leave.any() for steps in ranks for batches in steps for b in batches) == len(weighted), "no padding"
     first = range(min(8 * num_steps, count))
     assert sorted(ids(weighted)) == list(first)
     assert sum(b.weight_sum for b in weighted) == sum(i % 5 + 1 for i in first)

@@ -8,7 +8,6 @@ Ranks that differ only in tp, cp or pp read the same packs and compare `PackedBa
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import threading
 from collections import deque
@@ -69,7 +68,7 @@ class DataRank:
 def _batches(
     source: PackSource, chosen: np.ndarray, options: LoaderOptions, data_rank: DataRank, images: ImageLoading | None
 ) -> list[PackedBatch]:
-    """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0 with all loss weights 0."""
+    """This rank's microbatches of a step's packs [global_batch_size]. -1 is none: pack 0, all of it as padding."""
     # [global_batch_size] -> [microbatch, dp rank, m] -> [microbatch, m]
     mine = chosen.reshape(-1, data_rank.size, options.micro_batch_size)[:, data_rank.index]
     batches = []
@@ -77,8 +76,7 @@ def _batches(
         present = [i for i in numbers if i >= 0]
         packs = [source.pack(i) for i in present or [0]]  # ranks run in lockstep: none has an empty microbatch
         batch = collate(packs, options.attention_mask, options.image_attention, images)
-        weights = batch.loss_weights if present else np.zeros_like(batch.loss_weights)
-        batches.append(dataclasses.replace(batch, loss_weights=weights))
+        batches.append(batch if present else batch.without_documents(np.unique(batch.document).tolist()))
     return batches
 
 

@@ -251,6 +251,8 @@ class Words:
         """A config from our flags."""
         content = sizes_to_hf(v, self.head_dim)
         content["tie_word_embeddings"] = not v["untie_embeddings_and_output_weights"]
+        if self.rotary_part is not None:  # what the class reads where nothing is written
+            content["rope_parameters"]["partial_rotary_factor"] = v["rotary_percent"]
         if self.attention_bias:
             content["attention_bias"] = v["add_qkv_bias"]
         if self.mlp_bias:

@@ -77,6 +77,12 @@ def test_experts_of_every_layer_are_as_wide_as_the_librarys_mlp() -> None:
     assert (written["intermediate_size"], written["num_experts"]) == (32, 4)
 
 
+def test_a_share_of_rotated_channels_is_written_where_the_class_has_one_of_its_own() -> None:
+    values = values_of(OURS["glm4_moe"]) | {"rotary_percent": 1.0}
+    written = FAMILIES["glm4_moe"].config(values)
+    assert of_config(written).values(written)["rotary_percent"] == 1.0
+
+
 @pytest.mark.parametrize("name", THEIRS)
 def test_described_tensors_have_the_shapes_and_the_treatment_of_the_librarys_modules(name: str) -> None:
     """A weight of a product is a matrix, one of rows that are looked up a table."""
