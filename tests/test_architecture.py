@@ -384,14 +384,14 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 36_230,
+    "megacp": 36_260,
     "megacp/core": 21_710,
     "megacp/prepare": 5_748,
-    "megacp/huggingface": 6_310,
+    "megacp/huggingface": 6_340,
     "megacp/verify": 1_400,
     "megacp/plan": 776,
     "bench tools": 2_890,
-    "tests": 35_550,
+    "tests": 35_590,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (159, 22_900)}
