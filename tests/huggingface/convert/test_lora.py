@@ -204,6 +204,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     [
         *(("qwen3 tied", "all"), ("phi3", "q,v,gate,up,down"), ("molmo2 native", "q,output,up")),
         *(("qwen3_5_moe_text", "gate,up,down"), ("mixtral", "q,up"), ("gpt_oss", "v,gate,down")),
+        *(("glm4_moe", "all"), ("glm4_moe", "gate,q"), ("qwen3_moe", "gate,up,down,v")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module")  # peft looks for parameters elsewhere
@@ -219,8 +220,8 @@ def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     assert convert([*flags, "--to", "hf", "--output", str(tmp_path / "folded"), "--verify"]) == 0
     auto = transformers.AutoModelForImageTextToText if "molmo2" in name else transformers.AutoModelForCausalLM
     tokens = torch.arange(2, 30)[None]
+    base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
     with float32_is_float64(monkeypatch):
-        base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
         base.config._experts_implementation = merged.config._experts_implementation = "eager"
         plain, expected = (model.eval()(input_ids=tokens).logits for model in (base, merged))
         tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
