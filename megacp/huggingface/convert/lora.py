@@ -138,7 +138,7 @@ class Adapter:
             target, said = (name, "target_parameters") if as_parameter else (module, "target_modules")
             if self._has(module, target, theirs, said):
                 down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
-                self._add(name, link.ours, down, self._weighed(module, down, up))
+                self._add(name, link.ours, down, self._weighed(target, down, up))
         found = Counter(_kind(name) for name in self._tensors if name.endswith(A))
         linears = (named.name for link in links for named in link.ours if _LINEAR.fullmatch(named.name))
         of_model = Counter(_kind(f"{name.removesuffix('weight')}{A}") for name in linears)

@@ -403,7 +403,10 @@ BESIDE = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
 OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"target_parameters": EACH, "target_modules": ["q_proj"]}),
     ("qwen3_5_moe_text", {"target_parameters": EACH[:1], "target_modules": None}),
-    ("glm4_moe", {"target_parameters": [*EACH, *BESIDE], "target_modules": ["q_proj"]}),
+    (
+        "glm4_moe",
+        {"target_parameters": [*EACH, *BESIDE], "target_modules": ["q_proj"], "alpha_pattern": {BESIDE[0]: 3}},
+    ),
     ("gpt_oss", {"target_parameters": EACH, "target_modules": ["o_proj"], "alpha_pattern": {EACH[1]: 3}}),
 ]
 
