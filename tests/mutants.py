@@ -839,6 +839,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a target of no expert is not told",
         ),
         ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
+        ("name if beside_experts and", "name if False and", "peft takes an MLP beside experts for them"),
     ],
     ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
         ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),

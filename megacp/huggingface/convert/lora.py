@@ -3,6 +3,7 @@
 A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins linears that have
 pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. Experts have
 one of all of them, as peft has it for a parameter: A by expert, B by rank, and that of gate and up one layer deeper.
+Beside experts the other MLPs are told as parameters too: peft takes modules of their names for the experts.
 """
 
 from __future__ import annotations
@@ -121,10 +122,10 @@ class Adapter:
         except SafetensorError as error:
             raise ValueError(f"adapter_model.safetensors: {error}") from error
         theirs = {name.removeprefix(_BEGIN): x for name, x in read.items()}
-        stacks = [f".{link.theirs[0].name}" for link in links if link.theirs[0].name.endswith(STACKS)]
+        mlps = [f".{link.theirs[0].name}" for link in links if ".mlp." in link.ours[0].name]
         for target in content.get("target_parameters") or ():
-            if not any(name.endswith(f".{target}") for name in stacks):
-                raise ValueError(f"adapter_config.json says target_parameters {target}: the model has no such experts")
+            if not any(name.endswith(f".{target}") for name in mlps):
+                raise ValueError(f"adapter_config.json says target_parameters {target}: no MLP of the model has it")
         for link in links:
             if not _LINEAR.fullmatch(link.ours[0].name):
                 continue
@@ -133,9 +134,11 @@ class Adapter:
                 self._add_experts(link, theirs, family.in_turns)
                 continue
             module = name.removesuffix(".weight")
-            if self._has(module, module, theirs, "target_modules"):
+            as_parameter = self._is_target(name, "target_parameters")
+            target, said = (name, "target_parameters") if as_parameter else (module, "target_modules")
+            if self._has(module, target, theirs, said):
                 down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
-                self._add(name, link.ours, down, self._weighed(module, down, up))
+                self._add(name, link.ours, down, self._weighed(target, down, up))
         found = Counter(_kind(name) for name in self._tensors if name.endswith(A))
         linears = (named.name for link in links for named in link.ours if _LINEAR.fullmatch(named.name))
         of_model = Counter(_kind(f"{name.removesuffix('weight')}{A}") for name in linears)
@@ -251,6 +254,7 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
     """Each module or parameter of the library that has a pair: its name, where peft has it, rank, A and B."""
     infos, links = pairs.source.infos, family.links_of_modules(values)
     targets = {link.theirs[0].name for link in links if any(_stem(named) + A in infos for named in link.ours)}
+    beside_experts = any(name.endswith(STACKS) for name in targets)
     for link in links:
         name = link.theirs[0].name
         if name not in targets:
@@ -258,7 +262,8 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
         if not name.endswith(STACKS):
             down, up = _pair(pairs, link.ours)
             module = name.removesuffix(".weight")
-            yield module, module, len(down), down, up
+            target = name if beside_experts and ".mlp." in link.ours[0].name else module
+            yield target, module, len(down), down, up
             continue
         downs, ups = zip(*(_pair(pairs, ours) for ours in _of_experts(link)), strict=True)
         up = torch.stack(ups, 2)  # [rows, r, E]
@@ -289,7 +294,7 @@ def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> d
     """An adapter_config.json; `ranks` by module or parameter. With a larger rank, of joined ones, alpha grows."""
     alpha = model.lora_rank * model.lora_scale
     others = {module: rank for module, rank in ranks.items() if rank != model.lora_rank}
-    parameters = sorted(name for name in ranks if name.endswith(STACKS))
+    parameters = sorted(name for name in ranks if name.endswith((*STACKS, ".weight")))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -204,6 +204,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     [
         *(("qwen3 tied", "all"), ("phi3", "q,v,gate,up,down"), ("molmo2 native", "q,output,up")),
         *(("qwen3_5_moe_text", "gate,up,down"), ("mixtral", "q,up"), ("gpt_oss", "v,gate,down")),
+        *(("glm4_moe", "all"), ("glm4_moe", "gate,q"), ("qwen3_moe", "gate,up,down,v")),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*keys did not match any targeted module")  # peft looks for parameters elsewhere
@@ -219,8 +220,8 @@ def test_peft_loads_the_adapter_and_computes_what_the_folded_model_does(
     assert convert([*flags, "--to", "hf", "--output", str(tmp_path / "folded"), "--verify"]) == 0
     auto = transformers.AutoModelForImageTextToText if "molmo2" in name else transformers.AutoModelForCausalLM
     tokens = torch.arange(2, 30)[None]
+    base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
     with float32_is_float64(monkeypatch):
-        base, merged = (auto.from_pretrained(tmp_path / which, dtype=torch.float64) for which in ("hf", "folded"))
         base.config._experts_implementation = merged.config._experts_implementation = "eager"
         plain, expected = (model.eval()(input_ids=tokens).logits for model in (base, merged))
         tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
@@ -398,9 +399,14 @@ def merged(folder: Path, base: Any) -> dict[str, torch.Tensor]:
 
 
 EACH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+BESIDE = ["gate_proj.weight", "up_proj.weight", "down_proj.weight"]
 OF_EXPERTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_moe", {"target_parameters": EACH, "target_modules": ["q_proj"]}),
     ("qwen3_5_moe_text", {"target_parameters": EACH[:1], "target_modules": None}),
+    (
+        "glm4_moe",
+        {"target_parameters": [*EACH, *BESIDE], "target_modules": ["q_proj"], "alpha_pattern": {BESIDE[0]: 3}},
+    ),
     ("gpt_oss", {"target_parameters": EACH, "target_modules": ["o_proj"], "alpha_pattern": {EACH[1]: 3}}),
 ]
 
@@ -428,9 +434,19 @@ def test_pairs_that_peft_has_made_for_experts_are_read_as_it_merges_them(
         torch.testing.assert_close(whole(found, key), whole(after, key), rtol=1e-12, atol=1e-12)
     (tmp_path / "again").mkdir()
     assert pairs is not None and write_adapter(pairs, family, values, tmp_path / "again", None, None)
-    again = Adapter(tmp_path / "again", family, values)
-    assert again.infos == adapter.infos
-    assert all(torch.equal(whole(again, key), whole(adapter, key)) for key in adapter.infos)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "again").merge_and_unload().state_dict()
+    for key, value in model.get_base_model().state_dict().items():
+        torch.testing.assert_close(loaded[key], value, rtol=1e-12, atol=1e-12)
+    path = tmp_path / "again" / "adapter_config.json"
+    said = json.loads(path.read_text())
+    experts = [name for name in said["target_parameters"] if name.endswith(tuple(EACH))]
+    modules = [name.removesuffix(".weight") for name in said["target_parameters"] if name not in experts]
+    older = {"target_modules": [*modules, *(said["target_modules"] or ())], "target_parameters": experts}
+    for content in (said, said | older):
+        path.write_text(json.dumps(content))
+        again = Adapter(tmp_path / "again", family, values)
+        assert again.infos == adapter.infos
+        assert all(torch.equal(whole(again, key), whole(adapter, key)) for key in adapter.infos)
 
 
 @pytest.mark.parametrize(
