@@ -396,7 +396,7 @@ LINES = {
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (159, 22_900)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 12_600
+WORDS_OF_DOCS = 12_620
 FLAGS = 146
 """Of a training run."""
 CIRCLES = 0
