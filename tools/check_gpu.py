@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from megacp.core.config.cli import OneLineParser
+    from megacp.core.ops.flex import compiler_problem
     from megacp.verify.gpu_report import check_device, parts
 
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("\n".join(parts(options.device)))
         return 0
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no CUDA device; --dry-run shows what would run", file=sys.stderr)
+    missing = None if torch.cuda.is_available() else "torch sees no CUDA device; --dry-run shows what would run"
+    if options.device == "cuda" and (problem := missing or compiler_problem()):
+        print(f"error: {problem}", file=sys.stderr)
         return 2
     return check_device(options.device, options.output, options.minutes)
 

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.core.backends import select
+from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
+from megacp.core.ops import flex
 from megacp.core.optim import sharded
 from megacp.core.optim.rules import AdamW, Group
 from megacp.verify import command as tool
@@ -188,6 +191,22 @@ def test_a_dry_run_names_every_part_and_measures_nothing(
     assert main(["--dry-run"]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("float64", "8192", "32768", "Transformer Engine", "2, 4 ranks"))
+
+
+def test_a_torch_that_cannot_compile_the_backward_of_attention_is_refused_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch 2.12 calls what 2.11 did the fallback."""
+    trace = flex.compiler_problem.__wrapped__
+    monkeypatch.setattr(select, "compiler_problem", trace)
+    assert backend_problems(RunConfig(), "cuda") == []
+    call = torch._dynamo.variables.higher_order_ops.FlexAttentionBackwardHighOrderVariable
+    monkeypatch.setattr(call, "_call_function", call._call_function_fallback)
+    (problem,) = backend_problems(RunConfig(), "cuda")
+    assert f"not {torch.__version__}" in problem and backend_problems(RunConfig(), "cpu") == []
+    monkeypatch.setattr(flex, "compiler_problem", lambda: problem)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main([]) == 2 and capsys.readouterr().err == f"error: {problem}\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
