@@ -66,7 +66,7 @@ class Generator:
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step, self.progress = loaded.path, loaded.step, stored_state(loaded)
         self.config: RunConfig = with_values(stored_config(loaded), _ONE_PROCESS)
-        self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
+        self.model: LanguageModelChunk = build_chunks(self.config, self.grid, drawn=lambda name: False)[0].eval()
         self.rules: VisionRules | None = None
         """How images become tokens, as far as it is known."""
         if self.progress.image_rules and self.config.vision.vision_num_layers:
