@@ -94,6 +94,8 @@ class ParallelModel:
         self.backend.prepare_states(share.plan)
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
+            if self.chunks[0].vision is not None:
+                self.chunks[0].vision.tower.prepare(vision.grids)
             share = dataclasses.replace(share, vision=vision)
         return PlannedRow(batch, share.pinned_for(self.grid.device))
 

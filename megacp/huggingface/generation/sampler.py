@@ -19,6 +19,7 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.vision.decoding import rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
@@ -110,7 +111,7 @@ class Generator:
         config, features = self.config, None
         if self.model.vision is not None and self.rules is not None and any(prompt.encoded for prompt in prompts):
             pixels = map(torch.from_numpy, prompt_pixels(prompts, self.rules))
-            features = self.model.vision(*pixels, prompt_grids(prompts))  # [n, h]
+            features = self.model.vision(*pixels, PatchGrids.of(prompt_grids(prompts)))  # [n, h]
         answers: list[list[int]] = [[] for _ in prompts]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         going = set(range(len(prompts)))
