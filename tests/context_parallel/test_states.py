@@ -72,7 +72,7 @@ def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
         here = tensors_of(plan.indices.size, plan.local)
         by_heads = case[2] % 2 == 1 and GROUPS % world_size == 0
         delta, dual = (
-            StateTransport(rule, axis, by_heads, TAPS, here[0].device, here[0].dtype)
+            StateTransport(rule, axis, by_heads, TAPS)
             for rule in (recurrence.gated_delta_rule, recurrence.state_space_dual)
         )
         functions = (

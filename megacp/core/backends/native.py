@@ -17,7 +17,7 @@ from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.fused_states import FUSED, linear_attention_problem
+from megacp.core.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
@@ -218,13 +218,14 @@ class NativeBackend:
     def states(self, rule: Rule) -> StateTransport:
         """What moves the states of a layer over the ranks of a row."""
         device = self.options.device
-        states = StateTransport(rule, self.row_axis, self._states_by_heads, self._taps, device, self.dtype)
-        if states.fused:
+        fused = fused_mover(rule, device.type, self.dtype)
+        if fused:
             self.tell("states: flash-linear-attention's")
         elif (rule, device.type, self.dtype) in FUSED:
             self.tell(f"states: torch's, because {linear_attention_problem()}")
-        self._state_transports.append(states)
-        return states
+        found = StateTransport(rule, self.row_axis, self._states_by_heads, self._taps, device, fused)
+        self._state_transports.append(found)
+        return found
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""

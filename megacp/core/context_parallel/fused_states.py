@@ -98,8 +98,8 @@ class SegmentLevels:
 
     def run(self, kernel: Recurrence, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens of `rows` read, and the states of all places that a later level or an exit goes on from."""
-        parts = [inputs[2][:0]]  # of v: what a rank without segments reads
-        lend_scratch(states.device)
+        parts, device = [inputs[2][:0]], states.device  # of v: what a rank without segments reads
+        lend_scratch(device)
         for number, (rows, bounds, chunks, before) in enumerate(self.levels, 1):
             out, final = kernel(
                 *(x.index_select(0, rows).unsqueeze(0) for x in inputs),
@@ -110,7 +110,7 @@ class SegmentLevels:
                 chunk_indices=chunks,
             )
             if out.grad_fn is not None:  # its backward runs in a thread of its own
-                out.grad_fn.register_prehook(lambda grads: lend_scratch(grads[0].device))
+                out.grad_fn.register_prehook(lambda grads: lend_scratch(device))
             parts.append(out.squeeze(0))
             # the ends of a level stand behind those of the levels before, as `last` counts them
             states = states if final is None else torch.cat([states, final])

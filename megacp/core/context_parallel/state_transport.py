@@ -32,13 +32,9 @@ class StateTransport:
     """Whether a rank takes all tokens of some heads, by all-to-alls, instead of all heads of its tokens."""
     taps: int
     """Tokens of the convolution."""
-    device: torch.device
-    dtype: torch.dtype
-
-    @functools.cached_property
-    def fused(self) -> Callable[..., torch.Tensor] | None:
-        """What moves the states by a kernel; None where there is none."""
-        return fused_mover(self.rule, self.device.type, self.dtype)
+    device: torch.device = torch.device("cpu")
+    fused: Callable[..., torch.Tensor] | None = None
+    """`fused_mover` of the rule."""
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what the layers will ask of a plan; called from the loader's threads."""

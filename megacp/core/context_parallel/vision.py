@@ -104,11 +104,6 @@ class PatchGrids:
     sizes: np.ndarray
     """int64 `[n, 2]`: rows and columns of the pooled tokens of each."""
 
-    @staticmethod
-    def of(sizes: np.ndarray | None) -> PatchGrids | None:
-        """None where images have one size."""
-        return None if sizes is None else PatchGrids(sizes)
-
 
 @dataclass(frozen=True, eq=False)
 class LocalVision:
@@ -179,7 +174,7 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     """
     patches = torch.from_numpy(vision.patches)
     pooling = torch.from_numpy(vision.pooling)
-    grids = PatchGrids.of(vision.grids)
+    grids = None if vision.grids is None else PatchGrids(vision.grids)
     if vision.strategy == REPLICATE:
         routes = own_routes(indices, vision.feature_rows, axis.rank)
         return LocalVision(patches, pooling, routes, axis, True, grids)

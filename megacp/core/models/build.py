@@ -16,12 +16,12 @@ from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.layers.table import DATA, EXPERTS
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
-from megacp.core.models.init import Drawn, initialise, whole
+from megacp.core.models.init import ALL, Drawn, initialise, whole
 from megacp.core.models.language import LanguageModelChunk, Role
 
 
 def build_chunks(
-    config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None, drawn: Drawn = lambda name: True
+    config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None, drawn: Drawn = ALL
 ) -> list[LanguageModelChunk]:
     """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a time, and of each
     this rank draws what it keeps.
@@ -53,7 +53,7 @@ def build_chunks(
 
 
 def build_sharded(
-    config: RunConfig, grid: ProcessGrid, drawn: Drawn = lambda name: True
+    config: RunConfig, grid: ProcessGrid, drawn: Drawn = ALL
 ) -> tuple[list[LanguageModelChunk], ShardedParameters]:
     """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
     parallel = config.parallel

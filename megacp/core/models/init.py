@@ -37,6 +37,7 @@ DRAWS: dict[str, Draw] = {
 
 Drawn = Callable[[str], bool]
 """Whether the initial values of a tensor are wanted, by its name."""
+ALL: Drawn = lambda name: True  # noqa: E731
 
 
 def _drawn(box: TensorBox, name: str, seed: int, spec: ParameterSpec) -> torch.Tensor:
@@ -60,9 +61,7 @@ def whole(parameter: nn.Parameter) -> ParameterSlice:
 
 
 @torch.no_grad()
-def initialise(
-    parts: Iterable[ParameterSlice], dtype: torch.dtype, seed: int, drawn: Drawn = lambda name: True
-) -> None:
+def initialise(parts: Iterable[ParameterSlice], dtype: torch.dtype, seed: int, drawn: Drawn = ALL) -> None:
     """Fill parts of parameters from their specs: drawn, ones or zeros; the same global weights on any grid.
 
     Numbers are rounded to the `dtype` of the model; tensors that are not `drawn` get zeros.

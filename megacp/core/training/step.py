@@ -22,7 +22,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.expert_parallel.balance import Balance, LayerBalance
 from megacp.core.models.build import build_sharded
-from megacp.core.models.init import Drawn
+from megacp.core.models.init import ALL, Drawn
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import ShardedOptimizer
@@ -56,9 +56,7 @@ class StepResult:
 class ParallelModel:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(
-        self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = lambda name: True
-    ) -> None:
+    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = ALL) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid

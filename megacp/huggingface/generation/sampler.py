@@ -110,8 +110,8 @@ class Generator:
     def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[np.ndarray]:
         config, features = self.config, None
         if self.model.vision is not None and self.rules is not None and any(prompt.encoded for prompt in prompts):
-            pixels = map(torch.from_numpy, prompt_pixels(prompts, self.rules))
-            features = self.model.vision(*pixels, PatchGrids.of(prompt_grids(prompts)))  # [n, h]
+            pixels, grids = map(torch.from_numpy, prompt_pixels(prompts, self.rules)), prompt_grids(prompts)
+            features = self.model.vision(*pixels, None if grids is None else PatchGrids(grids))  # [n, h]
         answers: list[list[int]] = [[] for _ in prompts]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         going = set(range(len(prompts)))
