@@ -20,6 +20,7 @@ from megacp.core.data.mock import MockRules
 from megacp.core.ops import flex
 from megacp.core.optim import sharded
 from megacp.core.optim.rules import AdamW, Group
+from megacp.train import main as train
 from megacp.verify import command as tool
 from megacp.verify import gpu_report, spawn
 from megacp.verify.gpu_report import Finding
@@ -215,14 +216,25 @@ def test_without_a_gpu_a_full_run_is_refused(capsys: pytest.CaptureFixture[str])
     assert "--dry-run" in capsys.readouterr().err
 
 
+def test_the_first_part_is_a_run_that_is_saved_and_resumed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_report, "SAVED", 1)
+    monkeypatch.setattr(gpu_report, "STEPS", 2)
+    monkeypatch.setattr(gpu_report.subprocess, "run", lambda command, **_: train(command[3:]))
+    finding, figure = next(iter(gpu_report.parts("cpu").values()))()
+    assert finding.verdict == "ok" and figure.values["tokens_per_second"] > 0
+    assert "after step 1" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(report["parts"]) == 7 and all(part["results"] and not part["error"] for part in report["parts"])
+    assert len(report["parts"]) == 8 and all(part["results"] and not part["error"] for part in report["parts"])
     text = (tmp_path / "report.md").read_text()
-    assert "tokens/s" in text and text.count("| ok |") == 6 and text.count("| skipped |") == 9
+    assert "tokens/s" in text and text.count("| ok |") == 7 and text.count("| skipped |") == 9
 
 
 def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_disk(
