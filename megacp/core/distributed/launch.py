@@ -242,6 +242,7 @@ def join(
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
             set_defaults(_FLIGHT_RECORDER)
+        # no device_id: all ranks would have to split each group off the world's communicator, and only members make it
         dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, rendezvous.store)
     file_timeout = None if file_timeout_minutes is None else datetime.timedelta(minutes=file_timeout_minutes)
     grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)
