@@ -282,7 +282,7 @@ def test_a_step_works_out_nothing_that_the_loader_can(monkeypatch: pytest.Monkey
     loading = image_loading(config, model.grid, model.rows, MockDecoder(setup.rules.images))
     (batch, *_) = microbatches(config, setup.rules, 1, model.rows, loading)
     row, refuse = model.plan(batch), mock.Mock(side_effect=AssertionError("worked out in the step"))
-    places = (plan, "tile_table"), (state_plan, "segments_of"), (fused_states, "_chunks"), (vision, "patch_places")
+    places = (plan, "tile_table"), (state_plan, "segments_of"), (fused_states, "chunk_places"), (vision, "patch_places")
     for module, name in places:
         monkeypatch.setattr(module, name, refuse)
     assert len(row.share.vision.patches) and model.gradients([row], 1, 100.0) > 0

@@ -57,7 +57,7 @@ LEAST_RELEASE = (2, 18)
 def package_problem() -> str | None:
     """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install --no-build-isolation -e '.[gpu]' beside a CUDA build of torch"
+        return "Transformer Engine is not installed: pip install --no-build-isolation -e '.[gpu]' beside CUDA torch"
     set_defaults(SETTINGS)
     try:
         import transformer_engine.pytorch

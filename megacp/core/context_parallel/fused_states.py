@@ -57,7 +57,7 @@ def flash_linear_attention() -> Recurrence | None:
     return chunk_gated_delta_rule
 
 
-CHUNK = 64
+_CHUNK = 64
 """Tokens of a chunk of the package."""
 
 
@@ -72,8 +72,9 @@ class SegmentLevel(NamedTuple):
     """Places of their first states; none where all are zeros."""
 
 
-def _chunks(lengths: np.ndarray) -> np.ndarray:
-    counts = -(-lengths // CHUNK)
+def chunk_places(lengths: np.ndarray) -> np.ndarray:
+    """`SegmentLevel.chunks` of segments of these lengths."""
+    counts = -(-lengths // _CHUNK)
     first = np.repeat(counts.cumsum() - counts, counts)  # of its segment
     return np.stack([np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - first], 1)
 
@@ -86,7 +87,7 @@ class SegmentLevels:
 
     levels: list[SegmentLevel]
     rows: torch.Tensor
-    """Of all levels."""
+    """Rows of all levels."""
     exits: torch.Tensor
     """Places of the states that leave."""
     to_exits: bool
@@ -142,7 +143,7 @@ def segment_levels(plan: AttentionPlan, device: torch.device, to_exits: bool) ->
         last |= {n: place for place, n in enumerate(now, 1 + len(first) + len(last))}
         lengths = np.array([len(segments[n].tokens) for n in now])
         rows, bounds = row[np.concatenate([segments[n].tokens for n in now])], np.append(0, lengths.cumsum())
-        arrays = rows, bounds, _chunks(lengths), before if before.any() else before[:0]
+        arrays = rows, bounds, chunk_places(lengths), before if before.any() else before[:0]
         levels.append(SegmentLevel(*map(torch.from_numpy, arrays)))
     everything = torch.cat([torch.zeros(0, dtype=torch.int64), *(level.rows for level in levels)])
     exits = torch.tensor([last[n] for n in crossing.own_exits], dtype=torch.int64)

@@ -119,7 +119,7 @@ class LocalVision:
     replicated: bool = False
     """Every rank encodes all features, so none is sent."""
     grids: PatchGrids | None = None
-    """Of the units encoded here; None where the positions of tokens have one axis."""
+    """Grids of the units encoded here; None where the positions of tokens have one axis."""
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""

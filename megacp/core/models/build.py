@@ -16,7 +16,7 @@ from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.layers.table import DATA, EXPERTS
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
-from megacp.core.models.init import ALL, Drawn, initialise, whole
+from megacp.core.models.init import ALL, Drawn, initialise, unsharded
 from megacp.core.models.language import LanguageModelChunk, Role
 
 
@@ -46,7 +46,7 @@ def build_chunks(
         for layers in stage_layers(config, grid.world.size)[grid.pp.rank]
     ]
     for chunk in chunks if shards is None else ():
-        initialise(map(whole, chunk.parameters()), backend.dtype, seed, drawn)
+        initialise(map(unsharded, chunk.parameters()), backend.dtype, seed, drawn)
     counts = offloaded_blocks(config, stage_layers(config, grid.world.size)[grid.pp.rank])
     offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
     return chunks

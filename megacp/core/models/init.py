@@ -55,7 +55,7 @@ def _drawn(box: TensorBox, name: str, seed: int, spec: ParameterSpec) -> torch.T
     return values * spec.std
 
 
-def whole(parameter: nn.Parameter) -> ParameterSlice:
+def unsharded(parameter: nn.Parameter) -> ParameterSlice:
     """All of a parameter that is not sharded."""
     return ParameterSlice(spec_of(parameter), tuple(parameter.shape), 0, parameter.detach().view(-1))
 
