@@ -82,7 +82,6 @@ def test_every_reason_against_the_layers_of_a_run_can_be_the_only_one() -> None:
 def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "package_problem", lambda: None)
     monkeypatch.setattr(select, "fp8_problem", lambda name: f"no {name} here")
-    monkeypatch.setattr(select, "compiler_problem", lambda: None)
     assert backend_problems(engine_config(fp8="blockwise"), "cuda") == [
         "--transformer-impl transformer_engine and --fp8 blockwise: --fp8 blockwise: no blockwise here"
     ]
