@@ -480,6 +480,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("window_rotary_base, RotaryScaling())", "window_rotary_base, scaling)", "a window's own base is stretched"),
         ("self.backend.dtype)", "self.backend.dtype, self.rotary_factor)", "a window's own angles have YaRN's factor"),
     ],
+    ("plan/memory.py", "tests/plan/test_memory.py"): [
+        ("whole, works[-1])", "whole, max(works))", "the largest block runs beside the head's gradient"),
+    ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
     ],
