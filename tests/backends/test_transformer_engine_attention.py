@@ -28,6 +28,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.transport import WholeAttention
 from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.ops.cudnn import CudnnKernel, fused_calls
 from megacp.core.ops.kernel import Heads, Kernel
@@ -248,7 +249,7 @@ def test_cudnns_kernel_in_our_transports_is_the_dense_one_under_every_layout(ran
     assert max(run_ranks(kernel_errors, ranks, transports)) < TOLERANCE
 
 
-def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> list[list[torch.Tensor]]:
+def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> Any:
     """out, dq, dk, dv of a row, which its ranks compute of the keys of one rank after the other; and the exact ones."""
     metadata, scale = row(case.lengths, case.padding, cp, case.layout), case.heads.dim**-0.5
     given = tensors(len(metadata), case.heads, case.dtype)
@@ -263,7 +264,7 @@ def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> list[list[torc
         found[0][plan.local], found[1][plan.local] = out, dq
         found[2] += dk
         found[3] += dv
-    return [found, list(by_autograd([x.double() for x in given], allowed(metadata, metadata), scale))]
+    return zip(found, by_autograd([x.double() for x in given], allowed(metadata, metadata), scale), strict=True)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -271,8 +272,28 @@ def test_parts_of_cudnns_kernel_are_merged_to_the_dense_one(layout: str) -> None
     with emulated():
         kernel = select_kernel("cudnn", torch.device("cuda"))
         for lengths, padding in DEALT:
-            for found, exact in zip(*by_parts(kernel, "cpu", Case(lengths, padding, layout=layout), 3), strict=True):
+            for found, exact in by_parts(kernel, "cpu", Case(lengths, padding, layout=layout), 3):
                 assert (found - exact).abs().max() < TOLERANCE * exact.abs().max()
+
+
+def whole_row(kernel: Kernel, device: str, heads: Heads, dtype: torch.dtype, window: int = 0) -> Any:
+    """The same by the one call of a rank that holds the row, with padding in it."""
+    metadata = Metadata.of_documents(np.repeat([-1, 0, -1, 1, 2, -1], [3, 90, 2, 1, 40, 5]))
+    plan = AttentionPlan(np.arange(141)[None], metadata, 0).within(Reach(window))
+    given = tensors(141, heads, dtype)
+    q, k, v, dout = (x.to(device).requires_grad_() for x in given)
+    out = WholeAttention(kernel).attend(q, k, v, plan, heads.dim**-0.5)
+    found = [x.detach().cpu().double() for x in (out, *torch.autograd.grad(out, (q, k, v), dout))]
+    exact = by_autograd([x.double() for x in given], allowed(metadata, metadata, plan.reach), heads.dim**-0.5)
+    return zip(found, exact, strict=True)
+
+
+@pytest.mark.parametrize("window", [0, 17, 90])
+def test_a_whole_row_of_cudnns_kernel_is_the_dense_one_whose_padding_sees_nothing(window: int) -> None:
+    with emulated():
+        kernel = select_kernel("cudnn", torch.device("cuda"))
+        for found, exact in whole_row(kernel, "cpu", Heads(4, 2, 8), torch.float64, window):
+            assert (found - exact).abs().max() < TOLERANCE * exact.abs().max()
 
 
 MORE = "their mask is more than documents under the causal rule"
