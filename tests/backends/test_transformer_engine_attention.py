@@ -32,8 +32,8 @@ from megacp.core.context_parallel.transport import WholeAttention
 from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.ops.cudnn import CudnnKernel, fused_calls
 from megacp.core.ops.kernel import Heads, Kernel
-from megacp.core.ops.kernels import select_kernel
-from megacp.core.ops.mask import Metadata, Reach, allowed
+from megacp.core.ops.kernels import auto_kernel, select_kernel
+from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.core.ops.tile_kernels import MathKernel, dense_attention
 from tests.backends.engine_layers import UTILITIES
 from tests.backends.engine_math import UTILS, emulated, selecting
@@ -250,14 +250,15 @@ def test_cudnns_kernel_in_our_transports_is_the_dense_one_under_every_layout(ran
 
 
 def by_parts(kernel: Kernel, device: str, case: Case, cp: int) -> Any:
-    """out, dq, dk, dv of a row, which its ranks compute of the keys of one rank after the other; and the exact ones."""
+    """out, dq, dk, dv of a row, of which its ranks take their own keys and then all others; and the exact ones."""
     metadata, scale = row(case.lengths, case.padding, cp, case.layout), case.heads.dim**-0.5
     given = tensors(len(metadata), case.heads, case.dtype)
     found = [torch.zeros_like(x, dtype=torch.float64) for x in (given[0], *given[:3])]
     q, k, v, dout = (x.to(device) for x in given)
     for rank in range(cp):
         plan = plan_of(metadata, cp, rank, case.layout)
-        sources = [(plan.indices[source], plan.table(source)) for source in range(cp)]
+        others = np.setdiff1d(plan.indices, plan.local)
+        sources = [(plan.local, plan.table(rank)), (others, plan.tiles(plan.local, others))]
         out, dq, dk, dv = (
             x.cpu().double() for x in by_tiles(kernel, [q[plan.local], k, v, dout[plan.local]], sources, scale)
         )
@@ -299,21 +300,27 @@ def test_a_whole_row_of_cudnns_kernel_is_the_dense_one_whose_padding_sees_nothin
 MORE = "their mask is more than documents under the causal rule"
 
 
-def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_cudnn_does_not_take_are_left_to_another_kernel() -> None:
     plan, heads = plan_of(row((20, 12), 0, 2), 2, 0), Heads(4, 2, 8)
     images = Metadata.of_documents(np.zeros(12, int), span=np.repeat([0, 1], 6))
-    with selecting():
+    chunked = Metadata.of_documents(np.zeros(4, int), span=np.repeat([1, 0], [3, 1]))  # as many pairs as a triangle
+    with selecting(), pytest.MonkeyPatch.context() as patch:
         assert not isinstance(fused_calls(plan.table(0), heads, False), str)
         for table, width, words in (
             (plan.table(0), 136, "heads wider than 128 are wrong, these are 136"),
             (plan.table(0), 60, "heads of 60 and 60"),
             (images.own_table, 8, MORE),
-            (plan.within(Reach(chunk=4)).table(0), 8, MORE),
+            (tile_table(chunked, chunked, Reach(chunk=3)), 8, MORE),
             (plan.within(Reach(window=4)).table(0), 8, MORE),
             (plan.within(Reach(window=4)).table(1), 8, MORE),
         ):
             assert words in fused_calls(table, heads._replace(dim=width), False)
-        monkeypatch.setattr(sys.modules[UTILITIES], "get_device_compute_capability", lambda: (12, 0))
+        long = Metadata.of_documents(np.zeros(9216, int)).own_table
+        assert not isinstance(fused_calls(long, Heads(16, 2, 64), False), str)
+        assert "workspace limitation" in fused_calls(long, Heads(16, 2, 64), True)
+        patch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+        assert select_kernel("cudnn", torch.device("cuda")).deterministic
+        patch.setattr(sys.modules[UTILITIES], "get_device_compute_capability", lambda: (12, 0))
         assert "log-sum-exps" in fused_calls(plan.table(1), heads, False)
     told: list[str] = []
     given = tensors(12, heads, torch.float64)
@@ -331,6 +338,7 @@ def test_auto_takes_cudnns_kernel_where_transformer_engine_is_and_tells_once() -
     with emulated(dtype=torch.bfloat16):
         backend = NativeBackend(build_grid(GridShape(), 0, "cuda"), with_values(RunConfig(), settings))
         backend.prepare(plan)
+        assert [auto_kernel("cuda", dtype) for dtype in (torch.bfloat16, torch.float16)] == ["cudnn", "flex"]
         outs = [backend.attention(q, k, v, plan, 0.3) for _ in range(2)]
     assert backend.warnings() == ["attention: cuDNN's for documents under the causal rule"]
     assert torch.equal(*outs) and not outs[0].isnan().any() and not outs[0][12:].any()

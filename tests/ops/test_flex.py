@@ -374,6 +374,7 @@ def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(mo
         kernel_name("flex_flash", "cuda", "bfloat16")
     monkeypatch.setattr(flex, "find_spec", lambda name: object())
     assert kernel_name("flex_flash", "cuda", "bfloat16") == "flex_flash"
+    assert isinstance(select_kernel("flex_flash", torch.device("cuda")), flex.FlexKernel)
     with pytest.raises(
         ValueError, match="--attention-kernel flex_flash is for --dtype bfloat16, this run has --dtype f"
     ):
