@@ -257,6 +257,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/ops/cudnn.py", SELECTOR): [
         ("< LEAST_RELEASE", ">= LEAST_RELEASE", "the newest release is refused"),
+        ('requires_grad": False', 'requires_grad": True', "the selector is asked about a bias"),
         (")[2]\n", ")[0]\n", "the selector is asked about flash attention"),
         ('startswith("Disabling Fused', 'startswith("Disabling Flash', "a refusal without its words"),
     ],
@@ -558,7 +559,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/backends/transformer_engine.py", SELECTOR): [
         ('_P2P_COMM": "1"', '_P2P_COMM": "0"', "the ring makes a communicator for each pair"),
         ("if deterministic else (longest,)", "if False else (longest,)", "one document is the worst row"),
-        ("requires_grad=False", "requires_grad=True", "the selector is asked about a bias"),
     ],
     ("core/optim/sharded.py", DP): [
         ("settings.weight_decay if spec.weight_decay else 0.0", "settings.weight_decay", "norms decay"),

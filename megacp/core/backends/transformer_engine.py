@@ -184,19 +184,13 @@ def selector_problem(
         length = -(-length // least) * least
         count = 1 + max(0, tokens - length) // least
         refusal = selector_refusal(
+            heads,
             qkv_dtype=dtype,
-            qkv_layout="thd_thd_thd",
             batch_size=count,
-            num_heads=heads.heads,
-            num_gqa_groups=heads.groups,
             **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
             **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]),
-            **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
             attn_mask_type="padding_causal",
             window_size=window_of(window),
-            bottom_right_diagonal=False,
-            core_attention_bias_shape=None,
-            core_attention_bias_requires_grad=False,
             pad_between_seqs=True,
             deterministic=deterministic,
             softmax_scale=packed.scale,

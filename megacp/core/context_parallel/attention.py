@@ -13,7 +13,7 @@ from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.transport import DenseAttention, LocalAttention, Transport, WholeAttention
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.kernel import Kernel, WholeKernel
-from megacp.core.ops.kernels import Tell, nowhere, select_kernel
+from megacp.core.ops.kernels import Tell, select_kernel
 
 
 def _of_one_rank(kernel: Kernel) -> Transport:
@@ -49,7 +49,7 @@ def select_transport(
     device: torch.device,
     hierarchy: tuple[int, ...] = (),
     cap: float = 0.0,
-    tell: Tell = nowhere,
+    tell: Tell = lambda line: None,
 ) -> Transport:
     """The transport of `--cp-comm-type` with the kernel of `--attention-kernel`; raises ValueError when unknown.
 

@@ -59,13 +59,17 @@ def engine_problem() -> str | None:
     return None
 
 
-def selector_refusal(**asked: Any) -> str | None:
-    """What the selector says against its fused kernel, which it logs below the level that is shown; None: it takes it.
+def selector_refusal(heads: Heads, **asked: Any) -> str | None:
+    """What the selector says against its fused kernel for packed rows of such heads, which it logs below the level that
+    is shown; None: it takes it.
 
     A release that does not know a field does not ask about it.
     """
     from transformer_engine.pytorch.attention.dot_product_attention import utils
 
+    asked |= {"num_heads": heads.heads, "num_gqa_groups": heads.groups, "qkv_layout": "thd_thd_thd"}
+    asked |= {"head_dim_qk": heads.dim, "head_dim_v": heads.dim, "bottom_right_diagonal": False}
+    asked |= {"core_attention_bias_shape": None, "core_attention_bias_requires_grad": False}
     known = {name: value for name, value in asked.items() if name in utils.AttentionParams.__dataclass_fields__}
     logger, level, said = logging.getLogger("DotProductAttention"), utils.AttentionLogging._log_level, []
 
@@ -230,18 +234,13 @@ def fused_calls(table: TileTable, heads: Heads, deterministic: bool) -> list[Pac
         return "their mask is more than documents under the causal rule"
     for call in calls:
         refusal = selector_refusal(
+            heads,
             qkv_dtype=torch.bfloat16,
-            qkv_layout="thd_thd_thd",
             batch_size=len(call.q_lengths),
-            num_heads=heads.heads,
-            num_gqa_groups=heads.groups,
             max_seqlen_q=int(call.q_lengths.max()),
             max_seqlen_kv=int(call.k_lengths.max()),
             num_tokens_q=len(call.queries),
             num_tokens_kv=len(call.keys),
-            **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
-            bottom_right_diagonal=False,
-            core_attention_bias_requires_grad=False,
             deterministic=deterministic,
             softmax_scale=heads.dim**-0.5,
             **call.mask,

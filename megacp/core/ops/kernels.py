@@ -87,11 +87,7 @@ def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
     return kernel_name("auto", device_type, str(wide).removeprefix("torch."))
 
 
-def nowhere(line: str) -> None:
-    """Drop a line."""
-
-
-def select_kernel(name: str, device: torch.device, cap: float = 0.0, tell: Tell = nowhere) -> Kernel:
+def select_kernel(name: str, device: torch.device, cap: float = 0.0, tell: Tell = lambda line: None) -> Kernel:
     """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
 
     torch's flash attention for the CPU has no `cap` of scores: plain torch takes its place.
