@@ -41,7 +41,7 @@ and v ten million times too large on an H200, of heads of 256.
 _ASKING = threading.Lock()
 """A question to the selector changes its logger, and the loader's threads ask too."""
 
-Rows = slice | torch.Tensor
+Places = slice | torch.Tensor
 """Tokens of a tensor: a stretch, or int64 indices."""
 
 
@@ -99,9 +99,9 @@ class PackedCall:
     q_lengths: np.ndarray
     k_lengths: np.ndarray
     causal: bool
-    """Under a triangle, where queries and keys are the same tokens."""
+    """Whether under a triangle, where queries and keys are the same tokens."""
     window: int = 0
-    """Of the triangle, as in `Reach`."""
+    """The triangle's, as in `Reach`."""
 
     @property
     def mask(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class PackedCall:
         return {"attn_mask_type": "padding_causal" if self.causal else "padding", "window_size": window}
 
     @once
-    def on(self, device: torch.device) -> tuple[Rows, Rows, dict[str, Any]]:
+    def on(self, device: torch.device) -> tuple[Places, Places, dict[str, Any]]:
         """Queries, keys, and the bounds of the sequences."""
         options: dict[str, Any] = {}
         for name, lengths in (("q", self.q_lengths), ("kv", self.k_lengths)):
@@ -153,17 +153,17 @@ class PackedCall:
         return dq, dk, dv
 
 
-def _rows(indices: np.ndarray, device: torch.device) -> Rows:
+def _rows(indices: np.ndarray, device: torch.device) -> Places:
     stretch = (np.diff(indices) == 1).all()
     return slice(int(indices[0]), int(indices[-1]) + 1) if stretch else to_device(indices, device)
 
 
-def _take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _take(x: torch.Tensor, rows: Places) -> torch.Tensor:
     """The tokens in one block, as cuDNN reads them."""
     return x[rows].contiguous()
 
 
-def _spread(x: torch.Tensor, rows: Rows, tokens: int) -> torch.Tensor:
+def _spread(x: torch.Tensor, rows: Places, tokens: int) -> torch.Tensor:
     """The rows of `tokens`, of which the others are 0."""
     if len(x) == tokens and isinstance(rows, slice):
         return x
