@@ -22,6 +22,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.expert_parallel.balance import Balance, LayerBalance
 from megacp.core.models.build import build_sharded
+from megacp.core.models.init import ALL, Drawn
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import ShardedOptimizer
@@ -55,14 +56,14 @@ class StepResult:
 class ParallelModel:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured) -> None:
+    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = ALL) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
         self.is_new = True
         """No step was trained in this process yet."""
         self.phase = phase
-        self.chunks, self.parameters = build_sharded(config, grid)
+        self.chunks, self.parameters = build_sharded(config, grid, drawn)
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedOptimizer(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         balanced = [m for chunk in self.chunks for m in chunk.modules() if isinstance(m, LayerBalance)]
@@ -91,6 +92,8 @@ class ParallelModel:
         self.backend.prepare_states(share.plan)
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
+            if self.chunks[0].vision is not None:
+                self.chunks[0].vision.tower.prepare(vision.grids)
             share = dataclasses.replace(share, vision=vision)
         return PlannedRow(batch, share.pinned_for(self.grid.device))
 
