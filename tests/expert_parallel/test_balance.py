@@ -69,10 +69,10 @@ def test_a_skipped_step_moves_no_correction() -> None:
     model = ParallelModel(config_of({**ONE_LAYER, **SIGMOID}, {}), grid())
     (correction,) = model.balance.corrections
     rows = step_batches(1, 1)
-    counted = sum(int((row.leave > 0).sum()) for row in rows)
-    model.train(rows, 1, 10.0, lambda loss, norm: Decision(False), counted)
+    counted = sum(row.real_tokens for row in rows)
+    model.train(rows, 1, 10.0, counted, lambda loss, norm: Decision(False))
     assert not correction.any()
-    model.train(rows, 2, 10.0, tokens=counted)
+    model.train(rows, 2, 10.0, counted)
     assert correction.unique().tolist() == pytest.approx([-0.05, 0.05])
 
 
@@ -83,7 +83,7 @@ def test_counts_and_corrections_of_a_bfloat16_model_are_exact(tmp_path: Path) ->
     config = config_of(values, {})
     model = ParallelModel(config, grid())
     batch = random_batch(np.random.default_rng(1), 307, 53)
-    assert model.train([batch], 1, batch.weight_sum, tokens=307).experts["dropped"] == 0
+    assert model.train([batch], 1, batch.weight_sum, 307).experts["dropped"] == 0
     (correction,) = model.balance.corrections
     correction.copy_(torch.tensor([0.1, -0.001, 1e-9, 3.0]))
     state = RunState(seed=config.training.seed)

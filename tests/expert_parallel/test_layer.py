@@ -115,7 +115,7 @@ def sent_by_a_step(rank: int, world_size: int, recompute: str, tile: int) -> tup
     width = 8 * 32  # a row of float64
     by_formula = 8 * 8 // world_size * (world_size - 1) + 2 * width * (there + here_from) + 8 * (there + here_from)
     by_formula += (width + 8) * there * (recompute == "full")
-    assert len(route.chosen) == (batch.leave > 0).sum() and sum(route.sent) == route.chosen.numel(), "padding is routed"
+    assert len(route.chosen) == batch.real_tokens and sum(route.sent) == route.chosen.numel(), "padding is routed"
     return moved() - before, by_formula, sum(route.sent), sum(route.groups.counts)
 
 
