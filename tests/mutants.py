@@ -78,6 +78,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("alpha=self.scale", "alpha=1", "pairs of experts have a weight of 1"),
         ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
         ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
+        ("None if x is None else _w", "None if x is None or not len(x) else _w", "a rank without rows has no gradient"),
     ],
     ("core/expert_parallel/layer.py", "tests/plan/test_memory.py"): [
         (

@@ -157,7 +157,7 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 def test_two_ranks_equal_one_process() -> None:
     cases = dealt(2)
-    check(2, [cases[1], cases[3], case_of(cases[6][0], 5), cases[6]])
+    check(2, [cases[1], cases[3], case_of(cases[1][0], 2), case_of(cases[6][0], 5), cases[6]])
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
