@@ -401,7 +401,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "features[: len(here)]",
             "a tp slice takes the first features",
         ),
-        ("    features = copy_to(features, tp)\n", "", "the features' gradient is not summed over tp"),
+        ("= copy_to(features, tp)\n", "= features\n", "the features' gradient is not summed over tp"),
         ('np.argsort(self.target[mine], kind="stable")', "np.arange(len(mine))", "features leave in their own order"),
     ],
     ("core/tensor_parallel/linear.py", f"{TP} {MODEL}"): [
@@ -683,7 +683,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/checkpoint/outcome.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
-        (", one.st_dev, one.st_ino)", ")", "folders of one machine are one copy"),
+        ("(*machine, one.st_dev, one.st_ino)", "machine", "folders of one machine are one copy"),
     ],
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
@@ -1026,7 +1026,9 @@ def dies(row: Break, tree: Path) -> bool:
     """Whether a test fails with the break in a copy of the tree, which is then as it was."""
     path = tree / row.file
     whole = path.read_text(encoding="utf-8")
-    path.write_text(whole.replace(row.old, row.new), encoding="utf-8")
+    broken = whole.replace(row.old, row.new)
+    compile(broken, row.what, "exec")  # any test would see an error of syntax
+    path.write_text(broken, encoding="utf-8")
     try:
         return not passes(row.tests, tree)
     finally:
