@@ -1,8 +1,8 @@
 """A layer of experts, forward and backward, beside the transformers library's two ways: a loop, and grouped products.
 
-torchtitan's layer stands beside them where it can be imported: `pip install --target FOLDER --no-deps
-torchtitan==0.3.0 triton`, and FOLDER in PYTHONPATH. Patched: it takes CUDA where torch sees no accelerator, and in
-float32 it rounds rows and matrices to bfloat16. Its scores have the layer's dtype: a CPU has no autocast to float32.
+torchtitan's layer stands beside them where it can be imported: torchtitan 0.3.0 and triton in a folder of PYTHONPATH.
+Patched: it takes CUDA where torch sees no accelerator, and in float32 it rounds rows and matrices to bfloat16. Its
+scores have the layer's dtype: a CPU has no autocast to float32.
 Processor seconds of ranks with one thread each, by turns.
 """
 
