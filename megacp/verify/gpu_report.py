@@ -104,7 +104,7 @@ def losses(rank: int, world: int, config: RunConfig, device: str, mask: str = "m
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     batches = [mock_batch([step], rules) for step in (1, 2, 3)]
-    return [model.train([batch], step, batch.weight_sum).loss for step, batch in enumerate(batches, 1)]
+    return [model.train([b], step, b.weight_sum, b.real_tokens).loss for step, b in enumerate(batches, 1)]
 
 
 def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
@@ -194,7 +194,7 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
 
     def train(steps: range) -> None:
         for step in steps:
-            model.train([planned[step]], step + 1, batch.weight_sum)
+            model.train([planned[step]], step + 1, batch.weight_sum, batch.real_tokens)
         if kind.type == "cuda":
             torch.cuda.synchronize()
 
@@ -203,7 +203,7 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     train(range(WARM_UP, CALLS))
     seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
     area = int(mask_metadata(batch).cost.sum())
-    flops = model_flops(config.model, int((batch.leave > 0).sum()), area).published.training
+    flops = model_flops(config.model, batch.real_tokens, area).published.training
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,

@@ -122,11 +122,11 @@ class ParallelModel:
                 )
 
     def train(
-        self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only, tokens: int = 0
+        self, rows: Sequence[Row], step: int, denominator: float, tokens: int, check: Check = finite_only
     ) -> StepResult:
         """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1.
 
-        `tokens` of the whole step, without padding: terms of balance are divided by them, without them there are none.
+        `tokens` of the whole step, without padding: terms of balance are divided by them.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.is_new = False
@@ -160,7 +160,7 @@ class ParallelModel:
 
     def gradients(self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0) -> float:
         """Loss and summed gradients without an update; `parameters.grad_shard` is valid until `parameters.zero`, and
-        what `balance` has counted until `Balance.settle`.
+        what `balance` has counted until `Balance.settle`. Without `tokens` it counts nothing and has no term.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.parameters.finish()

@@ -167,7 +167,7 @@ class Trainer:
                 return self.health.check(dataclasses.replace(numbers, loss=loss, grad_norm=norm))
 
             if agreed.weight:
-                result = self.model.train(rows, step, agreed.denominator, check, agreed.tokens)
+                result = self.model.train(rows, step, agreed.denominator, agreed.tokens, check)
             else:  # no token counts: nothing is computed, nothing changes
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))
