@@ -115,8 +115,8 @@ def thd_sequences(plan: AttentionPlan) -> Sequences | str:
         if np.array_equal(held, expected):
             return sequences
     return (
-        "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document: "
-        "choose --cp-layout zigzag_document"
+        "the tokens do not stand where Transformer Engine looks for them, in a zigzag over each document "
+        "(--cp-layout zigzag_document)"
     )
 
 

@@ -90,7 +90,7 @@ def flash_problem() -> str | None:
         found = find_spec("flash_attn.cute")
     except ImportError:  # no flash_attn at all
         found = None
-    return None if found else "--attention-kernel flex_flash needs FlashAttention 4: pip install flash-attn-4"
+    return None if found else "FlashAttention 4 is not installed: pip install flash-attn-4"
 
 
 @dataclass(frozen=True)
