@@ -136,7 +136,7 @@ def describe(found: Sequence[Layout], world_size: int, hardware: Hardware, rows:
     ]
     lines += [table([head, *body], left=2), ""]
     if not fitting:
-        lines.append(f"None fits: the first row needs least. {_smallest_change(best, world_size, hardware)}")
+        lines.append(f"None fits: the first row needs least. {_smallest_change(found, world_size, hardware)}")
     peaks = best.memory.peaks
     phase = max(peaks, key=lambda name: peaks[name])
     held = {name: count / 2**30 for name, count in vars(best.memory).items()}
@@ -148,10 +148,12 @@ def describe(found: Sequence[Layout], world_size: int, hardware: Hardware, rows:
     return "\n".join(lines) + "\n"
 
 
-def _smallest_change(layout: Layout, world_size: int, hardware: Hardware) -> str:
-    """How many GPUs as these the layout needs, by more data-parallel ranks; else the row that fits."""
+def _smallest_change(found: Sequence[Layout], world_size: int, hardware: Hardware) -> str:
+    """How many GPUs as these hold one of the layouts, by more data-parallel ranks; else the row that fits."""
+    smallest = {one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)}
     for factor in (2, 4, 8, 16):
-        config = with_values(layout.config, {"global_batch_size": layout.config.training.global_batch_size * factor})
-        if fullest(config, world_size * factor).total <= hardware.memory * 2**30:
-            return f"It fits on {world_size * factor:,} GPUs."
-    return f"On these GPUs its rows may have {longest_row(layout, world_size, hardware):,} tokens."
+        for config in smallest.values():
+            larger = with_values(config, {"global_batch_size": config.training.global_batch_size * factor})
+            if fullest(larger, world_size * factor).total <= hardware.memory * 2**30:
+                return f"On {world_size * factor:,} GPUs this fits: {words(larger, world_size * factor)}."
+    return f"On these GPUs its rows may have {longest_row(found[0], world_size, hardware):,} tokens."

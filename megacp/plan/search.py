@@ -121,11 +121,16 @@ def legal(config: RunConfig, world_size: int, given: Collection[str]) -> Iterato
     rest = [merged(product) for product in itertools.product(*(_untold(choices, told) for choices in others[0]))]
     for grid in map(merged, grids):
         base = with_values(config, grid)
-        if world_size % base.model_ranks == 0:
-            for choice in rest:
-                found, chosen = with_values(base, choice), {**grid, **choice}
-                if not _repeats(base, chosen) and not check(found, world_size):
-                    yield found, chosen
+        if world_size % base.model_ranks:
+            continue
+        idle, seen = _idle(base), list[Choice]()
+        for whole in rest:
+            choice = {name: value for name, value in whole.items() if name not in idle}
+            if choice not in seen:
+                seen.append(choice)
+                found = with_values(base, choice)
+                if not check(found, world_size):
+                    yield found, {**grid, **choice}
 
 
 def merged(choices: Iterable[Choice]) -> dict[str, Value]:
@@ -133,12 +138,13 @@ def merged(choices: Iterable[Choice]) -> dict[str, Value]:
     return {name: value for choice in choices for name, value in choice.items()}
 
 
-def _repeats(base: RunConfig, chosen: Choice) -> bool:
-    """Whether a choice acts on nothing, or another one does the same: ranks of cp share a row, and then two rows."""
-    p = base.parallel
-    first = merged([*_SCHEDULES[: p.pipeline_model_parallel_size == 1], *_TRANSPORTS[: p.context_parallel_size == 1]])
-    several = p.context_parallel_size > 1 and chosen.get("micro_batch_size", 1) != 1
-    return several or any(chosen.get(name, value) != value for name, value in first.items())
+def _idle(base: RunConfig) -> set[str]:
+    """Fields that act on nothing on this grid; ranks of cp share a row, and then two rows."""
+    p, alone = base.parallel, merged([])
+    if p.pipeline_model_parallel_size == 1:
+        alone |= _SCHEDULES[0]
+    alone |= _TRANSPORTS[0] if p.context_parallel_size == 1 else {"micro_batch_size": 1}
+    return {*alone}
 
 
 def fullest(config: RunConfig, world_size: int) -> RankMemory:

@@ -224,7 +224,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, rows: Rows
     spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
     busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
     spent = parts[busiest][0] + parts[busiest][1]
-    idle = max(stage[-1].stop for stage in spans) - microbatches * spent.total
+    idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
     forward, backward = parts[busiest]
     exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
     slowest = rows.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
