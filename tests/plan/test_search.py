@@ -188,4 +188,8 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     assert command.main([*asked, *large, "--context-parallel-size", "1", "--recompute-granularity", "full"]) == 0
-    assert "None fits" in (out := capsys.readouterr().out) and "8 GPUs this fits: dp" in out and " OOM " in out
+    assert (
+        "None fits" in (out := capsys.readouterr().out)
+        and "4 GPUs this fits: dp 4, all sharded" in out
+        and " OOM " in out
+    )
