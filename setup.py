@@ -68,6 +68,7 @@ COMMANDS = {
     "convert": "megacp.huggingface.convert_command:main",
     "generate": "megacp.huggingface.generate_command:main",
     "parity": "megacp.verify.command:main",
+    "plan": "megacp.plan.command:main",
     "plot": "megacp.verify.plot:main",
 }
 README = Path(__file__).with_name("README.md")
@@ -81,7 +82,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
-    package_data={"megacp.prepare.records": ["*.jinja"], "megacp.verify": ["*.cpp"]},
+    package_data={"megacp.prepare.records": ["*.jinja"], "megacp.verify": ["*.cpp"], "megacp.plan": ["*.yaml"]},
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6",

@@ -534,6 +534,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/memory.py", "tests/plan/test_memory.py"): [
         ("whole, works[-1])", "whole, max(works))", "the largest block runs beside the head's gradient"),
     ],
+    ("plan/search.py", "tests/plan/test_search.py"): [
+        ("if not check(found, world_size)", "if True", "layouts are shown that no run takes"),
+        ("if name not in idle", "if True", "choices that act on nothing are layouts of their own"),
+        ("told.get(name, value) == value", "True", "flags that were given are tried anew"),
+    ],
+    ("plan/times.py", "tests/plan/test_search.py"): [
+        ("ATTENTION_BACKWARD * back,", "back,", "attention's backward takes as long as its forward"),
+        ("gather + scatter - backward.total", "scatter - backward.total", "parameters are gathered once"),
+        ("* rows.needed(cp)", "", "kv_exchange sends all keys"),
+    ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
     ],
