@@ -542,7 +542,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/times.py", "tests/plan/test_search.py"): [
         ("ATTENTION_BACKWARD * back,", "back,", "attention's backward takes as long as its forward"),
         ("gather + scatter - backward.total", "scatter - backward.total", "parameters are gathered once"),
-        ("* rows.needed(cp)", "", "kv_exchange sends all keys"),
+        ("* sample.needed(cp)", "", "kv_exchange sends all keys"),
     ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),

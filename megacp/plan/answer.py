@@ -13,9 +13,9 @@ from megacp.core.models import costs
 from megacp.core.storage.wording import human_count
 from megacp.plan.hardware import Hardware
 from megacp.plan.memory import PHASES
+from megacp.plan.packs import PackSample
 from megacp.plan.report import table
-from megacp.plan.rows import Rows
-from megacp.plan.search import Layout, fullest
+from megacp.plan.search import Candidate, fullest
 from megacp.plan.times import StepTime
 
 BEST = 5
@@ -24,18 +24,18 @@ _BAR = 50
 """Characters of a whole bar."""
 
 
-def tokens_a_second(layout: Layout, world_size: int) -> float:
-    """Of one GPU."""
+def tokens_a_second(layout: Candidate, world_size: int) -> float:
+    """Tokens/s of one GPU."""
     config = layout.config
     return config.training.global_batch_size * config.data.seq_length / layout.time.total / world_size
 
 
-def utilisation(layout: Layout, world_size: int, hardware: Hardware, rows: Rows) -> float:
+def utilisation(layout: Candidate, world_size: int, hardware: Hardware, sample: PackSample) -> float:
     """FLOPs of the model, attention's backward counted twice its forward, over what the GPUs could do meanwhile."""
     config = layout.config
     packs, length = config.training.global_batch_size, config.data.seq_length
     areas = [area for area in costs.layer_areas(config.model, length) if area]
-    mean = int(packs * rows.area * sum(areas) / max(1, len(areas)))
+    mean = int(packs * sample.area * sum(areas) / max(1, len(areas)))
     flops = costs.text_flops(config, packs * length, mean)
     flops += packs * costs.vision_flops(config, *costs.planned_images(config), published=True)
     return flops / layout.time.total / world_size / hardware.peak
@@ -74,7 +74,7 @@ def bar(parts: dict[str, float], whole: float, unit: str) -> list[str]:
     ]
 
 
-def longest_row(layout: Layout, world_size: int, hardware: Hardware) -> int:
+def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
     """Tokens of the longest row, of those twice and half as long, that still fits under this layout."""
     tokens, fits = layout.config.data.seq_length, layout.gib <= hardware.memory
     while True:
@@ -85,14 +85,14 @@ def longest_row(layout: Layout, world_size: int, hardware: Hardware) -> int:
         tokens = trial
 
 
-def flags(layout: Layout) -> str:
+def flags(layout: Candidate) -> str:
     """What was chosen, as YAML that `--config` takes."""
     defaults = vars(RunConfig().parallel) | vars(RunConfig().training)
     chosen = {name: value for name, value in layout.chosen.items() if value != defaults[name]}
     return yaml.safe_dump(chosen, sort_keys=False) if chosen else "{}\n"
 
 
-def as_json(found: Sequence[Layout], world_size: int, hardware: Hardware, rows: Rows) -> str:
+def as_json(found: Sequence[Candidate], world_size: int, hardware: Hardware, sample: PackSample) -> str:
     """The first layouts as JSON: flags, seconds and bytes by term."""
     shown = [
         {
@@ -101,22 +101,22 @@ def as_json(found: Sequence[Layout], world_size: int, hardware: Hardware, rows: 
             "bytes": vars(one.memory) | {"total": one.memory.total},
             "fits": one.verdict(hardware),
             "tokens_per_second_per_gpu": tokens_a_second(one, world_size),
-            "utilisation": utilisation(one, world_size, hardware, rows),
+            "utilisation": utilisation(one, world_size, hardware, sample),
         }
         for one in found[:BEST]
     ]
     return json.dumps(shown, indent=2) + "\n"
 
 
-def describe(found: Sequence[Layout], world_size: int, hardware: Hardware, rows: Rows) -> str:
+def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, sample: PackSample) -> str:
     """The plan, of layouts in the order of `search`."""
     best, fitting = found[0], [layout for layout in found if layout.gib <= hardware.memory]
     config = best.config
     size = human_count(costs.run_parameters(config))
     lines = [
         f"{len(found):,} legal layouts of {size} parameters on {world_size:,} GPUs of {hardware.memory:g} GiB, "
-        f"{len(fitting):,} fit; rows of {config.data.seq_length:,} tokens with {rows.area:.2f} of a causal document's "
-        "attention",
+        f"{len(fitting):,} fit; rows of {config.data.seq_length:,} tokens with {sample.area:.2f} of the attention of one "
+        "causal document",
         f"Nominal times: no machine was measured ({hardware.source})",
         "",
     ]
@@ -127,7 +127,7 @@ def describe(found: Sequence[Layout], world_size: int, hardware: Hardware, rows:
             words(one.config, world_size),
             f"{one.time.total:.2f}",
             f"{tokens_a_second(one, world_size):,.0f}",
-            f"{utilisation(one, world_size, hardware, rows):.0%}",
+            f"{utilisation(one, world_size, hardware, sample):.0%}",
             f"{one.gib:.1f}",
             one.verdict(hardware),
             bound_by(one.time),
@@ -148,7 +148,7 @@ def describe(found: Sequence[Layout], world_size: int, hardware: Hardware, rows:
     return "\n".join(lines) + "\n"
 
 
-def _smallest_change(found: Sequence[Layout], world_size: int, hardware: Hardware) -> str:
+def _smallest_change(found: Sequence[Candidate], world_size: int, hardware: Hardware) -> str:
     """How many GPUs as these hold one of the layouts, by more data-parallel ranks; else the row that fits."""
     smallest = {one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)}
     for factor in (2, 4, 8, 16):

@@ -19,9 +19,9 @@ from megacp.core.config.blend import named_folders
 from megacp.core.config.cli import OneLineParser, given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.manifest import DatasetManifest
-from megacp.plan.answer import as_json, describe, flags
+from megacp.plan.answer import as_json, flags, plan_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
-from megacp.plan.rows import Rows, rows_of
+from megacp.plan.packs import PackSample, sample_packs
 from megacp.plan.search import search
 
 
@@ -43,16 +43,16 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
-    rows = rows_of(config) if config.data.data_path is not None else Rows()
+    sample = sample_packs(config) if config.data.data_path is not None else PackSample()
     here = hardware(own.gpu, own.network)
-    found = search(config, config.world_size, given, here, rows)
+    found = search(config, config.world_size, given, here, sample)
     if not found:
         require(config, config.world_size)
         raise ValueError(f"no layout of {config.world_size} ranks takes these flags: give fewer of them")
     if own.output is not None:
         own.output.write_text(flags(found[0]), encoding="utf-8")
-    tell = as_json if own.json else describe
-    return tell(found, config.world_size, here, rows)
+    tell = as_json if own.json else plan_text
+    return tell(found, config.world_size, here, sample)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

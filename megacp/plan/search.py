@@ -16,12 +16,12 @@ from megacp.core.config.run import RunConfig, Value, flatten, with_values
 from megacp.core.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
 from megacp.plan.memory import RankMemory, stage_memory
-from megacp.plan.rows import Rows
+from megacp.plan.packs import PackSample
 from megacp.plan.times import StepTime, step_time
 
 TIGHT = 0.9
 """Share of a GPU's memory that a plan may fill and still be `OK`: the rest is for communicators and fragments."""
-ALIKE = 1.01
+EQUALLY_FAST = 1.01
 """Steps that differ by less are equally fast."""
 Choice = Mapping[str, Value]
 
@@ -77,14 +77,14 @@ def _choices(config: RunConfig, world_size: int) -> tuple[list[Sequence[Choice]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Candidate:
     """A legal layout, what it needs, and what it takes."""
 
     config: RunConfig
     chosen: Choice
     """What was not given."""
     memory: RankMemory
-    """Of the fullest rank."""
+    """What its fullest rank holds."""
     time: StepTime
 
     @property
@@ -100,7 +100,7 @@ class Layout:
         not fit it is the smallest.
         """
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
-        return verdict, round(math.log(self.time.total, ALIKE)) if verdict < 2 else 0, self.gib
+        return verdict, round(math.log(self.time.total, EQUALLY_FAST)) if verdict < 2 else 0, self.gib
 
 
 def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
@@ -153,10 +153,12 @@ def fullest(config: RunConfig, world_size: int) -> RankMemory:
     return max((stage_memory(config, *stage, world_size) for stage in stages), key=lambda memory: memory.total)
 
 
-def search(config: RunConfig, world_size: int, given: Collection[str], hardware: Hardware, rows: Rows) -> list[Layout]:
+def search(
+    config: RunConfig, world_size: int, given: Collection[str], hardware: Hardware, sample: PackSample
+) -> list[Candidate]:
     """All legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first."""
     found = [
-        Layout(one, chosen, fullest(one, world_size), step_time(one, world_size, hardware, rows))
+        Candidate(one, chosen, fullest(one, world_size), step_time(one, world_size, hardware, sample))
         for one, chosen in legal(config, world_size, given)
     ]
     return sorted(found, key=lambda one: one.order(hardware))

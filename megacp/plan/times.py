@@ -23,7 +23,7 @@ from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
 from megacp.plan.memory import stage_parameters
-from megacp.plan.rows import Rows
+from megacp.plan.packs import PackSample
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def kernel_of(config: RunConfig) -> str:
     return "fused" if plain and not spans else "flex"
 
 
-def _layer(config: RunConfig, hardware: Hardware, rows: Rows, number: int) -> tuple[_Part, _Part]:
+def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: int) -> tuple[_Part, _Part]:
     """Forward and backward of a block for one microbatch."""
     model, p, t = config.model, config.parallel, config.training
     layer, tp, cp, size = (
@@ -98,7 +98,7 @@ def _layer(config: RunConfig, hardware: Hardware, rows: Rows, number: int) -> tu
     )
     tokens, ranks = t.micro_batch_size * config.data.seq_length, tp * cp
     whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
-    flops = layer.flops(model, tokens, int(whole * rows.area))
+    flops = layer.flops(model, tokens, int(whole * sample.area))
     busiest = planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
     products = flops.matmul * busiest / ranks / hardware.products
     there, back = (flops.attention / ranks / rate for rate in hardware.attention[kernel_of(config)])
@@ -112,7 +112,7 @@ def _layer(config: RunConfig, hardware: Hardware, rows: Rows, number: int) -> tu
     local = tokens // cp * model.hidden_size * size
     tensor = 4 * (local * (tp - 1) / tp / hardware.link(tp, 1) + hardware.latency) if tp > 1 else 0.0
     full = t.recompute_granularity == "full"
-    message = _context(config, hardware, rows, tokens // cp) if not layer.has_state else 0.0
+    message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
     hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
     exchange = 0.0
     if layer.mlp is MOE and p.expert_model_parallel_size > 1:
@@ -132,7 +132,7 @@ def _layer(config: RunConfig, hardware: Hardware, rows: Rows, number: int) -> tu
     )
 
 
-def _context(config: RunConfig, hardware: Hardware, rows: Rows, tokens: int) -> float:
+def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> float:
     """Seconds of the messages of attention's forward in a layer, of `tokens` on a rank."""
     model, p = config.model, config.parallel
     tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
@@ -142,14 +142,14 @@ def _context(config: RunConfig, hardware: Hardware, rows: Rows, tokens: int) -> 
     queries = tokens * model.num_attention_heads * model.head_dim // tp * size
     sent = {
         "a2a": (key_values + 2 * queries) * (cp - 1) / cp,  # and the output back
-        "kv_exchange": key_values * (cp - 1) * rows.needed(cp),
+        "kv_exchange": key_values * (cp - 1) * sample.needed(cp),
     }.get(p.cp_comm_type, key_values * (cp - 1.0))
     messages = cp - 1 if p.cp_comm_type == "p2p" else 2
     return sent / hardware.link(cp, tp) + messages * hardware.latency
 
 
 def _stage(
-    config: RunConfig, world_size: int, hardware: Hardware, rows: Rows, stage: int, chunks: Sequence[range]
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, stage: int, chunks: Sequence[range]
 ) -> tuple[_Part, _Part]:
     """Forward and backward of all of a stage for one microbatch."""
     p, t = config.parallel, config.training
@@ -157,7 +157,7 @@ def _stage(
     alike = Counter(kinds[number] for layers in chunks for number in layers)
     forward = backward = _Part()
     for layer, count in alike.items():
-        there, back = _layer(config, hardware, rows, kinds.index(layer))
+        there, back = _layer(config, hardware, sample, kinds.index(layer))
         forward, backward = forward + there.times(count), backward + back.times(count)
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
     if stage == p.pipeline_model_parallel_size - 1:
@@ -213,13 +213,13 @@ def _once_a_step(
     return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
 
 
-def step_time(config: RunConfig, world_size: int, hardware: Hardware, rows: Rows) -> StepTime:
+def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample) -> StepTime:
     """The step of a checked configuration on `world_size` ranks."""
     p = config.parallel
     stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     microbatches = config.num_microbatches(world_size)
     layers = costs.stage_layers(config, world_size)
-    parts = [_stage(config, world_size, hardware, rows, stage, layers[stage]) for stage in range(stages)]
+    parts = [_stage(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
     orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
     spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
     busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
@@ -227,7 +227,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, rows: Rows
     idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
     forward, backward = parts[busiest]
     exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
-    slowest = rows.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
+    slowest = sample.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
     return StepTime(
         compute=microbatches * (spent.work + spent.attention),
         again=microbatches * spent.again,

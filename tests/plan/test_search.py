@@ -15,8 +15,8 @@ from megacp.core.models import costs
 from megacp.plan import command
 from megacp.plan.answer import flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.rows import Rows, rows_of
-from megacp.plan.search import Layout, fullest, search
+from megacp.plan.packs import PackSample, sample_packs
+from megacp.plan.search import Candidate, fullest, search
 from megacp.plan.times import step_time
 from megacp.train import dry_run
 from tests.data.datasets import random_packs, write_dataset
@@ -26,9 +26,9 @@ SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_
 H100 = hardware("h100", "infiniband")
 
 
-def found_for(world: int, given: dict, here: Hardware = H100, **values: object) -> list[Layout]:
+def found_for(world: int, given: dict, here: Hardware = H100, **values: object) -> list[Candidate]:
     config = with_values(RunConfig(), {**SMALL, **values, **given})
-    return search(config, world, {*SMALL, *values, *given}, here, Rows())
+    return search(config, world, {*SMALL, *values, *given}, here, PackSample())
 
 
 def test_what_is_found_is_what_a_run_takes_and_holds_as_much_as_its_dry_run_says(tmp_path: Path) -> None:
@@ -78,11 +78,11 @@ def test_a_step_of_one_rank_is_its_products_attention_and_passes() -> None:
     weights = 4 * (2 * 256 * 256 + 2 * 256 * model.query_groups * model.head_dim + 3 * 256 * model.ffn_hidden_size)
     products = 6 * tokens * (weights + 4096 * 256)
     pairs = 2 * 4 * 4 * (1024 * 1025 // 2) * model.num_attention_heads * model.head_dim
-    time = step_time(config, 1, here, Rows())
+    time = step_time(config, 1, here, PackSample())
     assert (
         time.total == pytest.approx(time.compute) == pytest.approx(products / 1e12 + pairs / 5e11 + 2.5 * pairs / 2e11)
     )
-    half = step_time(config, 1, here, Rows(areas=(0.5,)))
+    half = step_time(config, 1, here, PackSample(areas=(0.5,)))
     assert time.total - half.total == pytest.approx((pairs / 5e11 + 2.5 * pairs / 2e11) / 2)
 
 
@@ -91,30 +91,30 @@ def test_messages_count_where_nothing_hides_them() -> None:
     here = Hardware(1.0, 1e30, dict.fromkeys(("fused", "flex"), (1e30, 1e30)), 1e30, 1e9, 1e8, 1, 0, 1e12, "")
     config = with_values(RunConfig(), {**SMALL, "num_query_groups": 2, "global_batch_size": 1, CP: 2})
     one = 4 * 2 * 512 * 2 * 32 * 4 / 1e9  # layers, K and V, tokens, heads and their width, bytes
-    ring = step_time(config, 2, here, Rows())
+    ring = step_time(config, 2, here, PackSample())
     assert ring.cp == pytest.approx(3 * one, rel=1e-6)
     exchanged = with_values(config, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})
-    assert step_time(exchanged, 2, here, Rows()).cp == pytest.approx(3 * one / 2, rel=1e-6)
+    assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(3 * one / 2, rel=1e-6)
     gathered = costs.model_parameters(config.model) * 4 / 2 / 1e9
     assert ring.dp == pytest.approx(2 * gathered - 3 * one, rel=0.02)
     sharded = with_values(config, {"data_parallel_sharding_strategy": "optim_grads_params"})
-    assert step_time(sharded, 2, here, Rows()).dp == pytest.approx(3 * gathered - 3 * one, rel=0.02)
+    assert step_time(sharded, 2, here, PackSample()).dp == pytest.approx(3 * gathered - 3 * one, rel=0.02)
     apart = with_values(config, {CP: 1, PP: 2, "global_batch_size": 4})
-    assert step_time(apart, 2, H100, Rows()).pipeline > 0 == step_time(config, 2, H100, Rows()).pipeline
+    assert step_time(apart, 2, H100, PackSample()).pipeline > 0 == step_time(config, 2, H100, PackSample()).pipeline
 
 
 def test_documents_that_are_short_need_few_keys_of_others_and_uneven_packs_make_ranks_wait() -> None:
-    assert Rows().needed(8) == 0.5 and Rows(parts=((0.25,) * 4,)).needed(4) == 0
-    assert Rows(parts=((0.5, 0.5),)).needed(4) == pytest.approx(2 * 0.5 * 1 / 3 / 2)
-    uneven = Rows(areas=(0.2, 1.0))
-    assert Rows().slowest(8, 1, 0.5) == 1.0 < uneven.slowest(8, 16, 0.5) < uneven.slowest(8, 1, 0.5)
+    assert PackSample().needed(8) == 0.5 and PackSample(parts=((0.25,) * 4,)).needed(4) == 0
+    assert PackSample(parts=((0.5, 0.5),)).needed(4) == pytest.approx(2 * 0.5 * 1 / 3 / 2)
+    uneven = PackSample(areas=(0.2, 1.0))
+    assert PackSample().slowest(8, 1, 0.5) == 1.0 < uneven.slowest(8, 16, 0.5) < uneven.slowest(8, 1, 0.5)
     assert uneven.slowest(64, 1, 1.0) == pytest.approx(1.0 / 0.6, rel=0.05)  # one of 64 has the largest pack
 
 
 def test_packs_tell_their_areas(tmp_path: Path) -> None:
     write_dataset(tmp_path / "data", [random_packs(np.random.default_rng(0), 3)], seq_length=64)
     config = with_values(RunConfig(), {"seq_length": 64, "data_path": str(tmp_path / "data")})
-    rows = rows_of(config)
+    rows = sample_packs(config)
     assert len(rows.areas) == 3 and all(0 < area <= 1 for area in rows.areas)
     for area, of_pack in zip(rows.areas, rows.parts, strict=True):
         longest = max(of_pack) * 64
@@ -155,7 +155,7 @@ def test_nominal_times_are_near_published_ones() -> None:
     planned = {}
     for (tp, pp), tokens in FLAGPERF.items():
         config = with_values(RunConfig(), {**LLAMA3_8B, TP: tp, PP: pp, "sequence_parallel": tp > 1})
-        seconds = step_time(config, 8, hardware("a100", "infiniband"), Rows()).total
+        seconds = step_time(config, 8, hardware("a100", "infiniband"), PackSample()).total
         planned[tp, pp] = 512 * 8192 / 8 / seconds / tokens
     assert statistics.median(abs(ratio - 1) for ratio in planned.values()) < 0.15
     assert max(planned, key=lambda grid: planned[grid] * FLAGPERF[grid]) == max(FLAGPERF, key=FLAGPERF.__getitem__)
@@ -164,7 +164,7 @@ def test_nominal_times_are_near_published_ones() -> None:
         flags = {CP: ranks, "seq_length": ranks * 131_072, "recompute_granularity": "full"}
         flags |= {"data_parallel_sharding_strategy": "optim_grads_params", "cp_layout": "zigzag_document"}
         config = with_values(RunConfig(), {**qwen, **flags})
-        assert step_time(config, ranks, H100, Rows()).total == pytest.approx(seconds, rel=0.3)
+        assert step_time(config, ranks, H100, PackSample()).total == pytest.approx(seconds, rel=0.3)
 
 
 def test_the_sheet_has_a_source_for_every_gpu() -> None:

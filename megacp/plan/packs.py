@@ -16,12 +16,12 @@ from megacp.core.ops.mask import Metadata
 
 SAMPLE = 64
 """Packs that are looked at."""
-STEPS = 200
+DRAWN_STEPS = 200
 """Steps that are drawn of them."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackSample:
     """A sample of packs; by default one causal document fills each."""
 
     areas: tuple[float, ...] = (1.0,)
@@ -48,13 +48,13 @@ class Rows:
         """
         if len(self.areas) == 1:
             return 1.0
-        drawn = np.random.default_rng(0).choice(self.areas, (STEPS, dp, microbatches)).mean(-1)  # [steps, dp]
+        drawn = np.random.default_rng(0).choice(self.areas, (DRAWN_STEPS, dp, microbatches)).mean(-1)  # [steps, dp]
         work = 1 - attention + attention * drawn / self.area
         return float((work.max(1) / work.mean(1)).mean())
 
 
-def rows_of(config: RunConfig) -> Rows:
-    """Of the packs that `--data-path` names first. ValueError where they cannot be read."""
+def sample_packs(config: RunConfig) -> PackSample:
+    """A sample of what `--data-path` names first. ValueError where it cannot be read."""
     folder, *_ = named_folders(config.data.data_path)
     packs = PackedDataset(folder)
     chosen = np.random.default_rng(0).permutation(len(packs))[:SAMPLE]
@@ -66,4 +66,4 @@ def rows_of(config: RunConfig) -> Rows:
         areas.append(float(row_area(Metadata.of_row(row.leave, row.span), mix).sum() / max(1, whole)))
         lengths = np.bincount(row.document[row.leave > 0])
         parts.append(tuple((lengths / config.data.seq_length).tolist()))
-    return Rows(tuple(areas), tuple(parts))
+    return PackSample(tuple(areas), tuple(parts))
