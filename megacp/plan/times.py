@@ -101,7 +101,8 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     flops = layer.flops(model, tokens, int(whole * sample.area))
     busiest = planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
     products = flops.matmul * busiest / ranks / hardware.products
-    there, back = (flops.attention / ranks / rate for rate in hardware.attention[kernel_of(config)])
+    narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
+    there, back = (flops.attention / ranks / (rate * narrow) for rate in hardware.attention[kernel_of(config)])
     kept = {name: layer_activations(config, name, number) / hardware.bandwidth for name in ("none", "selective")}
     passes = 2 * kept["none"]  # each is written once and read once
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
