@@ -70,7 +70,7 @@ def bar(parts: dict[str, float], whole: float, unit: str) -> list[str]:
     """A line for each part that is a hundredth of the whole."""
     shown = {name: value for name, value in parts.items() if value >= whole / 100}
     return [
-        f"  {name:<12}{'#' * round(_BAR * value / whole):<{_BAR}} {value:.2f} {unit}" for name, value in shown.items()
+        f"  {name:<12}{'#' * round(_BAR * value / whole):<{_BAR}} {value:.3g} {unit}" for name, value in shown.items()
     ]
 
 
@@ -125,7 +125,7 @@ def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, s
         [
             str(place),
             words(one.config, world_size),
-            f"{one.time.total:.2f}",
+            f"{one.time.total:.3g}",
             f"{tokens_a_second(one, world_size):,.0f}",
             f"{utilisation(one, world_size, hardware, sample):.0%}",
             f"{one.gib:.1f}",
@@ -142,7 +142,7 @@ def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, s
     held = {name: count / 2**30 for name, count in vars(best.memory).items()}
     lines += [f"Memory of the fullest rank under 1, in {phase}, of {hardware.memory:g} GiB:"]
     lines += bar({name: held[name] for name in PHASES[phase]}, hardware.memory, "GiB")
-    lines += ["", f"A step under 1, of {best.time.total:.2f} s:"]
+    lines += ["", f"A step under 1, of {best.time.total:.3g} s:"]
     lines += bar(vars(best.time), best.time.total, "s")
     lines += ["", f"Longest row under 1: {longest_row(best, world_size, hardware):,} tokens", "", flags(best).rstrip()]
     return "\n".join(lines) + "\n"

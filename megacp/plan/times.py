@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacp.core.config.run import RunConfig
+from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
@@ -103,7 +103,8 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     products = flops.matmul * busiest / ranks / hardware.products
     narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
     there, back = (flops.attention / ranks / (rate * narrow) for rate in hardware.attention[kernel_of(config)])
-    kept = {name: layer_activations(config, name, number) / hardware.bandwidth for name in ("none", "selective")}
+    whole_mlp = with_values(config, {"mlp_chunk_tokens": 0})  # a tile passes over as many bytes
+    kept = {name: layer_activations(whole_mlp, name, number) / hardware.bandwidth for name in ("none", "selective")}
     passes = 2 * kept["none"]  # each is written once and read once
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
