@@ -43,6 +43,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/backends/support.py", "tests/backends/test_support.py"): [
         ("m.head_dim > WIDEST_HEAD", "False", "heads of 256 get wrong gradients on CUDA"),
     ],
+    ("core/backends/native.py", STATES): [
+        ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
+    ],
     ("core/ops/device.py", "tests/ops/test_kernels.py"): [
         ("if not torch.is_grad_enabled():  #", "if False:  #", "offload changes the bits of a compiled chain"),
     ],
@@ -323,6 +326,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
         ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
         ("behind[exit_] += turned_back(", "behind[exit_] += 0 * turned_back(", "gradients pass one rank alone"),
+        (">= LARGE", "< 0", "all heads of long rows are in memory at once"),
         ("(turn_gradient(", "(0 * turn_gradient(", "A has no gradient"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
     ],
