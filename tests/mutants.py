@@ -244,6 +244,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("partial.untouched and call.first:", "partial.untouched:", "a second call of the same queries overwrites"),
     ],
     ("core/ops/flex.py", "tests/ops/test_flex.py tests/ops/test_blocks.py"): [
+        ("narrow and width > 128 else {}", "False else {}", "the backward of wide heads spills four times as much"),
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
         ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "depths of queries and keys are exchanged"),
@@ -446,6 +447,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("last and not uses", "not uses", "buckets hear of gradients that are not final"),
     ],
     ("core/tensor_parallel/vocabulary.py", TP): [
+        (
+            "(column == local[:, None])",
+            "(column == local[:, None].clamp(min=0))",
+            "on CUDA labels of other tp ranks pull at column 0",
+        ),
         ("logits[:, table.true_rows :] = 0.0", "pass", "padded rows get a gradient"),
         ("(-scale).masked_fill(elsewhere, 0.0)", "(-scale)", "every rank subtracts the label"),
         ("shared[:, 1].sum(0)", "shared[:, 1].amax(0)", "the target logit is the highest of the ranks"),

@@ -57,7 +57,10 @@ class TableSpec:
 def _read(logits: torch.Tensor, index: torch.Tensor, elsewhere: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-sum-exp and target logit of each row `[t]`, 0 where another rank has it: one pass, without a wide copy."""
     wide = logits.to(accumulation_dtype(logits.dtype))
-    return torch.logsumexp(wide, -1), wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)
+    # written out, as torch's compiler then finds the highest and the sum in one loop
+    highest = wide.amax(-1, keepdim=True)
+    total = (wide - highest).exp().sum(-1, keepdim=True)
+    return (highest + total.log())[:, 0], wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)
 
 
 @fused
