@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.mixed_rows import mixed_row
 from bench.report import Goal, Part, Seconds, take_turns, timed
+from megacp.core.backends.native import STATE_TEMPORARIES
 from megacp.core.config.parallel import GridShape
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.kv_exchange import needed_rows
@@ -28,6 +29,7 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import build_grid
+from megacp.core.distributed.launch import keep_in_heap
 from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.plan.report import table
@@ -140,6 +142,7 @@ def state_work(rank: int, world_size: int, tokens: int, ours: bool) -> Seconds:
 
         fallback(*(x[None] for x in leaves), use_qk_l2norm_in_kernel=True)[0].sum().backward()
 
+    keep_in_heap(STATE_TEMPORARIES)  # as the backend asks, and as glibc does by itself for the library
     step()
     barrier(axis)
     return timed(step)[1]

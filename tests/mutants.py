@@ -53,6 +53,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "each rank compiles with all cores",
         ),
     ],
+    ("core/backends/native.py", STATES): [
+        ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
+    ],
     ("core/ops/device.py", "tests/ops/test_kernels.py"): [
         ("if not torch.is_grad_enabled():  #", "if False:  #", "offload changes the bits of a compiled chain"),
     ],
@@ -286,6 +289,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('startswith("Disabling Fused', 'startswith("Disabling Flash', "a refusal without its words"),
     ],
     ("core/ops/flex.py", "tests/ops/test_flex.py tests/ops/test_blocks.py"): [
+        ("narrow and width > 128 else {}", "False else {}", "the backward of wide heads spills four times as much"),
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
         ("[(q.depth, 0), (k.depth, 0)]", "[(k.depth, 0), (q.depth, 0)]", "depths of queries and keys are exchanged"),
@@ -368,6 +372,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
         ("        after[states.own_exits] = torch.stack(owed)", "        pass", "their gradients do not come home"),
         ("behind[exit_] += turned_back(", "behind[exit_] += 0 * turned_back(", "gradients pass one rank alone"),
+        (">= LARGE", "< 0", "all heads of long rows are in memory at once"),
         ("(turn_gradient(", "(0 * turn_gradient(", "A has no gradient"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
     ],
@@ -493,6 +498,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("last and not uses", "not uses", "buckets hear of gradients that are not final"),
     ],
     ("core/tensor_parallel/vocabulary.py", TP): [
+        (
+            "(column == local[:, None])",
+            "(column == local[:, None].clamp(min=0))",
+            "on CUDA labels of other tp ranks pull at column 0",
+        ),
         ("logits[:, table.true_rows :] = 0.0", "pass", "padded rows get a gradient"),
         ("(-scale).masked_fill(elsewhere, 0.0)", "(-scale)", "every rank subtracts the label"),
         ("shared[:, 1].sum(0)", "shared[:, 1].amax(0)", "the target logit is the highest of the ranks"),

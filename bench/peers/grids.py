@@ -67,8 +67,7 @@ class Peer:
     """Grid to options of the script."""
 
 
-_ONE: dict[str, dict[str, Any]] = {"one process": {"microbatch": 1}, "one process, long": {}}
-"""One sequence at a time, as ours: no slower than all at once for any peer. So it is with DDP; other grids take all."""
+_ONE: dict[str, dict[str, Any]] = {"one process": {}, "one process, long": {}}
 
 PEERS: dict[str, Peer] = {
     "torchtitan": Peer(
@@ -76,7 +75,7 @@ PEERS: dict[str, Peer] = {
         ("torchtitan", "triton", "transformers", "safetensors"),
         {
             **_ONE,
-            "dp 2": {"data": "replicate", "microbatch": 1},
+            "dp 2": {"data": "replicate"},
             **{grid: {} for grid in ("tp 2", "pp 2", "pp 2, zero bubble", "cp 2", "cp 4", "tp 2 x cp 2", "cp 2, long")},
         },
     ),
@@ -91,7 +90,7 @@ PEERS: dict[str, Peer] = {
     "Accelerate": Peer(
         "run_accelerate.py",
         ("accelerate", "transformers"),
-        {**_ONE, "dp 2": {"microbatch": 1}, "cp 2": {}, "cp 4": {}, "cp 2, long": {}},
+        {**_ONE, "dp 2": {}, "cp 2": {}, "cp 4": {}, "cp 2, long": {}},
     ),
     "Accelerate FSDP2": Peer("run_accelerate.py", ("accelerate", "transformers"), {"dp 2": {"data": "shard"}}),
     "fully_shard": Peer("run_fully_shard.py", ("transformers",), {**_ONE, "dp 2": {}}),

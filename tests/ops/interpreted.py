@@ -45,9 +45,11 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: 
 from torch.utils._pytree import tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from megacp.core.ops import flex  # noqa: E402
+from megacp.core.distributed.grid import single_axis  # noqa: E402
+from megacp.core.ops import device, flex  # noqa: E402
 from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
 from megacp.core.ops.tile_kernels import MathKernel  # noqa: E402
+from megacp.core.tensor_parallel import vocabulary  # noqa: E402
 from tests.ops.test_flex import split  # noqa: E402
 from tests.ops.test_kernels import Tensors, by_autograd, by_tiles  # noqa: E402
 from tests.reference.packs import metadata, random_batch  # noqa: E402
@@ -133,7 +135,8 @@ def stand_in() -> None:
     torch._C._dynamo.guards._empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cpu
     torch._inductor.runtime.triton_helpers.set_driver_to_gpu = always(None)
     CachingAutotuner.run = launched
-    triton.language.extra.libdevice.tanh = lambda x: 2 * tl.sigmoid(2 * x) - 1  # NVIDIA's library has no source
+    libdevice = triton.language.extra.libdevice  # NVIDIA's library has no source
+    libdevice.tanh, libdevice.exp = lambda x: 2 * tl.sigmoid(2 * x) - 1, lambda x: tl.exp(x)
     torch.nn.attention.flex_attention._validate_device = always(None)  # refuses gradients of tensors of the CPU
     interpreter.InterpreterBuilder.create_dot = dot
     interpreter.InterpreterBuilder.create_make_tensor_descriptor = DESCRIPTORS
@@ -213,6 +216,21 @@ def differentiated(kernel: flex.FlexKernel, tensors: list[torch.Tensor], table: 
     return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
 
 
+def head_loss() -> None:
+    """Prints errors of losses and of the gradient in place of bfloat16 logits, whose rows are filled up."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(37, 300, generator=generator) * 9).bfloat16()
+    labels, scale = torch.arange(37) * 8, torch.rand(37, generator=generator)
+    wide = logits[:, :297].double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+    (gradient,) = torch.autograd.grad(losses, wide, scale.double())
+    device.is_compiled = vocabulary.is_compiled = always(True)
+    with torch.no_grad():
+        found = vocabulary.cross_entropy(logits[:, :297], labels, 0, single_axis("tp"), scale)
+    wrong = errors((found, logits[:, :297]), (losses.detach(), gradient))
+    print(json.dumps({"errors": {"head": wrong}, "launches": LAUNCHES}))
+
+
 CASES = {
     "pointers": (torch.float32, 2, 1, 16, BLOCKS),
     "descriptors": (torch.float32, 4, 4, 16, BLOCKS | {"fwd_USE_TMA": True, "bwd_USE_TMA": True}),
@@ -224,15 +242,18 @@ does a cap of scores."""
 
 
 def main(case: str) -> None:
-    dtype, heads, groups, width, changed = CASES[case]
-    choose = flex.kernel_options
-    flex.kernel_options = lambda *form: choose(*form) | changed
     backend = aot_autograd(
         fw_compiler=compiler(False),
         bw_compiler=compiler(True),
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
+    if case == "head":
+        device.BACKEND = backend
+        return head_loss()
+    dtype, heads, groups, width, changed = CASES[case]
+    choose = flex.kernel_options
+    flex.kernel_options = lambda *form: choose(*form) | changed
     cap = 0.7 if case == "capped" else 0.0
     kernel = flex.FlexKernel(flex.compiled(backend, backend), cap=cap)
     generator = torch.Generator().manual_seed(0)

@@ -332,6 +332,29 @@ def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(mo
     assert launched[1:] == [384]
 
 
+def interpreted(case: str, folder: Path) -> dict[str, Any]:
+    settings = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": "."}
+    command = [sys.executable, "-m", "tests.ops.interpreted", case]
+    ran = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=850)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.slow
+@needs_triton
+def test_the_loss_reads_logits_in_one_kernel_and_writes_their_gradient_in_another(tmp_path: Path) -> None:
+    """A third reads the labels' logits alone. The gradient is cut to 8 bits, losses are fp32 sums of 297 terms."""
+    found = interpreted("head", tmp_path)
+    loss, gradient = found["errors"]["head"]
+    assert loss < 1e-6 and gradient < 2**-8
+    assert len(found["launches"]) == sum(found["launches"].values()) == 3
+
+
+def test_wide_heads_have_more_warps_backward() -> None:
+    warps = [flex.kernel_options(torch.bfloat16, width).get("bwd_num_warps") for width in (64, 128, 192, 256)]
+    assert warps == [None, None, 8, 8]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @needs_triton
@@ -346,11 +369,7 @@ def test_memory_for_descriptors_is_there_in_whatever_thread_launches_a_kernel(mo
 )
 def test_the_kernels_that_torch_writes_for_hopper_are_exact(case: str, tolerance: float, tmp_path: Path) -> None:
     """See `interpreted.py`. Tolerances: fp32 sums of 400 terms and an approximate exp2; bf16 rounds to 2^-9."""
-    settings = {"TRITON_INTERPRET": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
-    command = [sys.executable, "-m", "tests.ops.interpreted", case]
-    ran = subprocess.run(command, env=os.environ | settings, cwd=ROOT, capture_output=True, text=True, timeout=850)
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    found = interpreted(case, tmp_path)
     assert len(found["errors"]) == (2 if case in ("bfloat16", "capped") else 28)
     wrong = {name: errors for name, errors in found["errors"].items() if not all(x < tolerance for x in errors)}
     assert not wrong, wrong

@@ -299,14 +299,14 @@ def test_weight_gradients_that_wait_free_nothing_of_blocks_on_the_host() -> None
 
 
 def test_the_loss_takes_all_tokens_where_their_logits_are_small_and_else_a_power_of_two() -> None:
-    """131,072 tokens on 8 ranks, 152 k rows: whole logits would take 14 GiB and more, chunks fit into one."""
+    """131,072 tokens on 8 ranks, 152 k rows: whole logits would take 5 GiB, chunks fit into one."""
     chosen = {n: loss_chunk_tokens(config_of(seq_length=n, vocab_size=16_384)) for n in (4096, 8192, 8193, 12288)}
     assert chosen == {4096: 0, 8192: 0, 8193: 8192, 12288: 8192}
     assert [loss_chunk_tokens(config_of(**LONG, **{TP: tp})) for tp in (1, 8)] == [512, 4096]
     assert loss_chunk_tokens(config_of(vocab_size=2**30)) == 1
     assert [loss_chunk_tokens(config_of(**{LOSS_CHUNK: n})) for n in (0, 7)] == [0, 7]
     whole = memory.head_work(config_of(**LONG, **{LOSS_CHUNK: 0}))
-    assert memory.head_work(config_of(**LONG)) < 2**30 < whole / 14
+    assert memory.head_work(config_of(**LONG)) < 2**30 < whole / 5
 
 
 def test_the_tables_gradient_counts_on_the_last_stage_wide_where_chunks_add_to_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.layers import table as layers
 from megacp.core.models.init import initialise, unsharded
+from megacp.core.tensor_parallel import vocabulary
 from megacp.core.tensor_parallel.linear import LinearOptions
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable, cross_entropy
 from tests.ranks import grid, run_ranks
@@ -190,18 +192,22 @@ def test_halves_narrowed_in_place_are_those_of_a_copy(chunk: int) -> None:
     assert (table.weight.grad.double() - expected).norm() / expected.norm() < 2**-7
 
 
-def extreme_losses(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Loss and gradient of logits whose exponentials overflow, columns split over tp."""
+def extreme_losses(rank: int, world_size: int, dtype: torch.dtype, compiled: bool) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of logits whose exponentials overflow, columns split over tp; by CUDA's passes, uncompiled."""
     tp = grid(tp=world_size).tp
     mine = (randn(8, 16, seed=3) * 300).to(dtype).chunk(world_size, 1)[rank].contiguous()
     scale = torch.ones(8, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    losses = cross_entropy(mine, torch.arange(8) * 2, rank * 16 // world_size, tp, scale)
+    with mock.patch.object(vocabulary, "is_compiled", lambda x: compiled):
+        losses = cross_entropy(mine, torch.arange(8) * 2, rank * 16 // world_size, tp, scale)
     assert mine.dtype == dtype
     return losses, all_gather(mine.t().contiguous(), tp).t()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["on a CPU", "on CUDA"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(dtype: torch.dtype) -> None:
+def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(
+    dtype: torch.dtype, compiled: bool
+) -> None:
     logits = (randn(8, 16, seed=3) * 300).to(dtype).double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(logits, torch.arange(8) * 2, reduction="none")
     expected.sum().backward()
@@ -209,7 +215,7 @@ def test_large_logits_do_not_overflow_and_half_precision_is_computed_in_fp32(dty
     # The rounded logits are the input here: losses carry fp32's 2^-24 of values near 600, gradients their own rounding.
     loss_tolerance = 1e-12 if dtype == torch.float64 else 2e-4
     gradient_tolerance = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}[dtype]
-    for losses, gradient in run_ranks(extreme_losses, 2, dtype):
+    for losses, gradient in run_ranks(extreme_losses, 2, dtype, compiled):
         assert losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert (losses.double() - expected.detach()).abs().max() < loss_tolerance
         assert (gradient.double() - logits.grad).abs().max() < gradient_tolerance

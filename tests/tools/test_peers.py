@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.peers.comparison import Opponents, other_losses, over_best, peers_part, speed_table
 from bench.peers.grids import GRIDS, PEERS, Peer
@@ -69,6 +70,16 @@ def test_every_cell_of_the_table_names_a_grid_and_a_script_that_exist() -> None:
     for grid in GRIDS.values():
         axes = grid.axes()
         assert axes["dp"] * axes["tp"] * axes["pp"] * axes["cp"] == grid.ranks
+
+
+def test_peers_take_one_sequence_at_a_time_as_ours() -> None:
+    work = runpy.run_path(str(TOOLS / "peers" / "stepping.py"))["Work"]
+    axes = {"dp": 1, "tp": 1, "pp": 1, "cp": 4}
+    rank = work(2, 4, axes, {}, {}, Path(), sequences=4, length=8, before=0)
+    tokens = torch.arange(32).view(4, 8)
+    parts = rank.microbatches(tokens, tokens + 1)
+    assert [ids.shape for ids, _ in parts] == [(1, 8)] * 4
+    assert torch.equal(torch.cat([labels for _, labels in parts]), tokens + 1)
 
 
 def row(speed: float, losses: list[float]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Flags:
             pipeline_parallel_degree=axes["pp"],
             context_parallel_degree=axes["cp"],
             pipeline_parallel_schedule=work.options.get("schedule", "1F1B"),
-            pipeline_parallel_microbatch_size=work.options.get("microbatch", 1),
+            pipeline_parallel_microbatch_size=1,
             spmd_backend="partial_dtensor",
         )
 

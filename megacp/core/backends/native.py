@@ -22,6 +22,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.distributed.grid import ProcessGrid, single_axis
+from megacp.core.distributed.launch import keep_in_heap
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
 from megacp.core.ops.kernel import Heads
 from megacp.core.ops.kernels import kernel_name
@@ -39,6 +40,8 @@ from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, ada
 from megacp.core.tensor_parallel.vocabulary import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
+STATE_TEMPORARIES = 32 << 20
+"""Bytes below which what a rule with a state makes on its way stays in a CPU's heap: the most that glibc takes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -219,6 +222,8 @@ class NativeBackend:
     def states(self, rule: Rule) -> StateTransport:
         """What moves the states of a layer over the ranks of a row."""
         device = self.options.device
+        if device.type == "cpu":
+            keep_in_heap(STATE_TEMPORARIES)
         fused = fused_mover(rule, device.type, self.dtype)
         if fused:
             self.tell("states: flash-linear-attention's")

@@ -12,6 +12,7 @@ Letters: `t` tokens of this rank, `C` of a chunk; a state is `[K, V]` a head, as
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ from megacp.core.context_parallel.state_plan import CrossingPlan, chunks_of, cro
 from megacp.core.distributed.collectives import Pending, start_all_gather
 from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.ops.device import to_device
+from megacp.core.large_blocks import LARGE
+from megacp.core.ops.device import is_compiled, to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import (
@@ -191,7 +193,14 @@ def recur(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) ->
 
     Differentiable in the inputs. One message in forward and one in backward, where paths cross ranks.
     """
-    return _Recurrence.apply(rule, _states_on(plan, inputs[0].device), axis, *inputs)
+    states = _states_on(plan, inputs[0].device)
+    large = max(x.numel() * x.element_size() for x in inputs) >= LARGE
+    if states.crossing.most_exits or not large or is_compiled(inputs[0]):
+        return _Recurrence.apply(rule, states, axis, *inputs)
+    # heads know nothing of each other: on a CPU, key head by key head, what the rule makes on its way stays small
+    parts = math.gcd(*(x.shape[1] for x in inputs))
+    chunks = zip(*(x.chunk(parts, 1) for x in inputs), strict=True)
+    return torch.cat([_Recurrence.apply(rule, states, axis, *part) for part in chunks], 1)
 
 
 def recur_by_heads(

@@ -31,7 +31,7 @@ from megacp.core.distributed.grid import Axis, ProcessGrid, build_grid, connect
 from megacp.core.large_blocks import BLOCKS, LARGE
 from megacp.core.storage.wording import listed
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREE_TOP = -1, -3, 64 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""
 _READING_SECONDS = 5.0  # that rank 0 stays for the others to read what it said: its process may hold the store
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -119,13 +119,21 @@ def set_defaults(values: Mapping[str, str]) -> None:
 def steady_heap() -> None:
     """Give large CPU tensors memory maps of their own; those of our own functions are used again (`large_blocks`).
 
-    In glibc's heap gloo's small blocks keep freed outputs from being used again. To set one option fixes the other one
-    at 128 KiB, and most pages of a step would be cleared anew.
+    In glibc's heap gloo's small blocks keep freed outputs from being used again.
     """
     BLOCKS.active = True
+    keep_in_heap(LARGE)
+
+
+def keep_in_heap(largest: int) -> None:
+    """Let the C library use again what tensors below these bytes let go of; larger ones get memory maps.
+
+    What is free at the heap's end stays there too, up to sixteen of them: to set one of glibc's options fixes the other
+    one at 128 KiB, and most pages of a step would be cleared anew.
+    """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGE)
-        mallopt(_M_TRIM_THRESHOLD, _FREE_TOP)
+        mallopt(_M_MMAP_THRESHOLD, largest)
+        mallopt(_M_TRIM_THRESHOLD, 16 * largest)
 
 
 def trim_heap() -> None:

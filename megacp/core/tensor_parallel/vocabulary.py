@@ -25,6 +25,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
 from megacp.core.large_blocks import empty, large_product, zeros
 from megacp.core.layers.table import Tensor
+from megacp.core.ops.device import fused, is_compiled
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import LinearOptions, column_product
 
@@ -52,29 +53,54 @@ class TableSpec:
     """Whether the gradient norm counts it: one of two tied copies is counted."""
 
 
+@fused
+def _read(logits: torch.Tensor, index: torch.Tensor, elsewhere: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-sum-exp and target logit of each row `[t]`, 0 where another rank has it: one pass, without a wide copy."""
+    wide = logits.to(accumulation_dtype(logits.dtype))
+    # written out, as torch's compiler then finds the highest and the sum in one loop
+    highest = wide.amax(-1, keepdim=True)
+    total = (wide - highest).exp().sum(-1, keepdim=True)
+    return (highest + total.log())[:, 0], wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)
+
+
+@fused
+def _write_gradient(logits: torch.Tensor, local: torch.Tensor, lse: torch.Tensor, scale: torch.Tensor) -> None:
+    """Overwrite logits with `(softmax - 1 at the label) * scale`: one pass. A label elsewhere equals no column."""
+    softmax = torch.exp(logits.to(lse.dtype) - lse[:, None])
+    column = torch.arange(logits.shape[1], device=logits.device)
+    logits.copy_((softmax - (column == local[:, None]).to(lse.dtype)) * scale[:, None])
+
+
 def cross_entropy(
     logits: torch.Tensor, labels: torch.Tensor, first: int, axis: Axis, scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Loss per token, `[t]` in fp32 or wider, replicated over tp; the logits are overwritten.
 
-    Ranks share two numbers per token, the log-sum-exp and the target logit of their columns, in one all-gather.
+    Ranks share two numbers per token, the log-sum-exp and the target logit of their columns, in one all-gather. On CUDA
+    logits are read in one compiled pass and become their gradient in another, on a CPU exponentials are kept between.
 
     `logits[t, v]` are this rank's true columns, the first of which is global index `first`; `labels[t]` int64 are
     global indices. With `scale[t]`, as wide, the logits become the gradient of `sum(scale * losses)`, else scratch.
     """
-    wide = logits.to(accumulation_dtype(logits.dtype))  # [t, v]: the logits themselves, or a copy of halves
     local = labels - first
     elsewhere = (local < 0) | (local >= logits.shape[1])  # [t]: the label's column is on another rank, or on none
     index = local.masked_fill(elsewhere, 0)[:, None]  # [t, 1]
-    if logits.shape[1]:
+    compiled = is_compiled(logits)
+    if not logits.shape[1]:  # this rank holds no true row of the vocabulary
+        target = logits.new_zeros(labels.shape, dtype=accumulation_dtype(logits.dtype))
+        lse = torch.full_like(target, -torch.inf)
+    elif compiled:
+        lse, target = _read(logits, index, elsewhere)
+    else:
+        wide = logits.to(accumulation_dtype(logits.dtype))  # [t, v]: the logits themselves, or a copy of halves
         target = wide.gather(1, index)[:, 0].masked_fill(elsewhere, 0.0)  # [t], 0 on the other ranks
         highest = wide.amax(-1)
         lse = highest + wide.sub_(highest[:, None]).exp_().sum(-1).log()  # [t, v] -> [t], of these columns
-    else:  # this rank holds no true row of the vocabulary
-        target, lse = wide.new_zeros(labels.shape), wide.new_full(labels.shape, -torch.inf)
     shared = collectives.all_gather(torch.stack([lse, target])[None], axis)  # [1, 2, t] -> [tp, 2, t]
     lse, target = torch.logsumexp(shared[:, 0], 0), shared[:, 1].sum(0)  # [tp, t] -> [t], of all columns
-    if scale is not None and logits.shape[1]:
+    if scale is not None and logits.shape[1] and compiled:
+        _write_gradient(logits, local, lse, scale)
+    elif scale is not None and logits.shape[1]:
         wide.mul_((scale * torch.exp(highest - lse))[:, None])  # softmax, scaled: the exponentials are there already
         wide.scatter_add_(1, index, (-scale).masked_fill(elsewhere, 0.0)[:, None])  # minus 1 at the label, scaled
         if wide is not logits:
