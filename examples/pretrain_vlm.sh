@@ -7,10 +7,10 @@
 #
 # Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/pretrain_vlm.sh --dry-run --world-size 8
 # (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation)
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=full                                31.8 GiB
-#    8 GPUs  TP=2 CP=4 RECOMPUTE=full                                42.1 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=full                                33.1 GiB
+#    8 GPUs  TP=2 CP=4 RECOMPUTE=full                                43.4 GiB
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=selective                           56.4 GiB
-#    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       33.7 GiB
+#    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.7 GiB
 #    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  69.7 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."

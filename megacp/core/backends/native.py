@@ -21,6 +21,7 @@ from megacp.core.context_parallel.fused_states import FUSED, fused_mover, linear
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
+from megacp.core.context_parallel.transport import Call, at_once
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
 from megacp.core.ops.kernel import Heads
@@ -211,9 +212,10 @@ class NativeBackend:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Call = at_once,
     ) -> torch.Tensor:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]`, `sinks[heads/tp]` -> `[t, heads/tp, d]`."""
-        return self.transport.attend(q, k, v, plan, scale, sinks)
+        return self.transport.attend(q, k, v, plan, scale, sinks, call)
 
     def states(self, rule: Rule) -> StateTransport:
         """What moves the states of a layer over the ranks of a row."""

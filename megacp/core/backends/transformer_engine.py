@@ -30,6 +30,7 @@ from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.transport import Call, at_once
 from megacp.core.distributed.grid import Axis, ProcessGrid, connect
 from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
@@ -379,18 +380,19 @@ class TransformerEngineBackend(NativeBackend):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Call = at_once,
     ) -> torch.Tensor:
         """The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:
-            return super().attention(q, k, v, plan, scale, sinks)
+            return super().attention(q, k, v, plan, scale, sinks, call)
         sequences = self.packed.sequences(plan)
         if isinstance(sequences, str):
             self.tell(f"attention: ours for some rows, {sequences}")
-            return super().attention(q, k, v, plan, scale, sinks)
+            return super().attention(q, k, v, plan, scale, sinks, call)
         self.tell("attention: Transformer Engine's fused one for causal packs")
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
-            return self.packed(q, k, v, plan, sequences)
+            return self.packed(q, k, v, plan, sequences, call)
 
     def prepare(self, plan: AttentionPlan) -> None:
         if self.packed is None or isinstance(self.packed.sequences(plan), str):

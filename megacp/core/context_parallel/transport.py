@@ -8,7 +8,7 @@ differ only in `kv_blocks`, the order in which keys come by. `a2a.py` moves head
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +37,15 @@ KVBlocks = Generator[KVBlock, torch.Tensor | None, torch.Tensor | None]
 gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
 
 
+Call = Callable[..., torch.Tensor]
+"""`call(function, q, k, v)` is `function(q, k, v)`, or what it gave when its block was computed the first time."""
+
+
+def at_once(function: Call, *inputs: torch.Tensor) -> torch.Tensor:
+    """The `Call` that just calls."""
+    return function(*inputs)
+
+
 class Transport(Protocol):
     """Attention over the tokens of a cp axis; tensors are sharded over it by the plan."""
 
@@ -50,6 +59,7 @@ class Transport(Protocol):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Call = at_once,
     ) -> torch.Tensor:
         """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
 
@@ -94,10 +104,11 @@ class KeysToQueries(ABC):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Call = at_once,
     ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return _AttendBlocks.apply(q, k, v, sinks, self, plan, scale)
+        return call(lambda q, k, v: _AttendBlocks.apply(q, k, v, sinks, self, plan, scale), q, k, v)
 
 
 class _AttendBlocks(torch.autograd.Function):
@@ -176,11 +187,12 @@ class WholeAttention(LocalAttention):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Call = at_once,
     ) -> torch.Tensor:
         if sinks is not None:  # they are merged by the log-sum-exp
-            return super().attend(q, k, v, plan, scale, sinks)
+            return super().attend(q, k, v, plan, scale, sinks, call)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return self.kernel.whole(q, k, v, plan.table_of_row, scale)
+        return call(lambda q, k, v: self.kernel.whole(q, k, v, plan.table_of_row, scale), q, k, v)
 
 
 class DenseAttention:
@@ -204,6 +216,7 @@ class DenseAttention:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Call = at_once,
     ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
         return dense_attention(q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap)

@@ -20,10 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.transport import Call
 from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import to_device
@@ -32,7 +34,7 @@ from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, 
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 Attend = Callable[..., torch.Tensor]
-"""q, k, v `[patches, heads/tp, d]` to the same shape."""
+"""q, k, v `[patches, heads/tp, d]` and a `Call` -> the same shape."""
 
 
 class VisionBlock(nn.Module):
@@ -59,9 +61,10 @@ class VisionBlock(nn.Module):
         """Run the block under the recompute granularity it was built with."""
         return run_block(self._body, self.recompute, x, attend)
 
-    def _body(self, x: torch.Tensor, attend: Attend, save: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def _body(self, x: torch.Tensor, attend: Attend, save: Save) -> torch.Tensor:
         qkv = self.qkv(save(self.attention_norm, x)).split(self.widths, -1)
-        x = x + self.output(attend(*(part.unflatten(-1, (-1, self.head_dim)) for part in qkv)).flatten(1))
+        attended = attend(*(part.unflatten(-1, (-1, self.head_dim)) for part in qkv), save.results)
+        x = x + self.output(attended.flatten(1))
         return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
 
 
@@ -86,10 +89,11 @@ class VisionTower(Tower):
         super().__init__(config, model, backend, recompute)
         self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
         """All patches of a crop see each other."""
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
+        # without `call`: a tenth of what the block's products cost, less than the memory is worth
         return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(0, 1)
 
     def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
@@ -162,8 +166,8 @@ class GridTower(Tower):
         cos, sin = (part.to(device) for part in cos_sin(*angles, self.backend.dtype))
         plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
-            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
+            return self.backend.local_transport.attend(q, k, v, plan, self.scale, call=call)
 
         return attend
