@@ -21,10 +21,9 @@ from megacp.core.context_parallel.fused_states import FUSED, fused_mover, linear
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
-from megacp.core.context_parallel.transport import Call, at_once
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Call, Heads, at_once
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
 from megacp.core.ops.recurrence import Rule

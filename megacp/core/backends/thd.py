@@ -16,7 +16,6 @@ import torch
 
 from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import Call, at_once
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.mask import Metadata, Reach, once
@@ -159,8 +158,6 @@ class PackedAttention:
         """What the selector of its kernels is given about context parallelism."""
         self.windows = cp.size == 1 or comm_type in ("a2a", "all_gather")
         """Whether rows may have a sliding window."""
-        self.keeps = cp.size == 1 or comm_type in ("p2p", "all_gather")
-        """Whether it saves q, k and v of this rank's tokens, not of its heads, four times what a result is."""
         if cp.size == 1:
             return
         groups: Any = cp.group
@@ -185,7 +182,7 @@ class PackedAttention:
         return thd_sequences(plan)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, sequences: Sequences, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, sequences: Sequences
     ) -> torch.Tensor:
         """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways."""
         lengths, places = _bounds_on(sequences, q.device)
@@ -193,8 +190,10 @@ class PackedAttention:
         empty = _padding_on(plan, q.device)
         if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
-        attention = functools.partial(
-            self.attention,
+        out = self.attention(
+            query_layer=q,
+            key_layer=k,
+            value_layer=v,
             qkv_format="thd",
             cu_seqlens_q=lengths,
             cu_seqlens_kv=lengths,
@@ -204,8 +203,5 @@ class PackedAttention:
             max_seqlen_kv=longest,
             attn_mask_type="padding_causal",
             window_size=window_of(plan.reach.window),
-        )
-        call = call if self.keeps else at_once
-        out = call(lambda q, k, v: attention(query_layer=q, key_layer=k, value_layer=v), q, k, v)
-        out = out.view(q.shape)  # [t, heads * d] -> [t, heads, d]
+        ).view(q.shape)  # [t, heads * d] -> [t, heads, d]
         return out if empty is None else out.index_fill(0, empty, 0.0)

@@ -30,12 +30,11 @@ from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import Call, at_once
 from megacp.core.distributed.grid import Axis, ProcessGrid, connect
 from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.layers.stack import layers_of
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Call, Heads, at_once
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
@@ -392,7 +391,7 @@ class TransformerEngineBackend(NativeBackend):
         self.tell("attention: Transformer Engine's fused one for causal packs")
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
-            return self.packed(q, k, v, plan, sequences, call)
+            return self.packed(q, k, v, plan, sequences)
 
     def prepare(self, plan: AttentionPlan) -> None:
         if self.packed is None or isinstance(self.packed.sequences(plan), str):

@@ -18,10 +18,10 @@ import math
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import Call, Transport, at_once
+from megacp.core.context_parallel.transport import Transport
 from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Call, Heads, at_once
 
 
 class HeadsForSequence:

@@ -8,7 +8,7 @@ differ only in `kv_blocks`, the order in which keys come by. `a2a.py` moves head
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Protocol
 
 import torch
@@ -18,11 +18,13 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import (
+    Call,
     Heads,
     Kernel,
     Saved,
     WholeKernel,
     accumulation_dtype,
+    at_once,
     empty_partial,
     merge_sinks,
     sinks_gradient,
@@ -35,15 +37,6 @@ KVBlock = tuple[torch.Tensor, torch.Tensor, TileTable]
 KVBlocks = Generator[KVBlock, torch.Tensor | None, torch.Tensor | None]
 """Yields every `KVBlock`. In backward it is sent the gradient `dkv[m, 2, groups, d]` of each block, and returns the
 gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both are None."""
-
-
-Call = Callable[..., torch.Tensor]
-"""`call(function, q, k, v)` is `function(q, k, v)`, or what it gave when its block was computed the first time."""
-
-
-def at_once(function: Call, *inputs: torch.Tensor) -> torch.Tensor:
-    """The `Call` that just calls."""
-    return function(*inputs)
 
 
 class Transport(Protocol):
@@ -192,7 +185,7 @@ class WholeAttention(LocalAttention):
         if sinks is not None:  # they are merged by the log-sum-exp
             return super().attend(q, k, v, plan, scale, sinks, call)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return call(lambda q, k, v: self.kernel.whole(q, k, v, plan.table_of_row, scale), q, k, v)
+        return self.kernel.whole(q, k, v, plan.table_of_row, scale, call)
 
 
 class DenseAttention:

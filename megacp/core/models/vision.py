@@ -25,10 +25,10 @@ from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import Call
 from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import to_device
+from megacp.core.ops.kernel import Call
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
