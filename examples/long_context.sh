@@ -5,18 +5,19 @@
 # causal, are causal: COMM=p2p LAYOUT=zigzag_document then runs Transformer Engine's fused attention with its ring
 # (COMM=a2a and all_gather work too).
 #
-# Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/long_context.sh --dry-run --world-size 8
-# (not measured on a GPU). SHARD=optim_grads_params shares parameters and gradients over dp x cp: no tp is needed.
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=full                           53.9 GiB
+# Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params bash examples/long_context.sh --dry-run --world-size 8
+# (not measured on a GPU). The first row is the default: parameters and gradients are shared over dp x cp, and nothing
+# waits for tensor parallelism.
 #    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  36.7 GiB
-#            weights 4.03, gradients 4.03, optimizer 8.07, unreduced 2.41, activations 14.5, block 2.85, head 3.13 GiB
+#            weights 4.03, gradients 4.03, optimizer 8.07, table 5.26, activations 14.5, block 2.85, head 3.13 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim               53.9 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}
-TP=${TP:-4}
-CP=${CP:-2}
+TP=${TP:-1}
+CP=${CP:-8}
 RECOMPUTE=${RECOMPUTE:-full}
-SHARD=${SHARD:-optim}
+SHARD=${SHARD:-optim_grads_params}
 OFFLOAD=${OFFLOAD:-0}
 MLP=${MLP:-0}
 SEQ=${SEQ:-131072}

@@ -5,20 +5,21 @@
 # Engine is installed, its linears, norms and optimizer are used (--transformer-impl auto). For several machines see
 # examples/slurm/pretrain_vlm.sbatch.
 #
-# Memory of one rank, estimated by: TP=4 CP=2 RECOMPUTE=full bash examples/pretrain_vlm.sh --dry-run --world-size 8
-# (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation)
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=full                                33.1 GiB
-#    8 GPUs  TP=2 CP=4 RECOMPUTE=full                                43.4 GiB
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=selective                           56.4 GiB
+# Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params bash examples/pretrain_vlm.sh --dry-run --world-size 8
+# (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation). The first row is the default: nothing waits
+# for tensor parallelism, gathers of full sharding hide behind products, and no block is computed again whole.
+#    8 GPUs  TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params  46.5 GiB
+#    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  71.2 GiB
 #    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.7 GiB
-#    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  69.7 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=selective SHARD=optim               56.4 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim                    33.1 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}
-TP=${TP:-4}
-CP=${CP:-2}
-RECOMPUTE=${RECOMPUTE:-full}
-SHARD=${SHARD:-optim}
+TP=${TP:-1}
+CP=${CP:-8}
+RECOMPUTE=${RECOMPUTE:-selective}
+SHARD=${SHARD:-optim_grads_params}
 OFFLOAD=${OFFLOAD:-0}
 MLP=${MLP:-0}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}

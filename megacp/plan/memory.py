@@ -97,15 +97,20 @@ class StateMemory:
     """Sharded gradients of the microbatch before: a bucket under way, and this rank's part of it."""
     unreduced: int = 0
     """Gradients of the microbatch at work, before they are summed over the ranks."""
+    table: int = 0
+    """The head's gradient on its way under full sharding, and what stands beside it."""
     update: int = 0
     """Gradients summed over instances, and updated parameters on their way."""
     saved: int = 0
     """Shards in the model's dtype, for a checkpoint."""
 
 
-def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kept: int, whole: int) -> StateMemory:
+def stage_state(
+    config: RunConfig, chunks: Sequence[range], world_size: int, kept: int, whole: int, last_work: int
+) -> StateMemory:
     """The state of a rank. `kept` are the bytes of a block's activations that backward has let go of when the block
     before it computes. `whole` are those of the block that is just done. In both places its gradients may stand.
+    `last_work` are the bytes that the last block's backward needs beyond what it keeps.
     """
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
     instances = config.parallel.num_distributed_optimizer_instances
@@ -139,9 +144,12 @@ def stage_state(config: RunConfig, chunks: Sequence[range], world_size: int, kep
             optimizer=share * kinds * wide,
             gathered=gathered * size,
             gathered_head=head * size,
-            # the first gradient of a block beside the head's wide copy; all of them with their own; that, until the
-            # next block's
-            unreduced=max(table * wide + down * size, block * (size + wide) - whole, block * wide - kept + down * size),
+            # all gradients of a block with their wide copy, which stays until those of the next block are all there
+            unreduced=max(0, block * (size + wide) - whole, block * wide - kept + down * size),
+            # beside the wide copy: what it was made from and this rank's part; then the last block at work
+            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + last_work)
+            if table
+            else 0,
             update=copies,
             saved=share * size * narrow,
         )
@@ -188,6 +196,7 @@ STATE = ("weights", "gradients", "optimizer")
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": (*STATE, "gathered", "sums", "activations", "messages"),
     "loss": (*STATE, "gathered_head", "sums", "activations", "messages", "head"),
+    "table": (*STATE, "gathered", "activations", "messages", "table"),
     "backward": (*STATE, "gathered", "sums", "unreduced", "activations", "messages", "block"),
     "vision": (*STATE, "gathered", "sums", "vision", "messages"),
     "optimizer": (*STATE, "update"),
@@ -295,11 +304,12 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
+    works = [block_work(config, block) for block in blocks]
     return RankMemory(
-        **vars(stage_state(config, chunks, world_size, layer, whole)),
+        **vars(stage_state(config, chunks, world_size, layer, whole, works[-1])),
         activations=activations,
         messages=messages * Share(config).residual * size,
-        block=max(block_work(config, block) for block in blocks) + (head_gradient(config) if shared else 0),
+        block=max(works) + (head_gradient(config) if shared else 0),
         vision=vision,
         head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),

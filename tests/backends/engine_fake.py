@@ -109,7 +109,7 @@ def faked() -> Iterator[None]:
             for module in modules:
                 patch.setattr(module, name, function, raising=False)
         for name, function in (("fused_attn_fwd", fused_attn_fwd), ("fused_attn_bwd", fused_attn_bwd)):
-            for module in (sys.modules[one] for one in (math.CONTEXT_PARALLEL, math.BACKENDS)):
+            for module in (sys.modules[one] for one in (math.CONTEXT_PARALLEL, math.BACKENDS, math.FUSED)):
                 patch.setattr(module, name, named(getattr(module, name), function))
         for module in (sys.modules[one] for one in (layers.LINEAR, layers.NORM_LINEAR, layers.NORM_MLP)):
             patch.setattr(module, "general_gemm", named(module.general_gemm, general_gemm))

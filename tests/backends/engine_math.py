@@ -24,6 +24,7 @@ from tests.backends.engine_stub import NEWEST, claimed_cuda, engine
 
 CONTEXT_PARALLEL = "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
 BACKENDS = "transformer_engine.pytorch.attention.dot_product_attention.backends"
+FUSED = "transformer_engine.pytorch.cpp_extensions.fused_attn"
 UTILS = "transformer_engine.pytorch.attention.dot_product_attention.utils"
 EXTENSION = "transformer_engine_torch"
 
@@ -330,7 +331,7 @@ def emulated(release: str = NEWEST, dtype: torch.dtype = torch.float64) -> Itera
             return [WaitsOnce(work) for work in send(*args)]
 
         patch.setattr(cp, "flash_attn_p2p_communicate", once)
-        for module in (cp, backends):
+        for module in (cp, backends, sys.modules[FUSED]):
             for stand_in in (fused_attn_fwd, fused_attn_bwd):
                 name = stand_in.__name__
                 patch.setattr(module, name, named(getattr(module, name), stand_in))

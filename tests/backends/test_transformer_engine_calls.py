@@ -27,15 +27,17 @@ from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.language import LanguageModelChunk
+from megacp.core.ops.kernels import select_kernel
 from megacp.core.optim.rules import AdamW
 from tests.backends.engine_layers import emulated_layers
-from tests.backends.engine_math import UTILS
+from tests.backends.engine_math import FUSED, UTILS
 from tests.backends.engine_stub import NEWEST, OLDER, engine, needs_engine, needs_release
 from tests.reference.sharded_toy import group_of
 
 pytestmark = needs_engine
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+REFUSED = ("2.10", "2.14")
 
 TARGETS = {
     "Linear": ("transformer_engine.pytorch", "Linear.__init__"),
@@ -50,6 +52,8 @@ TARGETS = {
     "fp8": ("transformer_engine.pytorch", "is_fp8_available"),
     "fp8 in blocks": ("transformer_engine.pytorch", "is_fp8_block_scaling_available"),
     "question": (UTILS, "AttentionParams.__init__"),
+    "forward": (FUSED, "fused_attn_fwd"),
+    "backward": (FUSED, "fused_attn_bwd"),
     "FusedAdam": ("transformer_engine.pytorch.optimizers", "FusedAdam.__init__"),
     "DelayedScaling": ("transformer_engine.common.recipe", "DelayedScaling.__init__"),
     "Float8CurrentScaling": ("transformer_engine.common.recipe", "Float8CurrentScaling.__init__"),
@@ -69,7 +73,7 @@ def spied(patch: pytest.MonkeyPatch, name: str, calls: list[Call]) -> inspect.Si
     def spy(*args: Any, **options: Any) -> Any:
         caller = Path(inspect.stack()[1].filename).name
         through_torch = caller == "module.py"  # nn.Module.__call__
-        if caller == "transformer_engine.py" or (through_torch and name == "attention"):
+        if caller in ("transformer_engine.py", "cudnn.py") or (through_torch and name == "attention"):
             calls.append((name, args[1:] if classes else args, options))
         return real(*args, **options)
 
@@ -99,6 +103,10 @@ def exercise(recipe: str, calls: list[Call], signatures: dict[str, inspect.Signa
         x = torch.zeros(4)
         x.grad = torch.ones(4)
         AdamW([group_of(x, 0.1)], TrainingConfig(), backend.adamw).update(0.1, 1.0)
+        if release not in REFUSED:
+            q = torch.zeros(35, 4, 8, dtype=torch.float64, requires_grad=True)
+            kernel = select_kernel("cudnn", torch.device("cuda"))
+            kernel.whole(q, q, q, batch.plan.table_of_row, 1.0).sum().backward()
         backend.recipe = backend_file.fp8_recipe(recipe, True)
         backend.precision()
         with backend_file.eight_bits_off():

@@ -248,11 +248,11 @@ def test_a_recipe_runs_and_fits_the_gpus_it_names(model: str, grid: str) -> None
     config = parse([*files, "--dry-run", "--world-size", str(gpus)])
     assert f"Dry run: {gpus} ranks" in dry_run(config)
     head, *commands = path.read_text().splitlines()[:3]
-    (gib,) = re.findall(r"(\d+) GiB", head)
+    gib, planned = re.findall(r"([\d.]+) GiB", head)
     needed = max(
         stage_memory(config, stage, chunks, gpus).total for stage, chunks in enumerate(stage_layers(config, gpus))
     )
-    assert needed <= 0.9 * float(gib) * 2**30, head
+    assert needed <= 0.9 * float(gib) * 2**30 and f"{needed / 2**30:.1f}" == planned, head
     build, start = (shlex.split(line.removeprefix("#")) for line in commands)
     made = preprocess.preprocess_parser().parse_args(build[2:])
     own = parse(start[start.index("--config") :])

@@ -1,6 +1,8 @@
-"""FlexAttention's fused kernel itself, against float64 on the CPU: `pytest -m gpu`."""
+"""FlexAttention's fused kernel itself, and cuDNN's, against float64 on the CPU: `pytest -m gpu`."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
@@ -8,9 +10,10 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
-from megacp.core.ops.kernel import Kernel, empty_partial
+from megacp.core.ops.kernel import Heads, Kernel, empty_partial
 from megacp.core.ops.kernels import kernel_problem, select_kernel
 from megacp.core.ops.mask import Metadata, allowed, tile_table
+from tests.backends.test_transformer_engine_attention import Case, by_parts, whole_row
 from tests.ops.test_flex import mask_of, split
 from tests.ops.test_kernels import by_autograd, by_tiles
 from tests.reference.packs import metadata, random_batch
@@ -116,3 +119,17 @@ def test_a_layer_is_differentiated_through_the_kernel(transport: type[LocalAtten
     exact = by_autograd([x.double() for x in tensors], allowed(meta, meta), 0.2)
     for got, expected in zip((out.detach(), q.grad, k.grad, v.grad), exact, strict=True):
         assert (got.cpu().double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 2, 128), Heads(4, 4, 64)])
+def test_cudnns_kernel_is_near_float64_in_one_call_and_in_parts(heads: Heads) -> None:
+    problem = kernel_problem("cudnn", "cuda", "bfloat16")
+    if problem:
+        pytest.skip(problem)
+    told: list[str] = []
+    kernel = select_kernel("cudnn", torch.device("cuda"), tell=told.append)
+    case = Case((700, 60, 1, 300), 9, layout="zigzag", heads=heads, dtype=torch.bfloat16)
+    wholes = [whole_row(kernel, "cuda", heads, torch.bfloat16, window) for window in (0, 17)]
+    for found, exact in itertools.chain(by_parts(kernel, "cuda", case, 3), *wholes):
+        assert (found - exact).abs().max() < 4e-2 * exact.abs().max()
+    assert set(told) == {"attention: cuDNN's for documents under the causal rule"}, told

@@ -46,7 +46,6 @@ from torch.utils._pytree import tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 from megacp.core.ops import flex  # noqa: E402
-from megacp.core.ops.kernel import at_once  # noqa: E402
 from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
 from megacp.core.ops.tile_kernels import MathKernel  # noqa: E402
 from tests.ops.test_flex import split  # noqa: E402
@@ -210,7 +209,7 @@ def errors(found: Tensors, exact: Tensors) -> list[float]:
 
 def differentiated(kernel: flex.FlexKernel, tensors: list[torch.Tensor], table: TileTable, scale: float) -> Tensors:
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
-    out = kernel.whole(q, k, v, table, scale, at_once)
+    out = kernel.whole(q, k, v, table, scale)
     return out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3])
 
 

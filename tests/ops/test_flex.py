@@ -371,10 +371,11 @@ def test_on_cuda_a_rank_with_all_keys_takes_the_whole_row_at_once() -> None:
 
 def test_flash_attention_4_is_refused_where_it_is_not_installed_or_too_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flex, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--attention-kernel flex_flash needs FlashAttention 4: pip install flash-att"):
+    with pytest.raises(ValueError, match="--attention-kernel flex_flash: .*: pip install flash-attn-4"):
         kernel_name("flex_flash", "cuda", "bfloat16")
     monkeypatch.setattr(flex, "find_spec", lambda name: object())
     assert kernel_name("flex_flash", "cuda", "bfloat16") == "flex_flash"
+    assert isinstance(select_kernel("flex_flash", torch.device("cuda")), flex.FlexKernel)
     with pytest.raises(
         ValueError, match="--attention-kernel flex_flash is for --dtype bfloat16, this run has --dtype f"
     ):

@@ -272,6 +272,21 @@ def test_two_blocks_are_whole_at_once_and_two_chunks_of_a_pipeline() -> None:
     assert first.gathered == first.gathered_head == 4 * (4 * block + table)
 
 
+def test_the_heads_gradient_is_gone_before_the_largest_block_where_that_is_not_the_last() -> None:
+    """bfloat16, 8 ranks: the table's gradient, a copy in fp32 and this rank's part; the first layers have states."""
+    flags = {"data_parallel_sharding_strategy": "optim_grads_params", "untie_embeddings_and_output_weights": True}
+    table, tokens = 4096 * 256 + 256, {"seq_length": 64, "dtype": "bfloat16", "recompute_granularity": "full"}
+    terms = stage(config_of(**flags, **tokens), 8)
+    assert terms.table == 4 * table + 2 * 4096 * 256 + table // 8 * 4
+    states = {**QWEN3_5, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    longer = config_of(**{**states, **flags, **tokens, "seq_length": 4096})
+    first, last = (activations.block_work(longer, layer) for layer in (0, 7))
+    down = 2 * longer.model.ffn_hidden_size * longer.model.hidden_size
+    long, heads = stage(longer, 8), 4 * (4097 * longer.model.hidden_size)
+    assert first == long.block > last and long.table == heads + last + down
+    assert long.peaks["backward"] < long.peaks["table"] - last + first
+
+
 def test_weight_gradients_that_wait_free_nothing_of_blocks_on_the_host() -> None:
     for offload, on_device in ((0.0, 4), (4.0, 2)):
         stages = {PP: 2, "global_batch_size": 4, "activation_offload": offload}

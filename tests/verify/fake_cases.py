@@ -58,6 +58,7 @@ ENGINE = {
     "engine all_gather": "--context-parallel-size 4 --cp-comm-type all_gather --recompute-granularity selective",
     "engine a2a": f"{TP} --context-parallel-size 4 --cp-comm-type a2a --recompute-granularity full",
     "engine a2a+p2p": f"{CASES['a2a+p2p']} --mlp-chunk-tokens 1024",
+    "engine kv_exchange": f"{CP} --cp-comm-type kv_exchange",  # cuDNN's kernel in our transport
 }
 """On Transformer Engine's own Python files, with packs of causal documents."""
 

@@ -130,7 +130,10 @@ class NativeBackend:
         hierarchy = parallel.hierarchical_context_parallel_sizes or ()
         kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
         self.row_axis = row_axis(grid, parallel)
-        self.transport = select_transport(parallel.cp_comm_type, kernel, self.row_axis, grid.device, hierarchy)
+        self._told: set[str] = set()
+        self._untold: list[str] = []
+        to = (self.row_axis, grid.device, hierarchy)
+        self.transport = select_transport(parallel.cp_comm_type, kernel, *to, tell=self.tell)
         self.local_transport = select_transport("p2p", kernel, single_axis("one"), grid.device)
         """Transport of tokens that a rank has to itself: patches."""
         keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
@@ -142,8 +145,6 @@ class NativeBackend:
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
         heads, groups = model.num_attention_heads // grid.tp.size, model.query_groups // grid.tp.size
         self._heads = Heads(heads, groups, model.head_dim)
-        self._told: set[str] = set()
-        self._untold: list[str] = []
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""

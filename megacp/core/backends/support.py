@@ -9,16 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megacp.core.config.run import RunConfig
+from megacp.core.ops.cudnn import WIDEST_HEAD
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Transports of Transformer Engine; a cp axis of one rank needs none."""
 FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
 """Both sides of every 8-bit product, tokens included, are multiples of this. Other widths of `blockwise` would be
 gathered and multiplied in 16 bits.
-"""
-WIDEST_HEAD = 128
-"""Above it cuDNN's backward of packed rows is not right, its selector says nothing: cuDNN 9.19 made gradients of q, k
-and v ten million times too large on an H200, of heads of 256.
 """
 
 

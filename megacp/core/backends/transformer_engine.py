@@ -7,17 +7,14 @@ row with another mask or order than its attention takes uses our transports, and
 Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused modules store the
 outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
 
-The only file that imports transformer_engine, inside functions. Arguments go by keyword, because releases insert
-parameters in the middle; tests bind every call to the real signatures.
+Only this file and ops/cudnn.py import transformer_engine, inside functions. Arguments go by keyword, because releases
+insert parameters in the middle; tests bind every call to the real signatures.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import re
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from megacp.core.distributed.grid import Axis, ProcessGrid, connect
 from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.layers.stack import layers_of
+from megacp.core.ops.cudnn import engine_problem, selector_refusal
 from megacp.core.ops.kernel import Call, Heads, at_once
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
@@ -48,25 +46,12 @@ SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2
 """Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming another kernel; one
 is read when the package is imported. By the third the ring's messages use the group's communicator, not each pair's.
 """
-LEAST_RELEASE = (2, 18)
-"""The first whose fused attention takes packed rows (thd) under `all_gather`; under `a2a` 2.10 does, under `a2a+p2p`
-2.19, which the selector of 2.18 says itself. 2.18 is also the first FusedAdam to bear empty tensors.
-"""
 
 
 def package_problem() -> str | None:
     """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
-    if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install -e '.[gpu]' in an environment that has CUDA torch"
     set_defaults(SETTINGS)
-    try:
-        import transformer_engine.pytorch
-    except (ImportError, OSError, RuntimeError, AssertionError) as error:
-        return f"Transformer Engine is installed but cannot be imported: {type(error).__name__}: {error}"
-    found = transformer_engine.__version__
-    if tuple(map(int, re.findall(r"\d+", found)[:2])) < LEAST_RELEASE:
-        return f"Transformer Engine is {found}, {'.'.join(map(str, LEAST_RELEASE))} is the least"
-    return None
+    return engine_problem()
 
 
 def fp8_problem(name: str) -> str | None:
@@ -198,20 +183,14 @@ def selector_problem(
     for length in (longest, min(longest, 2 * tokens // 3)) if deterministic else (longest,):
         length = -(-length // least) * least
         count = 1 + max(0, tokens - length) // least
-        refusal = _selector_refusal(
+        refusal = selector_refusal(
+            heads,
             qkv_dtype=dtype,
-            qkv_layout="thd_thd_thd",
             batch_size=count,
-            num_heads=heads.heads,
-            num_gqa_groups=heads.groups,
             **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), length),
             **dict.fromkeys(("num_tokens_q", "num_tokens_kv"), max(tokens, length) // packed.cp["cp_size"]),
-            **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
             attn_mask_type="padding_causal",
             window_size=window_of(window),
-            bottom_right_diagonal=False,
-            core_attention_bias_shape=None,
-            core_attention_bias_requires_grad=False,
             pad_between_seqs=True,
             deterministic=deterministic,
             softmax_scale=packed.scale,
@@ -220,30 +199,6 @@ def selector_problem(
         if refusal is not None:
             return f"Transformer Engine has no kernel for rows (sequences {count}, longest {length}): {refusal}"
     return None
-
-
-def _selector_refusal(**asked: Any) -> str | None:
-    """What the selector says against its fused kernel, which it logs below the level that is shown; None: it takes it.
-
-    A release that does not know a field does not ask about it.
-    """
-    from transformer_engine.pytorch.attention.dot_product_attention import utils
-
-    known = {name: value for name, value in asked.items() if name in utils.AttentionParams.__dataclass_fields__}
-    logger, level, said = logging.getLogger("DotProductAttention"), utils.AttentionLogging._log_level, []
-
-    def keep(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return False
-
-    logger.addFilter(keep)
-    utils.AttentionLogging._log_level = logging.DEBUG  # each call of the selector sets the logger's level to it
-    try:
-        fused = utils.get_attention_backend(utils.AttentionParams(**known))[2]
-    finally:
-        logger.removeFilter(keep)
-        utils.AttentionLogging._log_level = level
-    return None if fused else "; ".join(line for line in said if line.startswith("Disabling FusedAttention"))
 
 
 def fused_adam(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
@@ -391,7 +346,7 @@ class TransformerEngineBackend(NativeBackend):
         self.tell("attention: Transformer Engine's fused one for causal packs")
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
-            return self.packed(q, k, v, plan, sequences)
+            return self.packed(q, k, v, plan, sequences, call)
 
     def prepare(self, plan: AttentionPlan) -> None:
         if self.packed is None or isinstance(self.packed.sequences(plan), str):

@@ -110,9 +110,10 @@ class TrainingConfig:
     eval_iters: Positive[int] = 10
     """Global batches of one validation loss."""
 
-    attention_kernel: Literal["auto", "flash", "flex", "flex_flash", "math", "dense"] = "auto"
+    attention_kernel: Literal["auto", "flash", "cudnn", "flex", "flex_flash", "math", "dense"] = "auto"
     """Kernel of core attention: flash for the CPU, flex for CUDA, flex_flash with FlashAttention 4 where a rank has all
-    keys, math anywhere, dense a small reference; auto is flash, on CUDA flex, or math for float64."""
+    keys, cudnn by Transformer Engine for causal documents and flex for other rows, math anywhere, dense a small
+    reference; auto is flash, on CUDA cudnn where it is installed, else flex, or math for float64."""
 
     transformer_impl: Literal["native", "transformer_engine", "auto"] = "auto"
     """Whose layers are used: native (plain torch, any device) or transformer_engine (NVIDIA's, CUDA); auto takes the

@@ -13,7 +13,7 @@ from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.transport import DenseAttention, LocalAttention, Transport, WholeAttention
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.kernel import Kernel, WholeKernel
-from megacp.core.ops.kernels import select_kernel
+from megacp.core.ops.kernels import Tell, select_kernel
 
 
 def _of_one_rank(kernel: Kernel) -> Transport:
@@ -49,6 +49,7 @@ def select_transport(
     device: torch.device,
     hierarchy: tuple[int, ...] = (),
     cap: float = 0.0,
+    tell: Tell = lambda line: None,
 ) -> Transport:
     """The transport of `--cp-comm-type` with the kernel of `--attention-kernel`; raises ValueError when unknown.
 
@@ -60,5 +61,5 @@ def select_transport(
         return DenseAttention(axis, cap)
     if comm_type not in TRANSPORTS:
         raise ValueError(f"--cp-comm-type {comm_type} is unknown; choose {', '.join(TRANSPORTS)}")
-    chosen = select_kernel(kernel, device, cap)
+    chosen = select_kernel(kernel, device, cap, tell)
     return _of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[comm_type](axis, chosen, hierarchy)

@@ -103,10 +103,10 @@ def _work(share: Share) -> int:
     """K/V of others, and gradients.
 
     p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's, and so may
-    kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernel `flex`,
-    which `auto` takes on CUDA, has what one part among several adds to the queries' gradient, also in the wide dtype,
-    and no sums where a rank has all keys; `math`, which `auto` takes there for float64, the scores, weights and their
-    gradients of one block of queries.
+    kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernels `flex` and
+    `cudnn`, which `auto` takes on CUDA, have what one part among several adds to the queries' gradient, also in the
+    wide dtype, and no sums where a rank has all keys; `math`, which `auto` takes there for float64, the scores, weights
+    and their gradients of one block of queries.
     """
     config, model, p = share.config, share.model, share.config.parallel
     tp, size, wide, tokens, cp = share.tp, share.size, share.wide_size, share.tokens, p.context_parallel_size
@@ -116,7 +116,7 @@ def _work(share: Share) -> int:
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
-    flex = kernel in ("flex", "flex_flash") or (kernel == "auto" and not double)
+    flex = kernel in ("cudnn", "flex", "flex_flash") or (kernel == "auto" and not double)
     if flex and (cp == 1 or p.cp_comm_type == "a2a") and model.softmax_type == "vanilla":
         wide = size  # one call, which adds nothing up
     elif flex:

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.core.ops.device import lend_scratch, to_device, whole_graph
-from megacp.core.ops.kernel import KV, QKV, Call, Heads, Partial, Saved, merge_into
+from megacp.core.ops.kernel import KV, QKV, Call, Heads, Partial, Saved, at_once, merge_into
 from megacp.core.ops.mask import Reach, TileTable, once
 from megacp.core.ops.tile_kernels import MathKernel
 
@@ -90,7 +90,7 @@ def flash_problem() -> str | None:
         found = find_spec("flash_attn.cute")
     except ImportError:  # no flash_attn at all
         found = None
-    return None if found else "--attention-kernel flex_flash needs FlashAttention 4: pip install flash-attn-4"
+    return None if found else "FlashAttention 4 is not installed: pip install flash-attn-4"
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class FlexKernel:
             host_mask(table, self._size)
 
     def whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Call = at_once
     ) -> torch.Tensor:
         padded = self._heads_first(q, k, v)
         return _tokens_first(call(lambda *qkv: self._call(qkv, table, scale, self._whole_backend, None), *padded), q)

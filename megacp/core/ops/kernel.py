@@ -90,7 +90,7 @@ class WholeKernel(Kernel, Protocol):
     """A kernel that autograd can differentiate where one table holds all keys: nothing is merged or computed again."""
 
     def whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Call
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Call = at_once
     ) -> torch.Tensor:
         """`out[n, heads, d]` in q's dtype; differentiable. `call` is given what autograd saves of q, k and v."""
 
