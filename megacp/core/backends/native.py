@@ -23,7 +23,7 @@ from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
-from megacp.core.ops.kernel import Call, Heads, at_once
+from megacp.core.ops.kernel import Caller, Heads, at_once
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
 from megacp.core.ops.recurrence import Rule
@@ -212,7 +212,7 @@ class NativeBackend:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]`, `sinks[heads/tp]` -> `[t, heads/tp, d]`."""
         return self.transport.attend(q, k, v, plan, scale, sinks, call)

@@ -18,7 +18,7 @@ from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import Call, at_once
+from megacp.core.ops.kernel import Caller, at_once
 from megacp.core.ops.mask import Metadata, Reach, once
 
 
@@ -191,7 +191,7 @@ class PackedAttention:
         v: torch.Tensor,
         plan: AttentionPlan,
         sequences: Sequences,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways."""
         lengths, places = _bounds_on(sequences, q.device)

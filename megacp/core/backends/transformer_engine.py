@@ -32,7 +32,7 @@ from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.layers.stack import layers_of
 from megacp.core.ops.cudnn import engine_problem, selector_refusal
-from megacp.core.ops.kernel import Call, Heads, at_once
+from megacp.core.ops.kernel import Caller, Heads, at_once
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
@@ -334,7 +334,7 @@ class TransformerEngineBackend(NativeBackend):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:

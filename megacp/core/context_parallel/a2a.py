@@ -21,7 +21,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import Transport
 from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.kernel import Call, Heads, at_once
+from megacp.core.ops.kernel import Caller, Heads, at_once
 
 
 class HeadsForSequence:
@@ -45,7 +45,7 @@ class HeadsForSequence:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         n = self.axis.size
         t, heads, d = q.shape

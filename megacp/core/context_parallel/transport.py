@@ -18,7 +18,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import (
-    Call,
+    Caller,
     Heads,
     Kernel,
     Saved,
@@ -52,7 +52,7 @@ class Transport(Protocol):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
 
@@ -97,7 +97,7 @@ class KeysToQueries(ABC):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -180,7 +180,7 @@ class WholeAttention(LocalAttention):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         if sinks is not None:  # they are merged by the log-sum-exp
             return super().attend(q, k, v, plan, scale, sinks, call)
@@ -209,7 +209,7 @@ class DenseAttention:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
-        call: Call = at_once,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
         return dense_attention(q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap)

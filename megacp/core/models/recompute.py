@@ -76,7 +76,7 @@ class Recomputation(Save):
 
 
 class KeptResults(Save):
-    """Of one forward of a block that is computed again: what `results` called is not called a second time.
+    """One forward of a block that is computed again, without a second call of what `results` called.
 
     Its node stays in the graph with what it saved; `inputs` alone are made again, with the block.
     """

@@ -28,13 +28,13 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import Call
+from megacp.core.ops.kernel import Caller
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 Attend = Callable[..., torch.Tensor]
-"""q, k, v `[patches, heads/tp, d]` and a `Call` -> the same shape."""
+"""q, k, v `[patches, heads/tp, d]` and a `Caller` -> the same shape."""
 
 
 class VisionBlock(nn.Module):
@@ -89,7 +89,7 @@ class VisionTower(Tower):
         super().__init__(config, model, backend, recompute)
         self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
         """All patches of a crop see each other."""
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
@@ -166,7 +166,7 @@ class GridTower(Tower):
         cos, sin = (part.to(device) for part in cos_sin(*angles, self.backend.dtype))
         plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
             return self.backend.local_transport.attend(q, k, v, plan, self.scale, call=call)
 

@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import KV, QKV, Call, Heads, Partial, Saved, WholeKernel, at_once, merge_into
+from megacp.core.ops.kernel import KV, QKV, Caller, Heads, Partial, Saved, WholeKernel, at_once, merge_into
 from megacp.core.ops.mask import Metadata, TileTable, expand, once
 
 LEAST_RELEASE = (2, 18)
@@ -273,7 +273,7 @@ class CudnnKernel:
             self._other.prepare(table, heads)
 
     def whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Call = at_once
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Caller = at_once
     ) -> torch.Tensor:
         calls = self._calls(table, Heads(q.shape[1], *k.shape[1:]))
         if not calls:  # a row of padding has none

@@ -24,12 +24,12 @@ KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
 
 
-Call = Callable[..., torch.Tensor]
+Caller = Callable[..., torch.Tensor]
 """`call(function, q, k, v)` is `function(q, k, v)`, or what it gave when its block was computed the first time."""
 
 
 def at_once(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """The `Call` that just calls."""
+    """The `Caller` that just calls."""
     return function(*inputs)
 
 
@@ -90,7 +90,7 @@ class WholeKernel(Kernel, Protocol):
     """A kernel that autograd can differentiate where one table holds all keys: nothing is merged or computed again."""
 
     def whole(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Call = at_once
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Caller = at_once
     ) -> torch.Tensor:
         """`out[n, heads, d]` in q's dtype; differentiable. `call` is given what autograd saves of q, k and v."""
 
