@@ -105,8 +105,11 @@ fake-grids: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python tests/mutants.py
 
-# With the python3 that has CUDA torch; of the test extra it needs pytest, pytest-timeout and hypothesis.
+# With the python3 that has CUDA torch and numpy, beside these.
+GPU_NEEDS := pytest pytest-timeout hypothesis tyro pyyaml zlib-ng
 test-gpu:
+	@$(PYTHON) -c 'from importlib.metadata import version; [*map(version, "torch numpy $(GPU_NEEDS)".split())]' 2> /dev/null \
+		|| { echo 'make test-gpu needs a CUDA build of torch, numpy and: $(PYTHON) -m pip install $(GPU_NEEDS)'; exit 1; }
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 
 check: $(STAMP)

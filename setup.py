@@ -5,7 +5,8 @@ is built from source (docs/gpus.md), the package of that name on the public inde
 call the Python files of Transformer Engine, whose wheel alone breaks megatron-core where that can import it: it stands
 in a folder of its own (Makefile).
 
-The extra `fla` is the part of flash-linear-attention that holds its Triton kernels. torch for CUDA brings Triton.
+The extra `fla` is the part of flash-linear-attention that holds its Triton kernels. torch for CUDA brings Triton, from
+2.12.1 on one whose gradients it takes on Hopper.
 
 The extra `processor` is what the library's AutoProcessor needs beside an exported vision model, and no code here. It
 must be of the build that torch is of, and the one of the public index is for CUDA: `all` leaves it out.
@@ -55,7 +56,7 @@ EXTRAS = {
     "processor": ["torchvision"],
     "ray": ["ray"],
     "store": ["aiohttp>=3.12", "yarl", "fsspec"],
-    "fla": ["fla-core==0.6.0"],
+    "fla": ["fla-core==0.6.0", "torch>=2.12.1"],
     "gpu": ["transformer_engine==2.20.2", "transformer_engine_cu13==2.20.2", "transformer_engine_torch==2.20.2"],
 }
 EXTRAS["all"] = sorted(
@@ -67,6 +68,7 @@ COMMANDS = {
     "convert": "megacp.huggingface.convert_command:main",
     "generate": "megacp.huggingface.generate_command:main",
     "parity": "megacp.verify.command:main",
+    "plan": "megacp.plan.command:main",
     "plot": "megacp.verify.plot:main",
 }
 README = Path(__file__).with_name("README.md")
@@ -80,7 +82,7 @@ setup(
     license="MIT",
     python_requires=">=3.11",
     packages=find_packages(include=["megacp", "megacp.*"]),
-    package_data={"megacp.prepare.records": ["*.jinja"], "megacp.verify": ["*.cpp"]},
+    package_data={"megacp.prepare.records": ["*.jinja"], "megacp.verify": ["*.cpp"], "megacp.plan": ["*.yaml"]},
     install_requires=[
         "numpy>=1.26",
         "pyyaml>=6",

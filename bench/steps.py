@@ -81,7 +81,7 @@ class Subject:
     def _train(self, batches: Sequence[PackedBatch]) -> tuple[int, float]:
         """Tokens and loss of the step, once all ranks have ended it."""
         agreed = agree_on_step(batches, self.grid, replica=self.model.rows.data_rank.index)
-        loss = self.model.train(batches, self.step, agreed.denominator, tokens=agreed.tokens).loss
+        loss = self.model.train(batches, self.step, agreed.denominator, agreed.tokens).loss
         barrier(self.grid.world)
         return agreed.tokens, loss
 

@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
 """Module, and extras that a command may need for its flags or inputs; without them it says what is missing."""
 BUILT_FROM_SOURCE = {"apex", "amp_C", "fused_weight_gradient_mlp_cuda"}
 """Guests that no index has; see README."""
+GPU_VARIABLES = "GPU_TESTS", "GPU_NEEDS"
 NOT_INSTALLED = {"fla": {"fla-core"}}
 """Distributions of names where the tests have none."""
 
@@ -106,7 +107,7 @@ def third_party(start: str, late: bool) -> set[str]:
             continue
         seen.add(module)
         for name in imports(module, late):
-            if name.split(".")[0] == "megacp":
+            if name.split(".")[0] in ("megacp", "tests"):
                 waiting += [name] if file_of(name) is not None else []
             elif name.split(".")[0] not in sys.stdlib_module_names:
                 found.add(name.split(".")[0])
@@ -129,6 +130,19 @@ def test_a_command_starts_with_the_requirements_and_reaches_no_more_than_its_ext
     reached = third_party(module, late=True)
     assert undeclared(reached - BUILT_FROM_SOURCE, names) == set()
     assert command != "convert" or "transformers" in reached, "a walk that follows nothing finds nothing"
+
+
+def test_make_names_what_the_tests_on_a_gpu_import() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    tests, needs = (re.search(rf"^{name} := (.*)", makefile, re.MULTILINE)[1].split() for name in GPU_VARIABLES)
+    files = [
+        ROOT / "tests/conftest.py",
+        *(path for test in tests for path in [*(ROOT / test).glob("*.py"), ROOT / test]),
+    ]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if path.is_file()]
+    names = set.union(*(third_party(module, late=False) for module in modules))
+    assert "tyro" in imports("megacp.core.config.cli", late=True) and "zlib_ng" in names
+    assert undeclared(names | {"tyro"}, ["torch", "numpy", *needs]) == set()  # they read flags
 
 
 def test_images_without_pillow_are_refused_before_the_first_step(

@@ -1,8 +1,9 @@
 """Check a machine's GPU in under ten minutes and write a report: `python tools/check_gpu.py --output DIR`.
 
-First what must be equal (training against float64 on the CPU, Transformer Engine, several ranks on the one GPU), then
-what is measured (tokens/s and utilisation of a 1B model). `report.json` and `report.md` hold the versions beside every
-figure. `--dry-run` needs no GPU: it prints what would run. Exit status 1 when something was not equal.
+First a run of 14 steps that is saved and resumed, then what must be equal (training against float64 on the CPU,
+Transformer Engine, several ranks on the one GPU), then tokens/s and utilisation of a 1B model. `report.json` and
+`report.md` hold the versions beside every figure. `--dry-run` needs no GPU: it prints what would run. Exit status 1
+when something was not equal.
 
 `--fake --world-size N --config FILE ...` needs no GPU either: with any flag of a run it trains one step of `--rank` and
 the ranks beside it on a device that is not there, and prints what they hold (`megacp/verify/fake_step.py`).
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from megacp.core.config.cli import OneLineParser
+    from megacp.core.ops.flex import compiler_problem
     from megacp.verify.gpu_report import check_device, parts
 
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -47,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("\n".join(parts(options.device)))
         return 0
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no CUDA device; --dry-run shows what would run", file=sys.stderr)
+    missing = None if torch.cuda.is_available() else "torch sees no CUDA device; --dry-run shows what would run"
+    if options.device == "cuda" and (problem := missing or compiler_problem()):
+        print(f"error: {problem}", file=sys.stderr)
         return 2
     return check_device(options.device, options.output, options.minutes)
 

@@ -55,7 +55,9 @@ def draw_pipeline() -> Figure:
         "--pipeline-schedule zero_bubble, weight gradients wait: idle {idle:.1%}": ("zero_bubble", 1),
     }
     charts = {
-        title: timeline([SCHEDULES[name](s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks, _TIMES)
+        title: timeline(
+            [SCHEDULES[name](s, STAGES, MICROBATCHES, chunks) for s in range(STAGES)], chunks, [_TIMES] * STAGES
+        )
         for title, (name, chunks) in schedules.items()
     }
     longest = max(stage[-1].stop for spans in charts.values() for stage in spans)

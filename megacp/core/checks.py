@@ -134,6 +134,9 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
         mlps = {layer.mlp for layer in layers_of(m)}
         if m.num_experts > 0 and MOE not in mlps:
             yield f"--moe-layer-freq {m.moe_layer_freq} gives none of {m.num_layers} layers experts"
+        said = m.moe_layer_freq.count(",") + 1
+        if m.num_experts > 0 and said != m.num_layers and not m.moe_layer_freq.isdigit():
+            yield f"--moe-layer-freq {m.moe_layer_freq} tells of {said} layers, --num-layers is {m.num_layers}"
     except ValueError as error:
         yield str(error)
     if m.window_attn_skip_freq is not None and m.window_size is None:
@@ -176,9 +179,9 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
     if m.moe_router_topk > m.num_experts:
         yield f"--moe-router-topk {m.moe_router_topk} is above {count}"
     ranks, stage = tp * p.context_parallel_size * dp, f"tp {tp} x cp {p.context_parallel_size} x dp {dp}"
-    for number, of in ((m.num_experts, count), (ranks, f"{stage} = {ranks}, the ranks of a stage")):
-        if number % ep > 0:
-            yield f"{size} does not divide {of}: use {math.gcd(number, ep)}"
+    if (largest := math.gcd(m.num_experts, ranks)) % ep > 0:
+        both = f"{count} and {stage} = {ranks}, the ranks of a stage"
+        yield f"{size} does not divide both {both}: the largest that does is {largest}"
     instances, shared = p.num_distributed_optimizer_instances, ranks // ep
     if instances > 1 and shared % instances > 0:
         yield f"--num-distributed-optimizer-instances {instances} does not divide the {shared} ranks with one expert"

@@ -168,7 +168,7 @@ def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
         Kind.BACKWARD: flops.matmul + ATTENTION_BACKWARD * flops.attention,
         Kind.WEIGHTS: flops.matmul,
     }
-    return bubble(timeline(orders, chunks, times))
+    return bubble(timeline(orders, chunks, [times] * stages))
 
 
 def _step(config: RunConfig, world_size: int) -> str:

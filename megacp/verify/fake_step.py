@@ -163,7 +163,8 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 @contextlib.contextmanager
 def _device(watch: Watch, rank: int) -> Iterator[None]:
     """torch.cuda of a Hopper GPU whose kernels are faked; numbers that the host reads of it are 1."""
-    item, resize, compile = torch.Tensor.item, torch.UntypedStorage.resize_, torch.compile
+    item, tolist = torch.Tensor.item, torch.Tensor.tolist
+    resize, compile = torch.UntypedStorage.resize_, torch.compile
 
     def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result = resize(storage, size)
@@ -190,6 +191,7 @@ def _device(watch: Watch, rank: int) -> Iterator[None]:
         },
         "torch.Tensor": {
             "item": lambda x: 1.0 if isinstance(x, FakeTensor) and TracingContext.try_get() is None else item(x),
+            "tolist": lambda x: [1.0] * len(x) if isinstance(x, FakeTensor) else tolist(x),
             "pin_memory": lambda x, *device: x,
             "record_stream": nothing,
         },
@@ -293,7 +295,8 @@ def step(config: RunConfig, world_size: int, rank: int, mask: str, watch: Watch,
             encoder = first, 1 if config.parallel.vision_shards == REPLICATE else model.rows.axis.size
             row = model.plan(full_row(config, model.rows.packs, mask, encoder if grid.pp.rank == 0 else None))
             with mode, watch, planned_routes(config, busy):
-                model.train([row] * microbatches_computed(config, world_size), 1, 1.0)
+                rows = [row] * microbatches_computed(config, world_size)
+                model.train(rows, 1, 1.0, sum(one.batch.real_tokens for one in rows))
         return Rank(rank, watch.peak, state, watch.calls)
 
 

@@ -1,4 +1,4 @@
-"""The report of a GPU: comparisons with a CPU in float64, then the speed of training steps.
+"""The report of a GPU: a run as users start it, comparisons with a CPU in float64, then the speed of training steps.
 
 Each part is a function of a device and of sizes, so a CPU runs the same lines with small ones. It runs alone, so one
 that fails is a line of the report. Speeds are of the calls after the first ones, which compile; the device is waited
@@ -12,6 +12,9 @@ import gc
 import json
 import math
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +29,7 @@ import torch
 from megacp.core.backends.apex import describe_apex
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.parallel import GridShape
-from megacp.core.config.run import RunConfig, Value, with_values
+from megacp.core.config.run import RunConfig, Value, flag, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import build_grid
@@ -57,6 +60,8 @@ BILLION: Sizes = {
     "dtype": "bfloat16",
 }
 """A model of the 1B class (Llama 3.2's sizes with a smaller vocabulary)."""
+SAVED, STEPS = 10, 14
+"""Steps before a run is saved, and those after it was resumed too."""
 CALLS, WARM_UP = 5, 2
 """Calls of what is timed, and those that do not count."""
 
@@ -99,7 +104,21 @@ def losses(rank: int, world: int, config: RunConfig, device: str, mask: str = "m
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask, ragged=True)
     batches = [mock_batch([step], rules) for step in (1, 2, 3)]
-    return [model.train([batch], step, batch.weight_sum).loss for step, batch in enumerate(batches, 1)]
+    return [model.train([b], step, b.weight_sum, b.real_tokens).loss for step, b in enumerate(batches, 1)]
+
+
+def trained_and_resumed(sizes: Sizes, tokens: int) -> list[Finding | Figure]:
+    """`python -m megacp.train` on made-up packs: it saves at its end, and another one goes on from there."""
+    name = f"megacp.train, {SAVED} steps, a save, {STEPS - SAVED} more"
+    with tempfile.TemporaryDirectory() as folder:
+        values = {**sizes, "seq_length": tokens, "global_batch_size": 1, "log_file": f"{folder}/log.jsonl"}
+        command = [sys.executable, "-m", "megacp.train", *(f"{flag(key)}={value}" for key, value in values.items())]
+        for way, last in (("save", SAVED), ("load", STEPS)):
+            subprocess.run([*command, f"--{way}={folder}/run", f"--train-iters={last}"], check=True, timeout=240)
+        rows = map(json.loads, Path(folder, "log.jsonl").read_text(encoding="utf-8").splitlines())
+        steps = {row["step"]: row for row in rows if row["kind"] == "train" and math.isfinite(row["loss"] or math.nan)}
+    figures = {key: steps[STEPS][key] for key in ("loss", "tokens_per_second", "mfu", "seconds", "peak_memory")}
+    return [Finding(name, float(STEPS - len(steps)), 0.0, "steps without a finite loss"), Figure(name, figures)]
 
 
 def largest(values: Iterable[float]) -> float:
@@ -175,7 +194,7 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
 
     def train(steps: range) -> None:
         for step in steps:
-            model.train([planned[step]], step + 1, batch.weight_sum)
+            model.train([planned[step]], step + 1, batch.weight_sum, batch.real_tokens)
         if kind.type == "cuda":
             torch.cuda.synchronize()
 
@@ -184,7 +203,7 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     train(range(WARM_UP, CALLS))
     seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
     area = int(mask_metadata(batch).cost.sum())
-    flops = model_flops(config.model, int((batch.leave > 0).sum()), area).published.training
+    flops = model_flops(config.model, batch.real_tokens, area).published.training
     values = {
         "parameters": float(model_parameters(config.model)),
         "tokens/s": tokens / seconds,
@@ -200,14 +219,16 @@ def parts(device: str) -> dict[str, ReportPart]:
     """All parts by name, by worth: those at the end are left out where time runs out. A CPU gets small sizes."""
     on_gpu = device == "cuda"
     sizes, worlds = (MIDDLE, (2, 4)) if on_gpu else (SMALL, (2,))
+    large, tokens = (BILLION, 8192) if on_gpu else (SMALL, 64)
     found: dict[str, ReportPart] = {
+        f"training, saved and resumed, at {tokens} tokens": partial(trained_and_resumed, large, tokens),
         f"native on {device} against the CPU in float64": partial(native_against_cpu, device, sizes),
         f"{', '.join(map(str, worlds))} ranks on one {device}": partial(ranks_on_one_device, device, sizes, worlds),
         "Transformer Engine against native": partial(engine_against_native, device, sizes),
     }
     for tokens, recompute in ((8192, "none"), (32768, "selective")) if on_gpu else ((64, "none"), (128, "selective")):
         for layers in ("native", "transformer_engine"):
-            part = partial(training_speed, device, BILLION if on_gpu else SMALL, tokens, recompute, layers)
+            part = partial(training_speed, device, large, tokens, recompute, layers)
             found[f"training at {tokens} tokens, recompute {recompute}, {layers}"] = part
     return found
 

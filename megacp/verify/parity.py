@@ -99,7 +99,7 @@ _MAMBA2: dict[str, Value] = {
     **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
 }
 _MOE: dict[str, Value] = {
-    **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "[1,1,0]"},
+    **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "2"},
     **{"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True, "init_method_std": 0.08},
 }
 _GPT_OSS: dict[str, Value] = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
 from megacp.core.backends import select
 from megacp.core.backends.apex import apex_status, describe_apex
@@ -14,6 +17,7 @@ from megacp.core.backends.support import COMM_TYPES, attention_reasons, layer_re
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed.grid import build_grid
+from megacp.train import REFUSED, main
 
 TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"
 WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}
@@ -82,6 +86,25 @@ def test_a_gpu_without_the_recipe_refuses_it_before_anything_is_built(monkeypatc
         "--transformer-impl transformer_engine and --fp8 blockwise: --fp8 blockwise: no blockwise here"
     ]
     assert backend_problems(engine_config(), "cuda") == []
+
+
+def test_what_is_imported_finds_how_many_threads_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's compiler reads it once, when it is first imported."""
+    found = list[str]()
+
+    def problem() -> str:
+        found.append(os.environ["TORCHINDUCTOR_COMPILE_THREADS"])
+        return "not here"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: 14)
+    for name in ("package_problem", "compiler_problem"):
+        monkeypatch.setattr(select, name, problem)
+    with mock.patch.dict(os.environ):
+        os.environ.pop("TORCHINDUCTOR_COMPILE_THREADS", None)
+        assert main(["--nproc", "2", "--vocab-size", "64", "--transformer-impl", "transformer_engine"]) == REFUSED
+    assert found == ["7", "7"]
 
 
 def test_auto_is_native_on_a_cpu_and_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def train(config: RunConfig, here: Any, mask: str) -> Trained:
         packed.attention.register_forward_hook(lambda *given: attended.append(1))
     for step in (1, 2):
         batches = step_batches(step, mask)
-        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
+        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss)
         warnings += model.backend.warnings()
     losses.append(model.evaluate(batches, sum(batch.weight_sum for batch in batches)))
     parameters = [p for chunk in model.chunks for p in chunk.parameters()]

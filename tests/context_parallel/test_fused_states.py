@@ -59,6 +59,18 @@ def test_the_kernel_over_levels_and_ranks_equals_our_rule(ranks: int) -> None:
             assert (got - exact).abs().max() <= 1e-12 * exact.abs().max(), (case, place)
 
 
+def test_both_passes_of_the_kernel_have_memory_for_what_triton_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the backward runs in a thread of its own, in which nothing was set."""
+    lent = list[torch.device]()
+    monkeypatch.setattr(fused_states, "lend_scratch", lent.append)
+    plan = shard_batch(batch_of((next(iter(ROWS)), "contiguous", 0)), single_axis("cp"), LAYOUTS["contiguous"]).plan
+    leaves = [x.requires_grad_() for x in tensors_of(plan.indices.size, plan.local)[:5]]
+    out = fused_recur(chunk_gated_delta_rule, plan, single_axis("cp"), *leaves)
+    forward = len(lent)
+    out.sum().backward()
+    assert 0 < forward < len(lent) and {*lent} == {torch.device("cpu")}
+
+
 def test_a_row_of_the_table_decides_which_one_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config, calls = config_of(QWEN3_5, {}), []
 

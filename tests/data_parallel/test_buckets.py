@@ -340,9 +340,9 @@ def three_steps(rank: int, world: int, shape: dict[str, int], settings: dict[str
         model = ParallelModel(config, grid(**shape))
         own = 10 * rank * (shape.get("dp", 1) > 1) * (shape.get("pp", 1) == 1)
         rows = [mock_batch([own + i], RULES) for i in range(2)]
-        found: list[Any] = [model.train(rows, number, 100.0).loss for number in (1, 2)]
+        found: list[Any] = [model.train(rows, number, 100.0, 0).loss for number in (1, 2)]
         found.append(model.evaluate(rows, 100.0))
-        found.append(model.train(rows, 3, 100.0).loss)
+        found.append(model.train(rows, 3, 100.0, 0).loss)
         return [found, [part.values.clone().numpy() for part in model.parameters.parameters_held()]]
 
 

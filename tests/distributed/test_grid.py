@@ -271,6 +271,7 @@ def test_devices_and_threads_are_shared_by_the_ranks_of_a_machine(environment: p
         (2, 8, "srun", "LOCAL_WORLD_SIZE"),
         (0, 8, "srun", "cpu"),
     ):
+        environment.setattr(launch, "set_defaults", lambda values: None)
         environment.setattr(torch.cuda, "is_available", lambda count=gpus: count > 0)
         environment.setattr(torch.cuda, "device_count", lambda count=gpus: count)
         environment.setenv("RANK", "0")

@@ -19,7 +19,7 @@ from megacp.core.ops.mask import Metadata
 from megacp.core.training.health import Decision
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
-from tests.ranks import grid
+from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, step_batches, train
 from tests.training.runs import save
@@ -65,14 +65,32 @@ def test_a_layer_that_is_computed_again_counts_no_token_twice_and_adds_no_term_t
     assert found[0] == found[1] == found[2]
 
 
+STAGES: Values = {**MOE, **SIGMOID, **BALANCE, "num_layers": 4, "moe_layer_freq": "1"}
+
+
+def reports_of(rank: int, world_size: int, schedule: str, virtual: int) -> list[tuple[float, ...]]:
+    """Loss, norm and figures of experts of a step of two microbatches, over as many stages as ranks."""
+    values = {"pipeline_schedule": schedule, "num_virtual_stages_per_pipeline_rank": virtual}
+    shape = {"pp": world_size, "ep": 1}
+    return train(grid(**shape), config_of({**STAGES, **values}, shape), [step_batches(2, 2)])[0]
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 2), ("zero_bubble", 1)])
+def test_no_schedule_loses_a_term_or_a_count(schedule: str, virtual: int) -> None:
+    """Nor what terms add to gradients, of which the norm is."""
+    expected = reports_of(0, 1, "1f1b", 1)
+    assert expected[0][2] > 0.1 and expected[0][-1] == 0
+    np.testing.assert_allclose(run_ranks(reports_of, 2, schedule, virtual), [expected] * 2, rtol=1e-10)
+
+
 def test_a_skipped_step_moves_no_correction() -> None:
     model = ParallelModel(config_of({**ONE_LAYER, **SIGMOID}, {}), grid())
     (correction,) = model.balance.corrections
     rows = step_batches(1, 1)
-    counted = sum(int((row.leave > 0).sum()) for row in rows)
-    model.train(rows, 1, 10.0, lambda loss, norm: Decision(False), counted)
+    counted = sum(row.real_tokens for row in rows)
+    model.train(rows, 1, 10.0, counted, lambda loss, norm: Decision(False))
     assert not correction.any()
-    model.train(rows, 2, 10.0, tokens=counted)
+    model.train(rows, 2, 10.0, counted)
     assert correction.unique().tolist() == pytest.approx([-0.05, 0.05])
 
 
@@ -83,7 +101,7 @@ def test_counts_and_corrections_of_a_bfloat16_model_are_exact(tmp_path: Path) ->
     config = config_of(values, {})
     model = ParallelModel(config, grid())
     batch = random_batch(np.random.default_rng(1), 307, 53)
-    assert model.train([batch], 1, batch.weight_sum, tokens=307).experts["dropped"] == 0
+    assert model.train([batch], 1, batch.weight_sum, 307).experts["dropped"] == 0
     (correction,) = model.balance.corrections
     correction.copy_(torch.tensor([0.1, -0.001, 1e-9, 3.0]))
     state = RunState(seed=config.training.seed)

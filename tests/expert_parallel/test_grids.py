@@ -43,7 +43,7 @@ MODELS: dict[str, Values] = {
     "softmax of the chosen, a gated shared expert": {**BALANCED, **SHARED},
     "of all, dropout": {**BALANCED, "moe_router_pre_softmax": True, "hidden_dropout": 0.1},
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
-    "sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
+    "sigmoids in groups": {**BALANCED, **SIGMOID, **SHARED, "moe_router_bias": True},
     "as gpt-oss": {**GPT_OSS, "num_experts": 24, "init_method_std": 0.1},
     "pairs": {**MOE, **SHARED, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
 }
@@ -156,7 +156,8 @@ def check(ranks: int, cases: list[Case]) -> None:
 
 
 def test_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[1:6:2] + dealt(2)[6:])
+    cases = dealt(2)
+    check(2, [cases[1], cases[3], case_of(cases[1][0], 2), case_of(cases[6][0], 5), cases[6]])
 
 
 PARTS = {3: 1, 4: 3, 8: 6}
@@ -170,7 +171,7 @@ def test_every_grid_with_every_ep_equals_one_process(ranks: int, part: int) -> N
 
 @pytest.mark.slow
 def test_rows_and_stages_over_two_ranks_equal_one_process() -> None:
-    check(2, dealt(2)[:6:2])
+    check(2, dealt(2)[:6:2] + dealt(2)[5:6])
 
 
 def test_the_design_covers_what_a_grid_can_be_asked_for() -> None:

@@ -26,6 +26,7 @@ from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble, fill
 from tests.reference.training import MOE, config_of, gradient_pieces, parameter_pieces, step_batches
 from tests.training.runs import TINY, grid_flags, losses, run
+from tests.training.test_saving import payload
 
 TP2_CP3_DP2 = [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
 
@@ -115,7 +116,7 @@ def sent_by_a_step(rank: int, world_size: int, recompute: str, tile: int) -> tup
     width = 8 * 32  # a row of float64
     by_formula = 8 * 8 // world_size * (world_size - 1) + 2 * width * (there + here_from) + 8 * (there + here_from)
     by_formula += (width + 8) * there * (recompute == "full")
-    assert len(route.chosen) == (batch.leave > 0).sum() and sum(route.sent) == route.chosen.numel(), "padding is routed"
+    assert len(route.chosen) == batch.real_tokens and sum(route.sent) == route.chosen.numel(), "padding is routed"
     return moved() - before, by_formula, sum(route.sent), sum(route.groups.counts)
 
 
@@ -197,11 +198,27 @@ def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:
     assert (len(choices.mock_calls), len(found.mock_calls)) == (2, 4)
 
 
+CORRECTED = [
+    *(*TINY, "--num-experts", "8", "--moe-router-topk", "3", "--moe-router-score-function", "sigmoid"),
+    *("--moe-router-bias-update-rate", "0.05", "--moe-aux-loss-coeff", "0.3", "--lr-decay-iters", "4"),
+]
+
+
+def test_a_second_run_in_a_folder_goes_on_as_if_it_were_the_first(tmp_path: Path) -> None:
+    """In one process and bit for bit: weights, moments, corrections, and how many tokens the experts were given."""
+    flags = [*CORRECTED, "--num-layers", "1", "--global-batch-size", "1", "--train-iters", "3"]
+    run(1, [*flags, "--save", str(tmp_path / "whole")])
+    for more in (["--train-iters", "2"], ["--auto-resume"]):
+        run(1, [*flags, "--save", str(tmp_path / "halved"), *more])
+    whole, halved = tmp_path / "whole", tmp_path / "halved"
+    for figure in ("loss", "expert_load", "balance_loss"):
+        assert losses(halved, figure) == losses(whole, figure)
+    assert payload(halved / "step_0000003") == payload(whole / "step_0000003")
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_with_any_number_of_ranks_that_share_experts(tmp_path: Path) -> None:
-    flags = [*TINY, "--num-experts", "8", "--moe-router-topk", "3", "--train-iters", "4", "--lr-decay-iters", "4"]
-    flags += ["--moe-router-score-function", "sigmoid", "--moe-router-bias-update-rate", "0.05"]
-    flags += ["--moe-aux-loss-coeff", "0.3"]
+    flags = CORRECTED
     run(1, [*flags, "--save", str(tmp_path / "whole")])
     moved = [*flags, "--save", str(tmp_path / "moved")]
     load = ["--load", str(tmp_path / "moved")]

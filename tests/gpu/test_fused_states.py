@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.fused_states import flash_linear_attention, fused_recur
+from megacp.core.context_parallel.fused_states import chunk_places, flash_linear_attention, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.states import recur
 from megacp.core.distributed.grid import single_axis
@@ -57,7 +57,7 @@ def near(kernel: Any, exact: Any, leaves: Sequence[torch.Tensor]) -> None:
 @pytest.mark.parametrize("values", [WIDTH, 2 * WIDTH])
 def test_sequences_with_first_and_final_states_are_near_float64(kernel: Any, values: int) -> None:
     """As wide as values, and as values and a map together."""
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    bounds, chunks = torch.tensor([0, *LENGTHS]).cumsum(0), torch.from_numpy(chunk_places(np.array(LENGTHS)))
 
     def called(function: Any) -> Any:
         def call(*leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -67,7 +67,7 @@ def test_sequences_with_first_and_final_states_are_near_float64(kernel: Any, val
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
                 cu_seqlens=bounds.to(leaves[0].device),
-                cu_seqlens_cpu=bounds,
+                chunk_indices=chunks.to(leaves[0].device),
             )
 
         return call

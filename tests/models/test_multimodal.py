@@ -304,7 +304,7 @@ def saved(rank: int, world_size: int, shape: dict[str, int], root: str) -> Piece
     config = config_of({**TINY, "freeze": "vision", "save": root}, shape)
     model = ParallelModel(config, grid(**shape))
     batches = microbatches()
-    model.train(batches, 1, sum(batch.weight_sum for batch in batches))
+    model.train(batches, 1, sum(batch.weight_sum for batch in batches), 0)
     save(model, RunState(step=1), config)
     return parameter_pieces(model)
 

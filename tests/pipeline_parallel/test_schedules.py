@@ -138,7 +138,7 @@ def test_times_of_the_dry_run_are_those_of_the_simulator(name: str, size: tuple[
     """Also where no formula holds: a short group, fewer microbatches than stages. Tolerance: float additions."""
     stages, _, chunks = size
     times = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.25, Kind.WEIGHTS: 0.75}
-    spans = timeline([SCHEDULES[name](stage, *size) for stage in range(stages)], chunks, times)
+    spans = timeline([SCHEDULES[name](stage, *size) for stage in range(stages)], chunks, [times] * stages)
     forward, backward, weights = (time / chunks for time in times.values())
     if name == "1f1b" or stages == 1:  # no list has an action for weights
         backward += weights

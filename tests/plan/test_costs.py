@@ -13,6 +13,7 @@ import torch
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import DataConfig
+from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.layers.moe import exchange_bytes
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import Share
@@ -20,6 +21,7 @@ from megacp.core.layers.vision import block_kept
 from megacp.core.models import costs
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import stage_layers
+from megacp.core.models.vision import patch_plan
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations
 from megacp.plan.memory import PHASES, stage_memory, stage_parameters
@@ -196,8 +198,8 @@ def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str
     (chunk,) = build_chunks(config_of(values, {}), grid())
     tower, patches = chunk.vision.tower, 3 * 16
     block = tower.blocks[1]
-    grids = np.array([[2, 2], [2, 2], [2, 2]])
-    attend = tower._attend if family == "molmo2" else tower.attention(grids, torch.device("cpu"))
+    plan, (places, *_) = patch_plan(PatchGrids(np.full((3, 2), 2)), 4, torch.device("cpu"))
+    attend = tower._attend if family == "molmo2" else tower.attention(plan, places)
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
         x = torch.zeros(patches, tower.weight.shape[0], dtype=block.down.weight.dtype, requires_grad=True)

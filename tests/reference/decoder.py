@@ -181,7 +181,7 @@ def experts(x: Tensor, weights: Weights, name: str, batch: Any, model: Any, seen
 
 def balance(seen: Seen, batches: Sequence[Any], model: Any, training: Any) -> list[Tensor]:
     """The term of documents and the z-loss, document by document, where they are asked for."""
-    tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
+    tokens = sum(batch.real_tokens for batch in batches)
     of_documents, z = torch.zeros(2, dtype=torch.float64).unbind()
     for _, batch, scores, probabilities, chosen in seen:
         ends = torch.from_numpy(np.maximum.accumulate(batch.leave))  # nothing in a document ends later than its root

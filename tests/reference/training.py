@@ -159,7 +159,7 @@ def train(
     for number, batches in enumerate(steps, 1):
         mine = batches[grid.dp.rank :: grid.dp.size]
         denominator = sum(batch.weight_sum for batch in batches)
-        tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
+        tokens = sum(batch.real_tokens for batch in batches)
         loss = model.gradients(mine, number, denominator, tokens)
         gradients.append(gradient_pieces(model))
         norm = model.optimizer.step(config.training.lr)

@@ -12,7 +12,7 @@ from torch import Tensor
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.layers import table as layers
-from megacp.core.models.init import initialise
+from megacp.core.models.init import initialise, unsharded
 from megacp.core.tensor_parallel.linear import LinearOptions
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable, cross_entropy
 from tests.ranks import grid, run_ranks
@@ -108,7 +108,7 @@ def test_a_tied_table_and_its_loss_in_any_chunks_equal_one_process(
 
 def initial_rows(rank: int, world_size: int, vocab: int) -> Pieces:
     table = made(vocab, 8, grid(tp=world_size).tp)
-    initialise(table.parameters(), 5)
+    initialise(map(unsharded, table.parameters()), table.weight.dtype, 5)
     assert (table.weight[table.true_rows :] == 0).all()
     return pieces_of(table, {table.weight: table.weight})
 

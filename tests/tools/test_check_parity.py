@@ -12,11 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
+from megacp.core.backends import select
+from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
+from megacp.core.ops import flex
 from megacp.core.optim import sharded
 from megacp.core.optim.rules import AdamW, Group
+from megacp.train import main as train
 from megacp.verify import command as tool
 from megacp.verify import gpu_report, spawn
 from megacp.verify.gpu_report import Finding
@@ -190,10 +195,37 @@ def test_a_dry_run_names_every_part_and_measures_nothing(
     assert all(word in text for word in ("float64", "8192", "32768", "Transformer Engine", "2, 4 ranks"))
 
 
+def test_a_torch_that_cannot_compile_the_backward_of_attention_is_refused_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch 2.12 calls what 2.11 did the fallback."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    monkeypatch.setattr(select, "compiler_problem", flex.compiler_problem.__wrapped__)
+    assert backend_problems(RunConfig(), "cuda") == [], "a compiler that was given what 2.12 has"
+    call = torch._dynamo.variables.higher_order_ops.FlexAttentionBackwardHighOrderVariable
+    monkeypatch.setattr(call, "_call_function", call._call_function_fallback)
+    (problem,) = backend_problems(RunConfig(), "cuda")
+    assert "not 2.11.0" in problem and backend_problems(RunConfig(), "cpu") == []
+    monkeypatch.setattr(flex, "compiler_problem", lambda: problem)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert main([]) == 2 and capsys.readouterr().err == f"error: {problem}\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_a_full_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "--dry-run" in capsys.readouterr().err
+
+
+def test_the_first_part_is_a_run_that_is_saved_and_resumed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_report, "SAVED", 1)
+    monkeypatch.setattr(gpu_report, "STEPS", 2)
+    monkeypatch.setattr(gpu_report.subprocess, "run", lambda command, **_: train(command[3:]))
+    finding, figure = next(iter(gpu_report.parts("cpu").values()))()
+    assert finding.verdict == "ok" and figure.values["tokens_per_second"] > 0
+    assert "after step 1" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -201,9 +233,9 @@ def test_every_part_runs_on_a_cpu_and_the_report_holds_versions(tmp_path: Path) 
     assert main(["--device", "cpu", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert len(report["parts"]) == 7 and all(part["results"] and not part["error"] for part in report["parts"])
+    assert len(report["parts"]) == 8 and all(part["results"] and not part["error"] for part in report["parts"])
     text = (tmp_path / "report.md").read_text()
-    assert "tokens/s" in text and text.count("| ok |") == 6 and text.count("| skipped |") == 9
+    assert "tokens/s" in text and text.count("| ok |") == 7 and text.count("| skipped |") == 9
 
 
 def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_disk(

@@ -39,7 +39,7 @@ def train(device: str, **settings: object) -> tuple[list[float], list[np.ndarray
     losses = []
     for step in (1, 2):
         batches = [mock_batch([2 * step], rules), mock_batch([2 * step + 1], rules)]
-        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches)).loss)
+        losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss)
     return losses, [p.detach().float().cpu().numpy() for chunk in model.chunks for p in chunk.parameters()]
 
 

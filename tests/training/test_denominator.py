@@ -125,9 +125,9 @@ def step_of_nothing(rank: int, world_size: int, shape: dict[str, int], values: V
     model = ParallelModel(config_of({"vocab_size": 8, **values}, shape), mine)
     row = dataclasses.replace(eight_tokens(), loss_weights=np.zeros(8, np.float32))
     for batch in (row, row.without_documents([0])):
-        denominator = agree_on_step([batch], mine).denominator
-        result = model.train([batch], 1, denominator)
-        found.append((denominator, result.loss, result.grad_norm, result.decision.update))
+        agreed = agree_on_step([batch], mine)
+        result = model.train([batch], 1, agreed.denominator, agreed.tokens)
+        found.append((agreed.denominator, result.loss, result.grad_norm, result.decision.update))
     return found
 
 
@@ -169,7 +169,7 @@ def ends_of_a_tied_model(rank: int, world_size: int, shape: dict[str, int], valu
     model = ParallelModel(config_of(values, shape), mine)
     for number in (1, 2, 3):
         batches = step_batches(4, number)
-        model.train(batches[mine.dp.rank :: mine.dp.size], number, sum(b.weight_sum for b in batches))
+        model.train(batches[mine.dp.rank :: mine.dp.size], number, sum(b.weight_sum for b in batches), 0)
     tables = [p for c in model.chunks for p in c.parameters() if spec_of(p).pieces[0].name == "embedding.weight"]
     return [table.detach().float().numpy().tobytes() for table in tables]
 
@@ -196,7 +196,7 @@ def test_tied_tables_of_first_and_last_stage_stay_bitwise_equal(shape: dict[str,
 
 def fail_on_one_rank(rank: int, world_size: int) -> None:
     model = ParallelModel(config_of({}, {"tp": 2}), grid(tp=2))
-    model.train(step_batches(1, 1 + rank), 1, 1.0)
+    model.train(step_batches(1, 1 + rank), 1, 1.0, 0)
 
 
 def test_without_agreement_different_lengths_on_tp_peers_are_noticed_by_the_pool() -> None:
@@ -214,7 +214,7 @@ def test_a_step_is_judged_by_loss_and_norm_and_validation_drops_nothing() -> Non
     for dropout in (0.0, 0.5):
         model = ParallelModel(config_of({"hidden_dropout": dropout}, {}), grid())
         losses.append(model.evaluate(batches, 7.0))
-        result = model.train(batches, 1, 7.0, check)
+        result = model.train(batches, 1, 7.0, 0, check)
         assert seen[-1] == (result.loss, result.grad_norm) and result.grad_norm > 0
     assert losses[0] == losses[1] != result.loss
 
@@ -310,7 +310,7 @@ def _strangers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int,
     model, groups = ParallelModel(config, here), Groups()
     row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length))
     with groups:
-        model.train([row] * 2, 1, 2 * row.weight_sum)
+        model.train([row] * 2, 1, 2 * row.weight_sum, 2 * row.real_tokens)
     met = {axis.global_ranks for axis in here.in_steps()}
     return len(groups.seen), sorted(groups.seen - met)
 

@@ -19,6 +19,7 @@ from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import fully_shard
 from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.models import init
 from megacp.core.pipeline_parallel.schedules import Kind, schedule, with_parameters
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel
@@ -117,6 +118,28 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_ranks() -> None:
         whole = found[0][1]
         for held, _ in found:
             assert held == pytest.approx(16 * whole / 4, rel=0.02)
+
+
+def _drawn(rank: int, world_size: int, values: Values) -> tuple[int, int]:
+    """Numbers that a rank draws, and those that it keeps of them."""
+    counts, randn = list[int](), torch.randn
+
+    def counted(*shape: int, generator: torch.Generator) -> torch.Tensor:
+        counts.append(math.prod(shape))
+        return randn(*shape, generator=generator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(init.DRAWS, "normal", counted)
+        model = ParallelModel(config_of(values, {}), grid(dp=world_size))
+    assert all(x.equal(x.bfloat16().float()) for x in model.optimizer.slices), "masters are the rounded weights"
+    return sum(counts), sum(p.values.numel() for p in model.parameters.parameter_slices() if p.spec.init == "normal")
+
+
+def test_a_rank_draws_the_rows_that_it_keeps() -> None:
+    """Every matrix has a multiple of 128 rows, and 64 are drawn from one seed."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 128, "vocab_size": 128, "num_layers": 1}
+    for drawn, kept in run_ranks(_drawn, 2, sharded("optim_grads_params", dtype="bfloat16", **sizes)):
+        assert drawn == kept > 0
 
 
 WORLD = single_axis("world")

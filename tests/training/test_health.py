@@ -133,11 +133,11 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
         batches = microbatches(setup.config, setup.rules, step, model.rows, None)
         denominator = agree_on_step(batches, mine, replica=model.rows.data_rank.index).denominator
         if step == 2:
-            refused = model.train(batches, step, denominator, lambda loss, norm: Decision(False, findings=("no",)))
+            refused = model.train(batches, step, denominator, 0, lambda loss, norm: Decision(False, findings=("no",)))
             same &= not refused.decision.update and refused.grad_norm > 0 and model.optimizer.updates == 1
             continue
         for each in (model, twin):
-            each.train(batches, step, denominator)
+            each.train(batches, step, denominator, 0)
     state = [model.optimizer.state_slices(), twin.optimizer.state_slices()]
     pairs = [(model.parameters.parameters_held(), twin.parameters.parameters_held())]
     pairs += [(state[0][kind], state[1][kind]) for kind in state[0]]

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import torch
 
 from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import to_yaml
+from megacp.core.context_parallel import fused_states, plan, state_plan
+from megacp.core.context_parallel.fused_states import FUSED, fused_convolved
 from megacp.core.context_parallel.vision import LocalVision
 from megacp.core.data.collate import collate
 from megacp.core.data.images import ImageLoading
@@ -22,6 +25,8 @@ from megacp.core.data.mock import MockDecoder, MockImages
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.data.vision.rules import ImageError, Pixels
+from megacp.core.models import vision
+from megacp.core.ops.recurrence import convolved_delta_rule
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, without_bad_images
 from megacp.core.training.sources import loader_options, open_sources
@@ -32,6 +37,7 @@ from tests.data.datasets import damage
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.packs.builds import run as build
 from tests.ranks import grid, run_ranks
+from tests.reference.fused import chunk_gated_delta_rule
 from tests.training.runs import train_on_rank
 
 
@@ -264,3 +270,19 @@ def test_pixels_are_narrowed_before_the_step_without_a_change_of_bits(monkeypatc
     wide = ParallelModel(setup.reference, grid())
     monkeypatch.undo()
     assert wide.plan(batches[0]).share.vision.patches.dtype == torch.float32, "a float64 model gets them as they are"
+
+
+def test_a_step_works_out_nothing_that_the_loader_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of tokens and of patches, where patches stand, levels and chunks of states."""
+    monkeypatch.setitem(FUSED, (convolved_delta_rule, "cpu", torch.float64), fused_convolved)
+    monkeypatch.setattr(fused_states, "flash_linear_attention", lambda: chunk_gated_delta_rule)
+    setup = prepare(with_values(RunConfig(), {"on_bad_image": "fail"}), (), model="tiny_qwen3_5", mask="mixed")
+    config = with_values(setup.config, {"num_layers": 2, "linear_attention_freq": "2"})
+    model = ParallelModel(config, grid())
+    loading = image_loading(config, model.grid, model.rows, MockDecoder(setup.rules.images))
+    (batch, *_) = microbatches(config, setup.rules, 1, model.rows, loading)
+    row, refuse = model.plan(batch), mock.Mock(side_effect=AssertionError("worked out in the step"))
+    places = (plan, "tile_table"), (state_plan, "segments_of"), (fused_states, "chunk_places"), (vision, "patch_places")
+    for module, name in places:
+        monkeypatch.setattr(module, name, refuse)
+    assert len(row.share.vision.patches) and model.gradients([row], 1, 100.0) > 0

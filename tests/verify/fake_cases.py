@@ -26,6 +26,8 @@ SEEING = (
     "--vision-image-size 224 --vision-patch-size 14 --vision-planned-crops 32 --additional-vocab-size 128"
 )
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size"
+TERMS = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
+CORRECTED = "--moe-router-score-function sigmoid --moe-router-bias-update-rate 0.001"
 CASES = {
     "a2a": "--context-parallel-size 4 --cp-comm-type a2a",
     "a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -47,9 +49,9 @@ CASES = {
     "vision": f"{TP} {ANY} {SEEING} --recompute-granularity full",
     "vision, all sharded": f"{ANY} {FULL} {SEEING} --recompute-granularity selective",
     "vision, replicated": f"{CP} {SEEING} --vision-shards replicate",
-    "experts": f"{TP} {CP} {EXPERTS} 4",
-    "experts, all sharded": f"{ANY} {FULL} {EXPERTS} 2 --recompute-granularity selective",
-    "experts, full": f"{CP} {EXPERTS} 4 --recompute-granularity full --mlp-chunk-tokens 2048",
+    "experts": f"{TP} {CP} {EXPERTS} 4 {TERMS}",
+    "experts, all sharded": f"{ANY} {FULL} {EXPERTS} 2 {TERMS} {CORRECTED} --recompute-granularity selective",
+    "experts, full": f"{CP} {EXPERTS} 4 {CORRECTED} --recompute-granularity full --mlp-chunk-tokens 2048",
     "float32": f"{CP} --dtype float32",
 }
 """Flags of runs on 8 GPUs, and 16 for `4d`."""

@@ -219,13 +219,15 @@ class NativeBackend:
 
     def states(self, rule: Rule) -> StateTransport:
         """What moves the states of a layer over the ranks of a row."""
-        kind = self.options.device.type, self.dtype
-        if fused_mover(rule, *kind):
+        device = self.options.device
+        fused = fused_mover(rule, device.type, self.dtype)
+        if fused:
             self.tell("states: flash-linear-attention's")
-        elif (rule, *kind) in FUSED:
+        elif (rule, device.type, self.dtype) in FUSED:
             self.tell(f"states: torch's, because {linear_attention_problem()}")
-        self._state_transports.append(StateTransport(rule, self.row_axis, self._states_by_heads, self._taps))
-        return self._state_transports[-1]
+        found = StateTransport(rule, self.row_axis, self._states_by_heads, self._taps, device, fused)
+        self._state_transports.append(found)
+        return found
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""

@@ -11,6 +11,7 @@ from megacp.core.backends.support import layer_reasons, needed_by
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import ProcessGrid
+from megacp.core.ops.flex import compiler_problem
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.pipeline_parallel.schedules import defers
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
@@ -28,8 +29,9 @@ def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
     """Why the run cannot have the kernel and the layers that it asks for; None asks only about the config."""
     training, wanted = config.training, needed_by(config)
-    kernel = kernel_problem(training.attention_kernel, device_type, training.dtype) if device_type else None
-    problems = [kernel] if kernel else []
+    found = [kernel_problem(training.attention_kernel, device_type, training.dtype)] if device_type else []
+    found += [compiler_problem()] if device_type == "cuda" else []
+    problems = [problem for problem in found if problem]
     if training.transformer_impl == "native":
         asked = "needs --transformer-impl transformer_engine or auto, this run has native"
         return problems + [f"{name} {asked}" for name in wanted]

@@ -163,7 +163,7 @@ class ModelConfig:
     """That MLP's output times the sigmoid of a score of the token (Qwen3.5)."""
 
     moe_layer_freq: str = "1"
-    """Which layers have experts: N gives them to the first of every N layers, [0,1,1] to all but the first of three."""
+    """Which layers have experts: N gives them to the first of every N layers, [0,1,1] tells of each of three."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
     """What makes weights of an expert's score: the softmax, or a sigmoid, to which a correction is added where experts

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from megacp.core.context_parallel.state_plan import crossing_plan
 from megacp.core.context_parallel.states import arrived_states
 from megacp.core.distributed.differentiable import gather_from
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.device import to_device
+from megacp.core.ops.device import lend_scratch, pinned, to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import Rule, convolved_delta_rule, gated_delta_rule
@@ -56,71 +57,103 @@ def flash_linear_attention() -> Recurrence | None:
     return chunk_gated_delta_rule
 
 
+_CHUNK = 64
+"""Tokens of a chunk of the package."""
+
+
 class SegmentLevel(NamedTuple):
     """Segments of one call; all int64."""
 
     rows: torch.Tensor
     bounds: torch.Tensor
-    bounds_on_host: torch.Tensor
-    """Where the package counts chunks: nobody waits for the device."""
-    before: torch.Tensor | None
-    """Places of their first states; None: all are zeros."""
+    chunks: torch.Tensor
+    """`[n, 2]`: the segment of each chunk, and its number there. The package would copy them while the device waits."""
+    before: torch.Tensor
+    """Places of their first states; none where all are zeros."""
 
 
+def chunk_places(lengths: np.ndarray) -> np.ndarray:
+    """`SegmentLevel.chunks` of segments of these lengths."""
+    counts = -(-lengths // _CHUNK)
+    first = np.repeat(counts.cumsum() - counts, counts)  # of its segment
+    return np.stack([np.repeat(np.arange(len(counts)), counts), np.arange(counts.sum()) - first], 1)
+
+
+@dataclass(frozen=True)
 class SegmentLevels:
     """A rank's segments, or those on whose states its exits depend. Places of states: 0 has zeros, then come the
     entries, then the ends of segments in the order of the levels.
     """
 
-    def __init__(self, plan: AttentionPlan, device: torch.device, to_exits: bool) -> None:
-        self.to_exits = to_exits
-        self.levels = list[SegmentLevel]()
-        crossing = crossing_plan(plan)
-        segments = crossing.segments
-        row = np.zeros(len(plan.metadata), np.int64)  # [T]: which row here a token is
-        row[plan.local] = np.arange(len(plan.local))
-        first = {n: place for place, n in enumerate(crossing.own_entries, 1)}  # by segment, the place of its entry
-        chosen = set(crossing.own_exits) if to_exits else {n for n, s in enumerate(segments) if s.rank == plan.cp_rank}
-        for n in range(len(segments))[::-1]:  # what is gone on from is earlier
-            if n in chosen and n not in first and segments[n].before >= 0:
-                chosen.add(segments[n].before)
+    levels: list[SegmentLevel]
+    rows: torch.Tensor
+    """Rows of all levels."""
+    exits: torch.Tensor
+    """Places of the states that leave."""
+    to_exits: bool
 
-        depth = dict[int, int]()  # by segment, how many here must be run before it
-        for n in sorted(chosen):
-            depth[n] = 1 + depth.get(segments[n].before, -1)
-        last = dict[int, int]()  # by segment, the place of the state at its end
-        for level in range(1 + max(depth.values(), default=-1)):
-            now = [n for n in depth if depth[n] == level]
-            # the state of its entry, of the end of the segment before it, or zeros
-            before = np.array([first.get(n) or last.get(segments[n].before, 0) for n in now])
-            last |= {n: place for place, n in enumerate(now, 1 + len(first) + len(last))}
-            bounds = torch.tensor([0, *(len(segments[n].tokens) for n in now)]).cumsum(0)
-            rows = to_device(row[np.concatenate([segments[n].tokens for n in now])], device)
-            places = to_device(before, device) if before.any() else None
-            self.levels.append(SegmentLevel(rows, to_device(bounds, device), bounds, places))
-        nothing = torch.zeros(0, dtype=torch.int64, device=device)
-        self.rows = torch.cat([nothing, *(level.rows for level in self.levels)])
-        self.exits = to_device(np.array([last[n] for n in crossing.own_exits], np.int64), device)
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> SegmentLevels:
+        """These with all tensors moved."""
+        levels = [SegmentLevel(*map(move, level)) for level in self.levels]
+        return SegmentLevels(levels, move(self.rows), move(self.exits), self.to_exits)
 
     def run(self, kernel: Recurrence, states: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the tokens of `rows` read, and the states of all places that a later level or an exit goes on from."""
-        parts = [inputs[2][:0]]  # of v: what a rank without segments reads
-        for number, (rows, bounds, on_host, before) in enumerate(self.levels, 1):
+        parts, device = [inputs[2][:0]], states.device  # of v: what a rank without segments reads
+        lend_scratch(device)
+        for number, (rows, bounds, chunks, before) in enumerate(self.levels, 1):
             out, final = kernel(
                 *(x.index_select(0, rows).unsqueeze(0) for x in inputs),
-                initial_state=None if before is None else states.index_select(0, before),
+                initial_state=states.index_select(0, before) if len(before) else None,
                 output_final_state=self.to_exits or number < len(self.levels),
                 use_qk_l2norm_in_kernel=True,
                 cu_seqlens=bounds,
-                cu_seqlens_cpu=on_host,
+                chunk_indices=chunks,
             )
+            if out.grad_fn is not None:  # its backward runs in a thread of its own
+                out.grad_fn.register_prehook(lambda grads: lend_scratch(device))
             parts.append(out.squeeze(0))
             # the ends of a level stand behind those of the levels before, as `last` counts them
             states = states if final is None else torch.cat([states, final])
         return torch.cat(parts), states
 
 
-_levels_on = once(SegmentLevels)
+@once
+def segment_levels(plan: AttentionPlan, device: torch.device, to_exits: bool) -> SegmentLevels:
+    """The levels of a plan in memory that `device` copies from; also called from the loader's threads."""
+    crossing = crossing_plan(plan)
+    segments = crossing.segments
+    row = np.zeros(len(plan.metadata), np.int64)  # [T]: which row here a token is
+    row[plan.local] = np.arange(len(plan.local))
+    first = {n: place for place, n in enumerate(crossing.own_entries, 1)}  # by segment, the place of its entry
+    chosen = set(crossing.own_exits) if to_exits else {n for n, s in enumerate(segments) if s.rank == plan.cp_rank}
+    for n in range(len(segments))[::-1]:  # what is gone on from is earlier
+        if n in chosen and n not in first and segments[n].before >= 0:
+            chosen.add(segments[n].before)
+
+    depth = dict[int, int]()  # by segment, how many here must be run before it
+    for n in sorted(chosen):
+        depth[n] = 1 + depth.get(segments[n].before, -1)
+    last = dict[int, int]()  # by segment, the place of the state at its end
+    levels = list[SegmentLevel]()
+    for level in range(1 + max(depth.values(), default=-1)):
+        now = [n for n in depth if depth[n] == level]
+        # the state of its entry, of the end of the segment before it, or zeros
+        before = np.array([first.get(n) or last.get(segments[n].before, 0) for n in now])
+        last |= {n: place for place, n in enumerate(now, 1 + len(first) + len(last))}
+        lengths = np.array([len(segments[n].tokens) for n in now])
+        rows, bounds = row[np.concatenate([segments[n].tokens for n in now])], np.append(0, lengths.cumsum())
+        arrays = rows, bounds, chunk_places(lengths), before if before.any() else before[:0]
+        levels.append(SegmentLevel(*map(torch.from_numpy, arrays)))
+    everything = torch.cat([torch.zeros(0, dtype=torch.int64), *(level.rows for level in levels)])
+    exits = torch.tensor([last[n] for n in crossing.own_exits], dtype=torch.int64)
+    return SegmentLevels(levels, everything, exits, to_exits).moved(lambda x: pinned(x, device))
+
+
+@once
+def _levels_on(plan: AttentionPlan, device: torch.device, to_exits: bool) -> SegmentLevels:
+    """The same on the device, with the first layer that asks."""
+    return segment_levels(plan, device, to_exits).moved(lambda x: to_device(x, device))
 
 
 def fused_recur(kernel: Recurrence, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:

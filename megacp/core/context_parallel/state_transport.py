@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from megacp.core.context_parallel.fused_states import fused_mover
+from megacp.core.context_parallel.fused_states import fused_mover, segment_levels
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.state_plan import chunks_of, taps_plan
 from megacp.core.context_parallel.states import recur, recur_by_heads, short_convolution
@@ -31,11 +32,18 @@ class StateTransport:
     """Whether a rank takes all tokens of some heads, by all-to-alls, instead of all heads of its tokens."""
     taps: int
     """Tokens of the convolution."""
+    device: torch.device = torch.device("cpu")
+    fused: Callable[..., torch.Tensor] | None = None
+    """`fused_mover` of the rule."""
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what the layers will ask of a plan; called from the loader's threads."""
-        chunks_of(plan.grouped(self.axis.size) if self.by_heads else plan)
         taps_plan(plan, self.taps)
+        whole = plan.grouped(self.axis.size) if self.by_heads else plan
+        for to_exits in (False, True) if self.fused else ():
+            segment_levels(whole, self.device, to_exits)
+        if not self.fused:
+            chunks_of(whole)
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """`short_convolution` of the rank's channels."""
@@ -43,7 +51,7 @@ class StateTransport:
 
     def move(self, plan: AttentionPlan, *inputs: torch.Tensor) -> torch.Tensor:
         """What the rule reads, `[t, heads/tp, V]`, of inputs `[t, ...]` of this rank's tokens; 0 for padding."""
-        move = functools.partial(move_states, self.rule)
+        move = self.fused or functools.partial(recur, self.rule)
         if self.by_heads:
             return recur_by_heads(move, plan, self.axis, *inputs)
         return move(plan, self.axis, *inputs)

@@ -98,6 +98,14 @@ def routed(features: torch.Tensor, routes: FeatureRoutes, axis: Axis) -> torch.T
 
 
 @dataclass(frozen=True, eq=False)
+class PatchGrids:
+    """Images of any size; what a tower works out of them stands with it, made once."""
+
+    sizes: np.ndarray
+    """int64 `[n, 2]`: rows and columns of the pooled tokens of each."""
+
+
+@dataclass(frozen=True, eq=False)
 class LocalVision:
     """One rank's share of the images of a microbatch."""
 
@@ -110,9 +118,8 @@ class LocalVision:
     """The ranks over which tokens and images are dealt."""
     replicated: bool = False
     """Every rank encodes all features, so none is sent."""
-    grids: np.ndarray | None = None
-    """int64 `[n, 2]` on the host: rows and columns of the pooled tokens of each unit encoded here; None where the
-    positions of tokens have one axis."""
+    grids: PatchGrids | None = None
+    """Grids of the units encoded here; None where the positions of tokens have one axis."""
 
     def to(self, device: torch.device) -> LocalVision:
         """This share, made on the host, with its tensors on `device`."""
@@ -167,12 +174,13 @@ def local_vision(vision: VisionInputs, indices: np.ndarray, axis: Axis) -> Local
     """
     patches = torch.from_numpy(vision.patches)
     pooling = torch.from_numpy(vision.pooling)
+    grids = None if vision.grids is None else PatchGrids(vision.grids)
     if vision.strategy == REPLICATE:
         routes = own_routes(indices, vision.feature_rows, axis.rank)
-        return LocalVision(patches, pooling, routes, axis, True, vision.grids)
+        return LocalVision(patches, pooling, routes, axis, True, grids)
     boundaries = vision.boundaries
     if boundaries is None or len(boundaries) != axis.size:
         bounds = vision.cum_crop_bounds, vision.cum_token_pooling_bounds
         boundaries = compute_image_shard_boundaries(*bounds, axis.size)
     routes = feature_routes(indices, vision.feature_rows, boundaries, axis.rank)
-    return LocalVision(patches, pooling, routes, axis, grids=vision.grids)
+    return LocalVision(patches, pooling, routes, axis, grids=grids)

@@ -133,6 +133,11 @@ class PackedBatch:
         """Sum of the loss weights, in float64: this row's part of the step's loss denominator."""
         return float(self.loss_weights.sum(dtype=np.float64))
 
+    @property
+    def real_tokens(self) -> int:
+        """Tokens without padding."""
+        return int((self.leave > 0).sum())
+
     def fingerprint(self) -> int:
         """64-bit hash of every field, signed so that it fits an int64 tensor; equal in every process and on every host.
 

@@ -57,8 +57,9 @@ class FullShards(ShardedParameters):
         self._parts: list[FSDPModule] = []
         self._reading: list[torch.Tensor] = []
 
-    def add(self, module: nn.Module, role: str) -> None:
+    def add(self, module: nn.Module, role: str) -> list[ParameterSlice]:
         """Shard the parameters of `module` that are in no part yet, as one part: each over the axis it is reduced over.
+        What this rank holds of them, which has no values yet.
 
         An "embedding" needs no parameter in backward. The backward of a "head" follows its forward at once, so nothing
         is freed between. A "chunk" holds the parts before it; its own parameters are there for all of its forward.
@@ -69,7 +70,7 @@ class FullShards(ShardedParameters):
             if parameter.requires_grad:  # the shard is the master weight
                 parameter.data = parameter.data.to(wide)
         axes = {parameter: self.axes[specs[name][0].reduced_over] for name, parameter in before.items()}
-        part = shard_module(module, axes, self.axes[DATA], self.narrow, wide)
+        part, held = shard_module(module, axes, self.axes[DATA], self.narrow, wide), list[ParameterSlice]()
         for name, parameter in own_parameters(module).items():
             spec, shape = specs[name]
             axis = self.axes[spec.reduced_over]
@@ -79,6 +80,7 @@ class FullShards(ShardedParameters):
             if parameter.requires_grad:
                 self._trained.append(parameter)
             (self.shards if parameter.requires_grad else self._frozen).append(shard)
+            held += shard.slices_of(shard.values)
         if self.by_schedule or role in ("head", "chunk"):
             part.set_reshard_after_forward(False, recurse=False)
         if self.by_schedule:
@@ -91,6 +93,7 @@ class FullShards(ShardedParameters):
                 one.set_modules_to_forward_prefetch([following])
             self._chunks.append(self._parts)
             self._parts = []
+        return held
 
     def unshard(self, chunk: int) -> None:
         for part in self._chunks[chunk]:

@@ -82,7 +82,7 @@ def would_restart() -> bool:
 
 
 def device_type(world: World) -> str:
-    """`cuda` where torch sees GPUs, else `cpu`; touches no device.
+    """`cuda` where torch sees GPUs, else `cpu`; touches no device, and says what packages read when they are imported.
 
     One GPU for a rank that nobody gave a LOCAL_RANK is its own (`srun --gpus-per-task=1`). Raises ValueError for any
     other number below the local ranks: a run on CPUs beside idle GPUs is to be asked for.
@@ -94,13 +94,14 @@ def device_type(world: World) -> str:
             f"torch sees {count} GPUs for the {world.local_size} ranks of this machine (LOCAL_WORLD_SIZE, else "
             "WORLD_SIZE): start as many ranks as GPUs, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
+    if count:
+        set_defaults(_CUDA | {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // world.local_size))})
     return "cuda" if count else "cpu"
 
 
 def pick_device(world: World) -> torch.device:
     """The GPU of this local rank, else the CPU, whose cores the local ranks share as threads."""
     if device_type(world) == "cuda":
-        set_defaults(_CUDA | {"TORCHINDUCTOR_COMPILE_THREADS": str(max(1, (os.cpu_count() or 1) // world.local_size))})
         torch.cuda.set_device(world.local_rank)
         return torch.device("cuda", world.local_rank)
     steady_heap()
@@ -241,6 +242,7 @@ def join(
         backend = "nccl" if device.type == "cuda" else "gloo"
         if backend == "nccl":
             set_defaults(_FLIGHT_RECORDER)
+        # no device_id: all ranks would have to split each group off the world's communicator, and only members make it
         dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, rendezvous.store)
     file_timeout = None if file_timeout_minutes is None else datetime.timedelta(minutes=file_timeout_minutes)
     grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)

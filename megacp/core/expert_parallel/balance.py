@@ -130,13 +130,14 @@ class Balance:
             missing = tokens * self.model.moe_router_topk - given
             mine[:2] = torch.stack([layer.terms for layer in self.layers]).sum(0)
             mine[2] = (self.counts.amax(1).double() * self.model.num_experts / given).max()
-            mine[3] = missing[missing.abs().argmax()]
+            mine[3] = missing.take(missing.abs().argmax())  # an index would wait for the device
             for layer in self.layers:
                 layer.counts.zero_()
                 layer.terms.zero_()
         table = all_gather(mine.unsqueeze(0), self.grid.world).cpu()  # [world, 4]
         terms = zip(self.terms, table[:, :2].sum(0).tolist(), strict=True)
-        load, dropped = table[:, 2].max().item(), table[table[:, 3].abs().argmax(), 3].item()
+        load, missing = table[:, 2].max().item(), table[:, 3]
+        dropped = missing.take(missing.abs().argmax()).item()
         figures = {name: value for (name, coefficient), value in terms if coefficient > 0}
         return {**figures, "expert_load": load, "dropped": int(dropped)}
 

@@ -12,23 +12,25 @@ from megacp.core.config.run import RunConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.full_shard import FullShards
 from megacp.core.data_parallel.shards import ShardedParameters
-from megacp.core.distributed.fully_shard import own_parameters
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.layers.table import DATA, EXPERTS
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
-from megacp.core.models.init import initialise
+from megacp.core.models.init import ALL, Drawn, initialise, unsharded
 from megacp.core.models.language import LanguageModelChunk, Role
 
 
-def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None) -> list[LanguageModelChunk]:
-    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a time."""
+def build_chunks(
+    config: RunConfig, grid: ProcessGrid, shards: FullShards | None = None, drawn: Drawn = ALL
+) -> list[LanguageModelChunk]:
+    """This rank's chunks in order, initialised from `--seed`; with `shards` one part is whole at a time, and of each
+    this rank draws what it keeps.
+    """
     backend, seed = select_backend(config, grid), config.training.seed
 
     def shard(part: nn.Module, role: Role) -> None:
         if shards is not None:
-            initialise(own_parameters(part).values(), seed)
-            shards.add(part, role)
+            initialise(shards.add(part, role), backend.dtype, seed, drawn)
 
     chunks = [
         LanguageModelChunk(
@@ -44,13 +46,15 @@ def build_chunks(config: RunConfig, grid: ProcessGrid, shards: FullShards | None
         for layers in stage_layers(config, grid.world.size)[grid.pp.rank]
     ]
     for chunk in chunks if shards is None else ():
-        initialise(chunk.parameters(), seed)
+        initialise(map(unsharded, chunk.parameters()), backend.dtype, seed, drawn)
     counts = offloaded_blocks(config, stage_layers(config, grid.world.size)[grid.pp.rank])
     offload_blocks([chunk.blocks for chunk in chunks], counts, grid.device)
     return chunks
 
 
-def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageModelChunk], ShardedParameters]:
+def build_sharded(
+    config: RunConfig, grid: ProcessGrid, drawn: Drawn = ALL
+) -> tuple[list[LanguageModelChunk], ShardedParameters]:
     """This rank's chunks and what shards them, by `--data-parallel-sharding-strategy`. Collective over the world."""
     parallel = config.parallel
     reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if config.model.num_experts > 0 else {})
@@ -61,9 +65,9 @@ def build_sharded(config: RunConfig, grid: ProcessGrid) -> tuple[list[LanguageMo
         full = FullShards(
             reduced, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
         )
-        chunks = build_chunks(config, grid, full)
+        chunks = build_chunks(config, grid, full, drawn)
         return chunks, full
-    chunks = build_chunks(config, grid)
+    chunks = build_chunks(config, grid, drawn=drawn)
     buckets = FlatBuckets(
         chunks,
         reduced,

@@ -47,9 +47,15 @@ def _sizes(model: ModelConfig, described: Layer, tp: int, ep: int) -> tuple[tupl
     return sums(described.tensors(model)), sums(described.pairs(model))
 
 
+@functools.cache
+def nameless_layers(model: ModelConfig) -> tuple[Layer, ...]:
+    """The layers without their names: those that are alike are equal."""
+    return tuple(dataclasses.replace(layer, name="") for layer in layers_of(model))
+
+
 def _sizes_of(model: ModelConfig, layer: int, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Layers that differ in their names are counted once: one may have a thousand tensors of experts."""
-    return _sizes(model, dataclasses.replace(layers_of(model)[layer], name=""), tp, ep)
+    """Layers that are alike are counted once: one may have a thousand tensors of experts."""
+    return _sizes(model, nameless_layers(model)[layer], tp, ep)
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:

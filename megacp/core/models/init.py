@@ -1,6 +1,7 @@
 """Initial weights that do not depend on the grid: every slab of a global tensor is drawn from its own seed.
 
-Value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of rows it holds.
+Value (i, j) of a global tensor is a function of (seed, name, i, j) alone; a rank draws only the slabs of rows it holds,
+and none of a tensor that is read from a file next.
 One generator per rank would make another model on every grid.
 """
 
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, spec_of
+from megacp.core.data_parallel.boxes import MODEL, TensorBox, boxes_of_slice
+from megacp.core.data_parallel.shards import ParameterSlice
+from megacp.core.distributed.parameter import ParameterSpec, spec_of
 
 SLAB = 64
 """Rows drawn from one seed."""
@@ -32,31 +35,39 @@ DRAWS: dict[str, Draw] = {
 }
 """Draws by the name in `ParameterSpec.init`."""
 
+Drawn = Callable[[str], bool]
+"""Whether the initial values of a tensor are wanted, by its name."""
+ALL: Drawn = lambda name: True  # noqa: E731
 
-def _drawn(piece: TensorSlice, seed: int, spec: ParameterSpec) -> torch.Tensor:
-    begin, stop = piece.offsets[0], piece.offsets[0] + piece.shape[0]
-    box = torch.empty(piece.shape)
-    inner = tuple(slice(o, o + n) for o, n in zip(piece.offsets[1:], piece.shape[1:], strict=True))  # columns here
+
+def _drawn(box: TensorBox, name: str, seed: int, spec: ParameterSpec) -> torch.Tensor:
+    shape, begin = box.tensor.shape, box.offsets[0]
+    stop, values = begin + shape[0], torch.empty(shape)
+    inner = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], shape[1:], strict=True))  # columns here
     for index in range(begin // SLAB, -(-stop // SLAB)):  # slabs that overlap rows [begin, stop)
         first = index * SLAB
-        rows = min(SLAB, piece.global_shape[0] - first)  # the last slab is short
-        digest = hashlib.blake2b(f"{seed}/{piece.name}/{index}".encode(), digest_size=8).digest()
+        rows = min(SLAB, box.global_shape[0] - first)  # the last slab is short
+        digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        slab = DRAWS[spec.init](rows, *piece.global_shape[1:], generator=generator)  # [rows, all columns]
+        slab = DRAWS[spec.init](rows, *box.global_shape[1:], generator=generator)  # [rows, all columns]
         low, high = max(begin, first), min(stop, first + rows)  # global rows of the overlap
-        box[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
-    return box * spec.std
+        values[low - begin : high - begin] = slab[(slice(low - first, high - first), *inner)]
+    return values * spec.std
 
 
-def _fill(parameter: nn.Parameter, spec: ParameterSpec, seed: int) -> None:
-    parameter.fill_(1.0 if spec.init == "ones" else 0.0)  # rows outside every piece stay 0
-    if spec.init in DRAWS:
-        for piece in spec.pieces:
-            piece.of(parameter).copy_(_drawn(piece, seed, spec))
+def unsharded(parameter: nn.Parameter) -> ParameterSlice:
+    """All of a parameter that is not sharded."""
+    return ParameterSlice(spec_of(parameter), tuple(parameter.shape), 0, parameter.detach().view(-1))
 
 
 @torch.no_grad()
-def initialise(parameters: Iterable[nn.Parameter], seed: int) -> None:
-    """Fill every parameter from its spec: drawn, ones or zeros; the same global weights on any grid."""
-    for parameter in parameters:
-        _fill(parameter, spec_of(parameter), seed)
+def initialise(parts: Iterable[ParameterSlice], dtype: torch.dtype, seed: int, drawn: Drawn = ALL) -> None:
+    """Fill parts of parameters from their specs: drawn, ones or zeros; the same global weights on any grid.
+
+    Numbers are rounded to the `dtype` of the model; tensors that are not `drawn` get zeros.
+    """
+    for part in parts:
+        part.values.fill_(1.0 if part.spec.init == "ones" else 0.0)  # rows outside every piece stay 0
+        for box in boxes_of_slice(MODEL, part) if part.spec.init in DRAWS else ():
+            if drawn(name := box.name.removeprefix(f"{MODEL}.")):
+                box.tensor.copy_(_drawn(box, name, seed, part.spec).to(dtype))

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,8 +22,9 @@ from torch import nn
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
+from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.layers.vision import merging_linears, pooling_linears
-from megacp.core.models.vision import GridTower, VisionTower
+from megacp.core.models.vision import GridTower, Tower, VisionTower
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import LinearSpec
@@ -74,7 +74,7 @@ class Merger(nn.Module):
         return self.down(F.gelu(self.up(windows)))
 
 
-TOWERS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {
+TOWERS: dict[str, tuple[type[Tower], type[nn.Module]]] = {
     "molmo2": (VisionTower, Connector),
     "qwen3_5": (GridTower, Merger),
 }
@@ -107,11 +107,11 @@ class VisionEncoder(nn.Module):
         self.connector = connector(config, model, backend.tower("connector"))
 
     def forward(
-        self, patches: torch.Tensor | None, pooling: torch.Tensor | None, grids: np.ndarray | None = None
+        self, patches: torch.Tensor | None, pooling: torch.Tensor | None, grids: PatchGrids | None = None
     ) -> torch.Tensor:
         """Features in the order of `pooling`, whose int64 values are rows of `patches.flatten(0, 1)` or -1.
 
-        `grids[n, 2]`: rows and columns of the features of each image, of a family that needs them.
+        `grids`: those of the images, of a family that needs them.
 
         Every window holds at least one patch. None, no crops or no windows give features `[0, h]`. ValueError for crops
         of another size.

@@ -25,11 +25,12 @@ from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
-from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import Caller
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.device import pinned, to_device
+from megacp.core.ops.kernel import Caller, Heads
+from megacp.core.ops.mask import Metadata, once
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
@@ -81,6 +82,9 @@ class Tower(nn.Module):
             VisionBlock(layer, config, model, backend, recompute) for layer in range(config.vision_num_layers)
         )
 
+    def prepare(self, grids: PatchGrids | None) -> None:
+        """Work out on the host what `forward` asks of images; called from the loader's threads."""
+
 
 class VisionTower(Tower):
     """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
@@ -96,7 +100,7 @@ class VisionTower(Tower):
         # without `call`: a tenth of what the block's products cost, less than the memory is worth
         return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(0, 1)
 
-    def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
         """Encode every crop; `patches` of any float dtype are turned into the model's."""
         x = F.linear(patches.to(self.backend.dtype), self.weight, self.bias)  # [c, N, 3 p p] -> [c, N, h]
         x = (x + self.positions).flatten(0, 1)  # [c, N, h] -> [c * N, h]
@@ -138,33 +142,50 @@ def resampled(grids: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
     return taps.reshape(-1, 4), (by_row[:, :, None] * by_column[:, None]).reshape(-1, 4)
 
 
+@once
+def patch_plan(grids: PatchGrids, side: int, device: torch.device) -> tuple[AttentionPlan, list[torch.Tensor]]:
+    """The plan by which the patches of each image see each other; rows and columns `[N, 2]` and `resampled`, in memory
+    that `device` copies from.
+    """
+    image, row, column = patch_places(grids.sizes)
+    plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
+    arrays = np.stack([row, column], 1), *resampled(grids.sizes, side)
+    return plan, [pinned(torch.from_numpy(x), device) for x in arrays]
+
+
 class GridTower(Tower):
-    """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with `grids[n, 2]` -> `[c, h]`."""
+    """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with their grids -> `[c, h]`."""
 
     def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
         super().__init__(config, model, backend, recompute)
-        self.side = config.patches_per_side
-        self.frequencies = inverse_frequencies(config.vision_head_dim // 2, 1e4, RotaryScaling())
+        self.side, self.device, width = config.patches_per_side, backend.options.device, config.vision_head_dim
+        self.frequencies = inverse_frequencies(width // 2, 1e4, RotaryScaling()).to(self.device)
+        heads = config.vision_num_attention_heads // backend.tp.size
+        self.heads = Heads(heads, heads, width)
 
-    def forward(self, patches: torch.Tensor, grids: np.ndarray | None = None) -> torch.Tensor:
+    def prepare(self, grids: PatchGrids | None) -> None:
+        assert grids is not None
+        self.backend.local_transport.prepare(patch_plan(grids, self.side, self.device)[0], self.heads)
+
+    def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
         """Encode every image; `patches` of any float dtype are turned into the model's."""
-        assert grids is not None and 4 * grids.prod(1).sum() == len(patches), "patches of images without their grids"
-        dtype, device = self.backend.dtype, patches.device
-        taps, weights = (to_device(x, device) for x in resampled(grids, self.side))
+        assert grids is not None, "patches of images without their grids"
+        plan, arrays = patch_plan(grids, self.side, self.device)
+        assert len(plan.local) == len(patches), "grids of other images than the patches"
+        places, taps, weights = (to_device(x, self.device) for x in arrays)
+        dtype = self.backend.dtype
         x = F.linear(patches.to(dtype).flatten(0, 1), self.weight.flatten(1), self.bias)
         x = x + F.embedding_bag(taps, self.positions, per_sample_weights=weights.to(dtype), mode="sum")
-        attend = self.attention(grids, device)
+        attend = self.attention(plan, places)
         for block in self.blocks:
             x = block(x, attend)
         return x
 
-    def attention(self, grids: np.ndarray, device: torch.device) -> Attend:
-        """All patches of an image see each other, turned by their rows and columns."""
-        image, row, column = patch_places(grids)
-        places, half = torch.from_numpy(np.stack([row, column], 1)), len(self.frequencies)
-        angles = places.repeat_interleave(half, 1), self.frequencies.repeat(2)  # [N, d / 2]: by row, and by column
-        cos, sin = (part.to(device) for part in cos_sin(*angles, self.backend.dtype))
-        plan = AttentionPlan(np.arange(len(image))[None], Metadata.of_documents(image, span=1), 0)
+    def attention(self, plan: AttentionPlan, places: torch.Tensor) -> Attend:
+        """All patches of an image see each other, turned by their rows and columns `[N, 2]`."""
+        # [N, d / 2]: by row, and by column
+        turns = places.repeat_interleave(len(self.frequencies), 1)
+        cos, sin = cos_sin(turns, self.frequencies.repeat(2), self.backend.dtype)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product

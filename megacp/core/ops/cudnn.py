@@ -48,7 +48,7 @@ Places = slice | torch.Tensor
 def engine_problem() -> str | None:
     """Why Transformer Engine cannot be used in this environment; None when it can. Imports it where it is installed."""
     if find_spec("transformer_engine") is None:
-        return "Transformer Engine is not installed: pip install -e '.[gpu]' in an environment that has CUDA torch"
+        return "Transformer Engine is not installed: pip install --no-build-isolation -e '.[gpu]' beside CUDA torch"
     try:
         import transformer_engine.pytorch
     except (ImportError, OSError, RuntimeError, AssertionError) as error:

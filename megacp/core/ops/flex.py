@@ -11,6 +11,7 @@ comparisons it holds more than registers do.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -69,6 +70,28 @@ def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
         raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
     forward, backward = backends or ("inductor", "inductor")
     return whole_graph(flex_attention, forward), whole_graph(flex_backward, backward)
+
+
+@functools.cache
+def compiler_problem() -> str | None:
+    """Why torch's compiler cannot take `flex_backward`; None when it can.
+
+    Before 2.12 a trace of one block says it. It touches a GPU, which a rank has not chosen yet: later releases can.
+    """
+    if torch.__version__ >= "2.12":
+        return None
+
+    def trace(x: torch.Tensor) -> QKV:  # by itself: what `flex_backward` is first compiled for stays its own
+        one = torch.ones(1, 1, 1, 1, dtype=torch.int32)
+        block = BlockMask.from_kv_blocks(one[0], one)
+        return flex_backward((x, x, x), (x, x[..., 0]), x, block, 1.0, {})
+
+    traced = torch.compile(trace, fullgraph=True, backend=lambda graph, inputs: lambda x: (x, x, x))
+    try:
+        traced(torch.zeros(1, 1, BLOCK, NARROWEST))
+    except torch._dynamo.exc.Unsupported:
+        return f"CUDA needs torch 2.12, whose compiler takes FlexAttention's backward, not {torch.__version__}"
+    return None
 
 
 def kernel_options(dtype: torch.dtype, width: int) -> dict[str, Any]:

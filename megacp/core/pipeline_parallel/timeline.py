@@ -17,14 +17,18 @@ class Span:
     stop: float
 
 
-def timeline(stages: Sequence[Sequence[Action]], num_chunks: int, times: Mapping[Kind, float]) -> list[list[Span]]:
+def timeline(
+    stages: Sequence[Sequence[Action]], num_chunks: int, times: Sequence[Mapping[Kind, float]]
+) -> list[list[Span]]:
     """Spans of the computes `stages[i]` of each stage i, as early as their order allows; a message takes no time.
 
-    `times` are a whole stage's for one microbatch, of which a chunk takes its share. A backward takes the time of the
-    weights too where its stage defers none.
+    `times` are those of each whole stage for one microbatch, of which a chunk takes its share. A backward takes the
+    time of the weights too where its stage defers none.
     """
-    whole = {**times, Kind.BACKWARD: times[Kind.BACKWARD] + times[Kind.WEIGHTS]}
-    own = [times if any(action.kind is Kind.WEIGHTS for action in order) else whole for order in stages]
+    own = [dict(of_stage) for of_stage in times]
+    for order, of_stage in zip(stages, own, strict=True):
+        if not any(action.kind is Kind.WEIGHTS for action in order):
+            of_stage[Kind.BACKWARD] += of_stage[Kind.WEIGHTS]
     spans: list[list[Span]] = [[] for _ in stages]
     there: dict[tuple[Kind, int, int], float] = {}  # since when an output is, by kind, microbatch and virtual stage
 

@@ -72,7 +72,7 @@ def agree_on_step(
     for batch in batches:
         fingerprint = (fingerprint * 1_000_003 + batch.fingerprint()) % (1 << _FINGERPRINT_BITS)  # exact in float64
     weights = sum(batch.weight_sum for batch in batches)
-    tokens = sum(int((batch.leave > 0).sum()) for batch in batches)
+    tokens = sum(batch.real_tokens for batch in batches)
     own = dataclasses.astuple(report or RankReport())
     row = [grid.dp.rank if replica is None else replica, fingerprint, weights, tokens, *own]
     table = torch.tensor([row], dtype=torch.float64, device=grid.device)

@@ -20,6 +20,7 @@ from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.distributed.grid import Axis
+from megacp.core.models.init import Drawn
 from megacp.core.storage.place import Place
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.sources import Sources
@@ -108,6 +109,13 @@ def starting_point(config: RunConfig, world: Axis) -> Start:
     origin = next((text for text in named if not text.endswith("None")), "step 0, from scratch")
     note = f"--auto-resume: {checkpoint.save} holds no checkpoint at all, this run starts from {origin}"
     return Start(checkpoint.load, checkpoint.finetune, note)
+
+
+def drawn_at(start: Start, weights: Weights | None) -> Drawn:
+    """Which tensors begin with their initial values: all but those that are read at the start, or of --load-hf."""
+    if start.path is not None:
+        return is_of_a_pair if start.weights_only else lambda name: False
+    return lambda name: weights is None or name in weights.known_rows
 
 
 def saved_boxes(model: ParallelModel) -> list[TensorBox]:

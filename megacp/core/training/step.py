@@ -22,6 +22,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.expert_parallel.balance import Balance, LayerBalance
 from megacp.core.models.build import build_sharded
+from megacp.core.models.init import ALL, Drawn
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.sharded import ShardedOptimizer
@@ -55,14 +56,14 @@ class StepResult:
 class ParallelModel:
     """This rank's share of the model, its gradients and its optimizer, and how to step them."""
 
-    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured) -> None:
+    def __init__(self, config: RunConfig, grid: ProcessGrid, phase: Phase = unmeasured, drawn: Drawn = ALL) -> None:
         training, parallel = config.training, config.parallel
         self.config = config
         self.grid = grid
         self.is_new = True
         """No step was trained in this process yet."""
         self.phase = phase
-        self.chunks, self.parameters = build_sharded(config, grid)
+        self.chunks, self.parameters = build_sharded(config, grid, drawn)
         self.backend = self.chunks[0].backend
         self.optimizer = ShardedOptimizer(self.parameters, training, grid.world, grid.device, self.backend.adamw)
         balanced = [m for chunk in self.chunks for m in chunk.modules() if isinstance(m, LayerBalance)]
@@ -91,6 +92,8 @@ class ParallelModel:
         self.backend.prepare_states(share.plan)
         if share.vision is not None:
             vision = share.vision.packed_for(self.grid.device, self.backend.dtype)
+            if self.chunks[0].vision is not None:
+                self.chunks[0].vision.tower.prepare(vision.grids)
             share = dataclasses.replace(share, vision=vision)
         return PlannedRow(batch, share.pinned_for(self.grid.device))
 
@@ -119,11 +122,11 @@ class ParallelModel:
                 )
 
     def train(
-        self, rows: Sequence[Row], step: int, denominator: float, check: Check = finite_only, tokens: int = 0
+        self, rows: Sequence[Row], step: int, denominator: float, tokens: int, check: Check = finite_only
     ) -> StepResult:
         """One update from this data-parallel rank's microbatches, if `check` lets it be; `step` counts from 1.
 
-        `tokens` of the whole step, without padding: terms of balance are divided by them, without them there are none.
+        `tokens` of the whole step, without padding: terms of balance are divided by them.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.is_new = False
@@ -157,7 +160,7 @@ class ParallelModel:
 
     def gradients(self, rows: Sequence[Row], step: int, denominator: float, tokens: int = 0) -> float:
         """Loss and summed gradients without an update; `parameters.grad_shard` is valid until `parameters.zero`, and
-        what `balance` has counted until `Balance.settle`.
+        what `balance` has counted until `Balance.settle`. Without `tokens` it counts nothing and has no term.
         """
         losses = self._pipeline(rows, step, denominator, True, tokens)()
         self.parameters.finish()

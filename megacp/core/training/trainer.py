@@ -31,7 +31,7 @@ from megacp.core.training.reporting import blend_figures, breakdown, open_log, o
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.saving import Saver
 from megacp.core.training.sources import Sources, first_rows, loader_options, whole_run
-from megacp.core.training.state import Resumed, fresh_state, load, load_weights, saved_boxes, starting_point
+from megacp.core.training.state import Resumed, drawn_at, fresh_state, load, load_weights, saved_boxes, starting_point
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import FAILED, REASONS, STOPPED, StopSignal
 
@@ -61,10 +61,10 @@ class Trainer:
         config, chosen = resolve_auto(config, lambda: first_rows(config, sources))
         self.config, self.grid, self.sources = config, grid, sources
         self.timers = Timers(EventClock(grid.device) if grid.device.type == "cuda" else None)
-        self.model = ParallelModel(config, grid, self.timers.phase)
+        start = starting_point(config, grid.world)
+        self.model = ParallelModel(config, grid, self.timers.phase, drawn_at(start, weights))
         self.rows = self.model.rows  # how the rows of a step are dealt to ranks
         self.state = fresh_state(config, sources)
-        start = starting_point(config, grid.world)
         resumed: Resumed | None = None
         if start.path is not None:
             resumed = load(self.model, self.state, config, start)
@@ -167,7 +167,7 @@ class Trainer:
                 return self.health.check(dataclasses.replace(numbers, loss=loss, grad_norm=norm))
 
             if agreed.weight:
-                result = self.model.train(rows, step, agreed.denominator, check, agreed.tokens)
+                result = self.model.train(rows, step, agreed.denominator, agreed.tokens, check)
             else:  # no token counts: nothing is computed, nothing changes
                 lr = learning_rate(step, self.config.training)
                 result = StepResult(math.nan, 0.0, lr, check(math.nan, 0.0))

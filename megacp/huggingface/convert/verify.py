@@ -116,7 +116,7 @@ def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Log
     own = RunConfig(model=config.model, vision=config.vision, data=config.data)  # nothing of its grid or its device
     grid = build_grid(GridShape(), 0)
     plain = with_values(own, {"dtype": dtype, "transformer_impl": "native"})
-    model: LanguageModelChunk = build_chunks(plain, grid)[0].eval()
+    model: LanguageModelChunk = build_chunks(plain, grid, drawn=lambda name: False)[0].eval()
     with torch.no_grad():
         for parameter in (*model.parameters(), *model.buffers()):
             for piece in spec_of(parameter).pieces:

@@ -19,6 +19,7 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
+from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.vision.decoding import rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
@@ -66,7 +67,7 @@ class Generator:
         loaded = load_checkpoint(checkpoint, self.grid.world)
         self.path, self.step, self.progress = loaded.path, loaded.step, stored_state(loaded)
         self.config: RunConfig = with_values(stored_config(loaded), _ONE_PROCESS)
-        self.model: LanguageModelChunk = build_chunks(self.config, self.grid)[0].eval()
+        self.model: LanguageModelChunk = build_chunks(self.config, self.grid, drawn=lambda name: False)[0].eval()
         self.rules: VisionRules | None = None
         """How images become tokens, as far as it is known."""
         if self.progress.image_rules and self.config.vision.vision_num_layers:
@@ -109,8 +110,8 @@ class Generator:
     def _answer_row(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[np.ndarray]:
         config, features = self.config, None
         if self.model.vision is not None and self.rules is not None and any(prompt.encoded for prompt in prompts):
-            pixels = map(torch.from_numpy, prompt_pixels(prompts, self.rules))
-            features = self.model.vision(*pixels, prompt_grids(prompts))  # [n, h]
+            pixels, grids = map(torch.from_numpy, prompt_pixels(prompts, self.rules)), prompt_grids(prompts)
+            features = self.model.vision(*pixels, None if grids is None else PatchGrids(grids))  # [n, h]
         answers: list[list[int]] = [[] for _ in prompts]
         generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
         going = set(range(len(prompts)))

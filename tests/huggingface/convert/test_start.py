@@ -20,6 +20,7 @@ from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.launch import run_store
+from megacp.core.models import init
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
 from megacp.huggingface.convert.start import FolderStart
@@ -185,6 +186,16 @@ def test_a_finetuning_has_a_rate_of_its_own_and_a_run_that_goes_on_that_of_its_c
         plan = plan_of([*flags, "--log-file", "/dev/null"], launch.World())
         assert plan is not None and plan.config.training.lr == rate
         assert f"--lr {rate:g}, " in capsys.readouterr().out
+
+
+def test_a_run_draws_no_weight_that_it_reads(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, draw = set[str](), init._drawn
+    monkeypatch.setattr(init, "_drawn", lambda box, name, *rest: (names.add(name), draw(box, name, *rest))[1])
+    start, run = ["--load-hf", str(folder)], ["--save", str(tmp_path / "run")]
+    for flags in ([*start, *run], ["--load", *run[1:], "--finetune"], [*start, "--auto-resume", *run]):
+        assert main([*flags, *STEPS, "--seq-length", "32"]) == 0 and not names
+    assert main([*start, "--lora-rank", "2", *STEPS, "--seq-length", "32", "--log-file", "/dev/null"]) == 0
+    assert names and all(name.endswith(".lora_A.weight") for name in names)
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])

@@ -1,0 +1,69 @@
+"""What the packs of a dataset ask of attention: areas of their masks, and how far documents spread over cp ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megacp.core.config.blend import named_folders
+from megacp.core.config.run import RunConfig
+from megacp.core.context_parallel.balance import mix_of, row_area
+from megacp.core.data.collate import collate
+from megacp.core.data.reader import PackedDataset
+from megacp.core.models.costs import causal_area
+from megacp.core.ops.mask import Metadata
+
+SAMPLE = 64
+"""Packs that are looked at."""
+DRAWN_STEPS = 200
+"""Steps that are drawn of them."""
+
+
+@dataclass(frozen=True)
+class PackSample:
+    """A sample of packs; by default one causal document fills each."""
+
+    areas: tuple[float, ...] = (1.0,)
+    """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers with attention."""
+    parts: tuple[tuple[float, ...], ...] = ((1.0,),)
+    """Shares of each pack that its documents take."""
+
+    @property
+    def area(self) -> float:
+        """The mean pack's."""
+        return float(np.mean(self.areas))
+
+    def needed(self, cp: int) -> float:
+        """Share of the other ranks' keys that a rank's queries see: of a document that spreads over n of `cp` ranks the
+        half of the keys on n - 1 others.
+        """
+        spread = [share * max(0.0, share * cp - 1) for of_pack in self.parts for share in of_pack]
+        return sum(spread) / len(self.parts) / max(1, cp - 1) / 2
+
+    def slowest(self, dp: int, microbatches: int, attention: float) -> float:
+        """Work of the busiest of `dp` ranks over the mean one's, in the mean of many steps of drawn packs.
+
+        `attention` is the share of a step that grows with the area.
+        """
+        if len(self.areas) == 1:
+            return 1.0
+        drawn = np.random.default_rng(0).choice(self.areas, (DRAWN_STEPS, dp, microbatches)).mean(-1)  # [steps, dp]
+        work = 1 - attention + attention * drawn / self.area
+        return float((work.max(1) / work.mean(1)).mean())
+
+
+def sample_packs(config: RunConfig) -> PackSample:
+    """A sample of what `--data-path` names first. ValueError where it cannot be read."""
+    folder, *_ = named_folders(config.data.data_path)
+    packs = PackedDataset(folder)
+    chosen = np.random.default_rng(0).permutation(len(packs))[:SAMPLE]
+    mix = mix_of(config.model)
+    whole = sum(causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items())
+    areas, parts = [], []
+    for number in chosen.tolist():
+        row = collate([packs.pack(number)], config.data.attention_mask, config.data.image_attention)
+        areas.append(float(row_area(Metadata.of_row(row.leave, row.span), mix).sum() / max(1, whole)))
+        lengths = np.bincount(row.document[row.leave > 0])
+        parts.append(tuple((lengths / config.data.seq_length).tolist()))
+    return PackSample(tuple(areas), tuple(parts))

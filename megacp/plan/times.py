@@ -1,0 +1,253 @@
+"""Seconds of a training step, by what they are spent on, from the lists that a run executes.
+
+A microbatch on a stage: products by their FLOPs, attention by its area and the kernel's rate, elementwise passes by the
+bytes that a block keeps. Messages by bytes over the slowest link of their group, less what the code hides them under.
+The schedule's own list of computes then runs with these times, and what is left over is the pipeline's.
+
+Contention of two messages and the host's time are not in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
+from megacp.core.layers.stack import layers_of
+from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
+from megacp.core.models import costs
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.timeline import timeline
+from megacp.plan.activations import layer_activations
+from megacp.plan.hardware import Hardware
+from megacp.plan.memory import stage_parameters
+from megacp.plan.packs import PackSample
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step on the busiest stage."""
+
+    compute: float
+    """Forward and backward, nothing twice."""
+    again: float
+    """What is recomputed."""
+    offload: float
+    """Activations on their way to host memory and back that no block hides."""
+    tp: float
+    """Messages of tensor parallelism that nothing hides."""
+    cp: float
+    ep: float
+    dp: float
+    """Gathers of parameters and sums of gradients that nothing hides."""
+    pipeline: float
+    """Idle time."""
+    uneven: float
+    """Waiting for the rank with the most work."""
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Seconds of one microbatch on a stage: the work itself, and messages that nothing hides."""
+
+    work: float = 0.0
+    attention: float = 0.0
+    again: float = 0.0
+    offload: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    dp: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+    def times(self, count: int) -> _Part:
+        """So many of them."""
+        return _Part(*(seconds * count for seconds in vars(self).values()))
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def kernel_of(config: RunConfig) -> str:
+    """`fused` where cuDNN's kernel takes the rows, else `flex`."""
+    model, v = config.model, config.vision
+    spans = v.vision_num_layers > 0 and config.data.image_attention != "causal"
+    plain = model.softmax_type == "vanilla" and model.head_dim <= 128
+    return "fused" if plain and not spans else "flex"
+
+
+def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: int) -> tuple[_Part, _Part]:
+    """Forward and backward of a block for one microbatch."""
+    model, p, t = config.model, config.parallel, config.training
+    layer, tp, cp, size = (
+        layers_of(model)[number],
+        p.tensor_model_parallel_size,
+        p.context_parallel_size,
+        t.element_bytes,
+    )
+    tokens, ranks = t.micro_batch_size * config.data.seq_length, tp * cp
+    whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
+    flops = layer.flops(model, tokens, int(whole * sample.area))
+    busiest = planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
+    products = flops.matmul * busiest / ranks / hardware.products
+    narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
+    there, back = (flops.attention / ranks / (rate * narrow) for rate in hardware.attention[kernel_of(config)])
+    whole_mlp = with_values(config, {"mlp_chunk_tokens": 0})  # a tile passes over as many bytes
+    kept = {name: layer_activations(whole_mlp, name, number) / hardware.bandwidth for name in ("none", "selective")}
+    passes = 2 * kept["none"]  # each is written once and read once
+    trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
+
+    whole_block = products + passes + there * layer.has_state  # attention keeps what it gave, a state does not
+    again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
+    # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
+    # weights, which hides half of it
+    local = tokens // cp * model.hidden_size * size
+    tensor = 4 * (local * (tp - 1) / tp / hardware.link(tp, 1) + hardware.latency) if tp > 1 else 0.0
+    full = t.recompute_granularity == "full"
+    message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
+    hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
+    swaps = p.cp_comm_type in ("a2a", "a2a+p2p")  # heads, which a block that is computed again does once more
+    exchange = 0.0
+    if layer.mlp is MOE and p.expert_model_parallel_size > 1:
+        exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
+    return (
+        _Part(
+            work=products + passes, attention=there, tp=tensor, cp=max(0.0, message - hidden * there), ep=exchange / 2
+        ),
+        _Part(
+            work=trained * products + 2 * passes,
+            attention=ATTENTION_BACKWARD * back,
+            again=again[t.recompute_granularity],
+            tp=tensor * (0.5 + full),
+            cp=max(0.0, 2 * message - hidden * ATTENTION_BACKWARD * back) + full * swaps * message,
+            ep=exchange / 2,
+        ),
+    )
+
+
+def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> float:
+    """Seconds of the messages of attention's forward in a layer, of `tokens` on a rank."""
+    model, p = config.model, config.parallel
+    tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
+    if cp == 1:
+        return 0.0
+    key_values = 2 * tokens * model.query_groups * model.head_dim // tp * size
+    queries = tokens * model.num_attention_heads * model.head_dim // tp * size
+    sent = {
+        "a2a": (key_values + 2 * queries) * (cp - 1) / cp,  # and the output back
+        "kv_exchange": key_values * (cp - 1) * sample.needed(cp),
+    }.get(p.cp_comm_type, key_values * (cp - 1.0))
+    messages = cp - 1 if p.cp_comm_type == "p2p" else 2
+    return sent / hardware.link(cp, tp) + messages * hardware.latency
+
+
+def _stage(
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, stage: int, chunks: Sequence[range]
+) -> tuple[_Part, _Part]:
+    """Forward and backward of all of a stage for one microbatch."""
+    p, t = config.parallel, config.training
+    kinds = costs.nameless_layers(config.model)
+    alike = Counter(kinds[number] for layers in chunks for number in layers)
+    forward = backward = _Part()
+    for layer, count in alike.items():
+        there, back = _layer(config, hardware, sample, kinds.index(layer))
+        forward, backward = forward + there.times(count), backward + back.times(count)
+    ranks = p.tensor_model_parallel_size * p.context_parallel_size
+    if stage == p.pipeline_model_parallel_size - 1:
+        tokens = t.micro_batch_size * config.data.seq_length
+        head = costs.head_flops(config.model, tokens).matmul / ranks / hardware.products
+        logits = tokens_per_rank(config) * costs.logit_bytes(config) / hardware.bandwidth
+        # the loss makes its gradients in its forward, over about five passes
+        forward += _Part(work=3 * head + 5 * logits)
+    if stage == 0 and config.vision.vision_num_layers:
+        factor, sharers = costs.encoders(config, world_size)
+        packs = t.micro_batch_size * factor / sharers / p.tensor_model_parallel_size
+        seen = costs.vision_flops(config, *costs.planned_images(config)) * packs / hardware.products
+        frozen_share = 1 / 3
+        forward, backward = forward + _Part(work=seen * frozen_share), backward + _Part(work=seen * (1 - frozen_share))
+        if t.recompute_granularity == "full":
+            backward += _Part(again=seen * frozen_share)
+    moved = sum(costs.offloaded_blocks(config, chunks)) * layer_activations(config, t.recompute_granularity)
+    forward += _Part(offload=max(0.0, moved / hardware.host - forward.total))
+    backward += _Part(offload=max(0.0, moved / hardware.host - backward.total))
+    if p.data_parallel_sharding_strategy == "optim_grads_params":
+        gather, scatter = _sharded(config, world_size, hardware, chunks)
+        forward += _Part(dp=max(0.0, gather - forward.total))
+        backward += _Part(dp=max(0.0, gather + scatter - backward.total))
+    return forward, backward
+
+
+def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]) -> tuple[float, float]:
+    """Seconds of gathering a stage's parameters over dp x cp, and of summing its gradients there."""
+    p, t = config.parallel, config.training
+    ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
+    link = hardware.link(ranks, p.tensor_model_parallel_size)
+    away = (ranks - 1) / ranks / link
+    trained = stage_parameters(config, chunks, trained=True)
+    return stage_parameters(config, chunks) * t.element_bytes * away, trained * t.accumulation_bytes * away
+
+
+def _once_a_step(
+    config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range], last: float, first: float
+) -> tuple[float, float]:
+    """Seconds of data parallelism that no backward or forward of one microbatch hides, and those of the optimizer."""
+    p, t = config.parallel, config.training
+    dp, instances = config.data_parallel_size(world_size), p.num_distributed_optimizer_instances
+    trained = stage_parameters(config, chunks, trained=True)
+    share = trained / max(1, dp * p.context_parallel_size // instances)
+    exposed = 0.0
+    if p.data_parallel_sharding_strategy != "optim_grads_params":
+        gather, scatter = _sharded(config, world_size, hardware, chunks)
+        exposed = max(0.0, scatter - last) + max(0.0, gather - first)
+    if instances > 1:
+        stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
+        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.link(instances, stride)
+    # gradient, master weight and two moments are read, three of them and the weight written
+    return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
+
+
+def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample) -> StepTime:
+    """The step of a checked configuration on `world_size` ranks."""
+    p = config.parallel
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    microbatches = config.num_microbatches(world_size)
+    layers = costs.stage_layers(config, world_size)
+    parts = [_stage(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
+    orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+    spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
+    busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
+    spent = parts[busiest][0] + parts[busiest][1]
+    idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
+    forward, backward = parts[busiest]
+    exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
+    slowest = sample.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
+    return StepTime(
+        compute=microbatches * (spent.work + spent.attention),
+        again=microbatches * spent.again,
+        offload=microbatches * spent.offload,
+        tp=microbatches * spent.tp,
+        cp=microbatches * spent.cp,
+        ep=microbatches * spent.ep,
+        dp=microbatches * spent.dp + exposed,
+        pipeline=idle,
+        uneven=microbatches * spent.total * (slowest - 1),
+        optimizer=optimizer,
+    )
+
+
+def _times(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
+    """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
+    weights = forward.work if config.parallel.pipeline_schedule == "zero_bubble" else 0.0
+    weights = min(weights, backward.work / 2)
+    return {Kind.FORWARD: forward.total, Kind.BACKWARD: backward.total - weights, Kind.WEIGHTS: weights}
