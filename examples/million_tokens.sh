@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Train an 8B text model on packs of 1,048,576 tokens on one machine of 8 GPUs with 80 GB each:
 #     bash examples/million_tokens.sh --data-path DIR --save DIR
-# A row is dealt over all GPUs, heads are exchanged for tokens around attention, all state is sharded, block inputs wait
-# in host memory (36 GiB a rank), the MLP runs over tiles of 8,192 tokens.
+# A row is dealt over all GPUs, heads are exchanged for tokens around attention, all state is sharded, inputs of blocks
+# and results of attention wait in host memory (73 GiB a rank), the MLP runs over tiles of 8,192 tokens.
 #
 # Memory of one rank, of a step on fake tensors (not measured on a GPU; communicators and fragments come on top):
 #     python tools/check_gpu.py --fake --mask mixed $(bash examples/million_tokens.sh --flags)
-#    8 GPUs, any mask       30.9 GiB
+#    8 GPUs, any mask       32.0 GiB
 # With COMM=kv_exchange LAYOUT=balanced 43.0 GiB for mask mixed, 56.2 GiB for one causal document.
 set -euo pipefail
 cd "$(dirname "$0")/.."

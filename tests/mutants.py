@@ -329,7 +329,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(positions / wavelength - low) / (high - low)", "(positions / wavelength) / (high - low)", "llama3's blend"),
     ],
     ("core/context_parallel/transport.py", ATTENTION): [
-        ("k, v))\n        return _Att", "k, v)) and (q, k, v)\n        return _Att", "a transposed view is misread"),
+        ("k, v))\n        return call", "k, v)) and (q, k, v)\n        return call", "a transposed view is misread"),
         ("out, lse, douts", "out, torch.zeros_like(lse), douts", "backward of a block without the merged log-sum-exp"),
     ],
     ("core/context_parallel/transport.py", "tests/ops/test_flex.py"): [
@@ -521,7 +521,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("backend.norm(norm, over_heads=True)", "backend.norm(norm)", "gated norms of heads are not summed over tp"),
     ],
     ("core/models/attention.py", MODEL): [
-        ("self.scale, self.sinks)", "self.scale)", "sinks are not asked"),
+        ("self.scale, self.sinks, save", "self.scale, None, save", "sinks are not asked"),
         ("config.attention_scale, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
         ("plan.within(self.reach)", "plan", "layers have no window"),
         ("(part, *rotary) if self.rotates", "(part, *rotary) if True", "layers without rotary embedding have one"),
@@ -655,6 +655,20 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (": tuple[int, ...] = call.elements", ": tuple[int, ...] = ()", "sizes of a collective do not matter"),
         ("(c.dtype, c.elements) for c", "(c.dtype,) for c", "sizes of a message do not matter"),
         ('(_messages(mine, "recv", other)', '(_messages(mine, "send", other)', "sends are held against sends"),
+    ],
+    ("core/models/recompute.py", MODEL): [
+        (
+            "KeptResults(hooks or HELD), use",
+            "body.__self__.__dict__.setdefault('kept', KeptResults(hooks or HELD)), use",
+            "a microbatch is handed what another's attention gave",
+        ),
+        ("if self._given is not None:", "if False:", "attention of a block is computed again"),
+    ],
+    ("core/models/recompute.py", ATTENTION): [
+        ("marks[place].grad", "marks[0].grad", "queries stand for the keys that are made again"),
+    ],
+    ("core/models/recompute.py", "tests/plan/test_memory.py"): [
+        ("            if place is None:", "            if True:", "queries are kept beside what attention gave"),
     ],
     ("core/models/offload.py", MODEL): [
         ("int(x.storage_offset()), x.shape", "0, x.shape", "parts of a tensor come back as its beginning"),

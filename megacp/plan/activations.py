@@ -14,11 +14,11 @@ rotary embedding keeps q and k as they are. A frozen product keeps no input, unl
 which adds its rank a token.
 
 "Wide" is fp32, float64 in a float64 model. There is no S x S term: attention saves the log-sum-exp per row
-(FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block,
-and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the MLP only its input, and the
-norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage holds the activations of every
-chunk in flight, as its schedule's list says. `zero_bubble` adds inputs and output gradients of the products whose
-weight gradients wait, for each backward that they wait of:
+(FlashAttention). `selective` computes the outputs of the norms and of SwiGLU again; `full` keeps one input per block
+and what its attention gave, and one block's activations while its backward runs. `--mlp-chunk-tokens` leaves of the
+MLP only its input, and the norm's output, gate, up and SwiGLU of one tile while its backward runs. A pipeline stage
+holds the activations of every chunk in flight, as its schedule's list says. `zero_bubble` adds inputs and output
+gradients of the products whose weight gradients wait, for each backward that they wait of:
 
     qkv, output, gate and up, down               2 h / tp' + 2 h + (2 a + 2 g) d / tp + 3 f / tp
 
@@ -93,7 +93,7 @@ def layer_deferred(config: RunConfig, layer: int = 0) -> int:
 def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> int:
     """Bytes one layer keeps for the backward of one microbatch on one rank, under a recompute granularity."""
     share, described = Share(config, granularity), layers_of(config.model)[layer]
-    held = described.mlp.held(share)
+    held = sum(kind.held(share) for kind in described.kinds)
     if granularity == "full":
         return share.residual * share.size + held
     tiled = share.tiled and described.mlp is not MOE

@@ -108,7 +108,8 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     passes = 2 * kept["none"]  # each is written once and read once
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
-    again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": products + there + passes}
+    whole_block = products + passes + there * layer.has_state  # attention keeps what it gave, a state does not
+    again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size
@@ -116,6 +117,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     full = t.recompute_granularity == "full"
     message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
     hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
+    swaps = p.cp_comm_type in ("a2a", "a2a+p2p")  # heads, which a block that is computed again does once more
     exchange = 0.0
     if layer.mlp is MOE and p.expert_model_parallel_size > 1:
         exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
@@ -128,7 +130,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
             attention=ATTENTION_BACKWARD * back,
             again=again[t.recompute_granularity],
             tp=tensor * (0.5 + full),
-            cp=max(0.0, 2 * message - hidden * ATTENTION_BACKWARD * back) + full * max(0.0, message - hidden * there),
+            cp=max(0.0, 2 * message - hidden * ATTENTION_BACKWARD * back) + full * swaps * message,
             ep=exchange / 2,
         ),
     )

@@ -69,6 +69,8 @@ class Trained:
     warnings: list[str]
     layers: Counter[str]
     """Transformer Engine's modules in a block, by their class; of all blocks, divided by their number."""
+    attended: int
+    """Calls of its attention."""
 
 
 def step_batches(step: int, mask: str) -> list[Any]:
@@ -103,7 +105,9 @@ def in_a_thread(function: Any) -> Any:
 def train(config: RunConfig, here: Any, mask: str) -> Trained:
     """Two steps of two microbatches, and the loss without gradients after them."""
     model = ParallelModel(config, here)
-    losses, warnings = [], []
+    losses, warnings, attended = [], [], []
+    if packed := getattr(model.backend, "packed", None):
+        packed.attention.register_forward_hook(lambda *given: attended.append(1))
     for step in (1, 2):
         batches = step_batches(step, mask)
         losses.append(model.train(batches, step, sum(batch.weight_sum for batch in batches), 0).loss)
@@ -114,7 +118,7 @@ def train(config: RunConfig, here: Any, mask: str) -> Trained:
     engine = Counter(type(m).__name__ for m in modules if type(m).__module__.startswith("transformer_engine"))
     layers = Counter({name: n // SIZES["num_layers"] for name, n in engine.items()})
     values = [p.detach().numpy().copy() for p in parameters]
-    return Trained(losses, values, [spec_of(p) for p in parameters], warnings, layers)
+    return Trained(losses, values, [spec_of(p) for p in parameters], warnings, layers, len(attended))
 
 
 def differences(
@@ -180,6 +184,8 @@ def test_training_on_transformer_engine_is_training_on_native(
         assert found.layers == (APART if selective else FUSED)
         assert len([line for line in found.warnings if "Transformer Engine's fused one" in line]) == (mask == "packed")
         assert len([line for line in found.warnings if "apart" in line]) == selective
+        rows = 2 * 2 + 2  # of the steps and the loss after them; none a second time for a block that is computed again
+        assert found.attended == SIZES["num_layers"] * rows * (mask == "packed")
 
 
 @pytest.mark.slow

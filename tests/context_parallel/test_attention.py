@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megacp.core.backends.mlp import Save
 from megacp.core.context_parallel import ring
 from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
 from megacp.core.context_parallel.kv_exchange import KVExchange, exchange_of
@@ -23,6 +24,7 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.distributed import collectives
 from megacp.core.distributed.collectives import Pending
 from megacp.core.distributed.grid import Axis, single_axis
+from megacp.core.models.recompute import run_block
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
@@ -68,6 +70,7 @@ class Case:
     chunk: int = 0
     sinks: bool = False
     cap: float = 0.0
+    recompute: str = "none"
     pack: tuple[tuple[str, int], ...] = ()
     """Of `random_batch`, instead of those of a mask's name."""
 
@@ -103,10 +106,15 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], case: Ca
     index = torch.from_numpy(batch.plan.local)
     q, k, v, dout = (x[index].clone() for x in tensors)
     leaves = [x.requires_grad_() for x in (q, k, v, *sinks_of(case))]
-    if case.rotary:
-        angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
-        q, k = rotate(q, *angles), rotate(k, *angles)
-    out = transport.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, *leaves[3:])
+
+    def layer(q: Tensor, k: Tensor, v: Tensor, save: Save) -> Tensor:
+        if case.rotary:
+            angles = cos_sin(batch.position_ids, inverse_frequencies(DIM, 100.0, RotaryScaling()), q.dtype)
+            q, k = rotate(q, *angles), rotate(k, *angles)
+        sinks = leaves[3] if case.sinks else None
+        return transport.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, sinks, save.results)
+
+    out = run_block(layer, case.recompute, q, k, v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
@@ -198,6 +206,7 @@ def all_cases(world_size: int, tokens: tuple[int, ...]) -> list[Case]:
             count,
             heads=HEADS.get(world_size, (8, 2)),
             hierarchy=HIERARCHIES[world_size] if transport == "a2a+p2p" else (),
+            recompute=("none", "full")[m % 2],
         )
         for t, transport in enumerate(TRANSPORTS)
         for i, layout in enumerate(LAYOUTS)
@@ -316,10 +325,12 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
 
 
 @pytest.mark.parametrize("transport", ["p2p", "all_gather", "kv_exchange"])
-@pytest.mark.parametrize("mask", ["causal", "packed", "holes"])
-def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask: str) -> None:
-    """Each allowed pair is computed once; forward moves (cp-1)/cp of K and V once, grouped heads unexpanded."""
-    results = run_ranks(counted, 4, Case(transport, "zigzag", mask, 64, heads=(4, 2)))
+@pytest.mark.parametrize(("mask", "recompute"), [("causal", "none"), ("packed", "full"), ("holes", "full")])
+def test_work_is_the_allowed_area_and_bytes_are_the_formula(transport: str, mask: str, recompute: str) -> None:
+    """Each allowed pair is computed once; forward moves (cp-1)/cp of K and V once, grouped heads unexpanded. So it is
+    where all else of a block is computed again.
+    """
+    results = run_ranks(counted, 4, Case(transport, "zigzag", mask, 64, heads=(4, 2), recompute=recompute))
     assert all(pairs == area for pairs, area, *_ in results)
     row = 2 * 2 * DIM * 8  # bytes of K and V of a token: two groups, float64
     for _, _, total, (sent, received) in results:
@@ -386,16 +397,19 @@ def test_every_table_is_prepared_before_its_first_layer() -> None:
         assert found == [4, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize("heads", [(8, 4), (8, 2)], ids=str)
-def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[int, int]) -> None:
-    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways."""
-    results = run_ranks(counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads))
+@pytest.mark.parametrize(("heads", "recompute"), [((8, 4), "none"), ((8, 2), "none"), ((8, 2), "full")], ids=str)
+def test_heads_for_sequence_sends_each_rank_its_heads_and_no_more(heads: tuple[int, int], recompute: str) -> None:
+    """Forward: q, k, v to the head's rank and the output back; backward: the gradients the same ways. A block that is
+    computed again sends q, k and v once more, and what became of them where the block goes on.
+    """
+    results = run_ranks(counted, 4, Case("a2a", "zigzag", "packed", 64, heads=heads, recompute=recompute))
     pairs = sum(found[0] for found in results)
     assert pairs == sum(found[1] for found in results) * 4, "each rank sees all pairs, for a fourth of the heads"
     # of 16 tokens: to each of 3 ranks two query heads and a key and a value head, and as much comes back
     one_way = 16 * 3 * (2 + 1 + 1)
     back = 16 * 3 * 2
-    assert {total for _, _, total, _ in results} == {2 * (one_way + back) * DIM * 8}
+    again = one_way * (recompute == "full")
+    assert {total for _, _, total, _ in results} == {(2 * (one_way + back) + again) * DIM * 8}
 
 
 def test_documents_on_one_rank_cost_no_bytes_and_no_message() -> None:

@@ -14,6 +14,7 @@ from megacp.core.config.run import RunConfig
 from megacp.core.models import block, offload
 from megacp.core.models.build import build_chunks
 from megacp.core.models.offload import HostMemory, Passage
+from megacp.core.ops.tile_kernels import FlashKernel
 from megacp.core.training.step import ParallelModel
 from megacp.plan import activations, memory
 from tests.ranks import grid, run_ranks
@@ -157,6 +158,19 @@ def test_every_layer_and_sublayer_draws_its_own_dropout_bits(monkeypatch: pytest
     assert len(keys) == len(set(keys)) == 2 * 4
 
 
+def test_attention_of_a_block_that_is_computed_again_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of the kernel for each layer and microbatch, and the bits of a run that keeps everything."""
+    calls, attend = [], FlashKernel.attend
+    monkeypatch.setattr(FlashKernel, "attend", lambda *given: calls.append(1) or attend(*given))
+    found, counts = [], []
+    for recompute in ("none", "full"):
+        calls.clear()
+        found.append(train(grid(), small(recompute_granularity=recompute), [step_batches(2, 1)]))
+        counts.append(len(calls))
+    assert_same_bits(found[1], found[0])
+    assert counts == [4 * 2 * 2] * 2, "with the validation"
+
+
 TOKENS, MICROBATCHES = 48, 3
 RECOMPUTE = pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 
@@ -237,7 +251,7 @@ def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str,
     sent, came = road(model).away.sizes, road(model).back.sizes
     assert sum(sent) == MICROBATCHES * 2 * activations.layer_activations(config, recompute)
     assert sorted(sent) == sorted(came)
-    assert recompute != "full" or len(sent) == MICROBATCHES * 2
+    assert recompute != "full" or len(sent) == MICROBATCHES * 2 * 3  # input of the block, output and sums of attention
     planned = memory.stage_memory(config, 0, [range(4)], 1)
     assert road(model).allocated == planned.host == 2 * activations.layer_activations(config, recompute)
 

@@ -24,13 +24,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, FlexKernelOptions, flex_attention
-from torch.utils.checkpoint import checkpoint
 
+from megacp.core.backends.mlp import Save
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import single_axis
+from megacp.core.models.recompute import run_block
 from megacp.core.ops import flex
 from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
@@ -284,20 +285,20 @@ def test_a_layer_is_differentiated_through_the_kernel(
         torch.testing.assert_close(got, exact, **EXACT)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["kept", "recomputed"])
-def test_a_row_whose_keys_are_all_here_is_computed_once(full: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_row_whose_keys_are_all_here_is_computed_once(recompute: str) -> None:
     meta, calls = pack(4), Calls()
     plan = AttentionPlan(np.arange(40)[None], meta, 0, np.arange(40))
     transport = WholeAttention(flex.FlexKernel((calls, flex.flex_backward), 8, "FLASH"))
     tensors = draw(40, 40, 4, 2)
     q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
 
-    def layer(*inputs: torch.Tensor) -> torch.Tensor:
-        return transport.attend(*inputs, plan, 0.3)
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, save: Save) -> torch.Tensor:
+        return transport.attend(q, k, v, plan, 0.3, call=save.results)
 
-    out = checkpoint(layer, q, k, v, use_reentrant=False) if full else layer(q, k, v)
+    out = run_block(layer, recompute, q, k, v)
     found = torch.autograd.grad(out, (q, k, v), tensors[3])
-    assert calls.made == [("FLASH", False)] * (2 if full else 1), "no lse, which FLASH could not differentiate"
+    assert calls.made == [("FLASH", False)], "no lse, which FLASH could not differentiate"
     for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3)[1:], strict=True):
         torch.testing.assert_close(got, exact, **EXACT)
     by_tiles(transport.kernel, tensors, split(meta, 11), 0.3)

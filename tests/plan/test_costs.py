@@ -198,11 +198,8 @@ def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str
     (chunk,) = build_chunks(config_of(values, {}), grid())
     tower, patches = chunk.vision.tower, 3 * 16
     block = tower.blocks[1]
-    if family == "molmo2":
-        attend = tower._attend
-    else:
-        plan, (places, *_) = patch_plan(PatchGrids(np.array([[2, 2], [2, 2], [2, 2]])), 4, torch.device("cpu"))
-        attend = tower.attention(plan, places)
+    plan, (places, *_) = patch_plan(PatchGrids(np.full((3, 2), 2)), 4, torch.device("cpu"))
+    attend = tower._attend if family == "molmo2" else tower.attention(plan, places)
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
         x = torch.zeros(patches, tower.weight.shape[0], dtype=block.down.weight.dtype, requires_grad=True)

@@ -47,15 +47,14 @@ def stage(config: RunConfig, world: int, index: int = 0) -> memory.RankMemory:
 
 @contextmanager
 def kept_storages(found: dict[int, int]):
-    """Collect the bytes of every storage that autograd saves, by address, behind a recomputation's own hooks."""
+    """Collect the bytes of every storage that autograd saves, by address, behind a recomputation's own hooks too."""
 
     def collect(x):
         if isinstance(x, torch.Tensor):
             found[x.untyped_storage().data_ptr()] = x.untyped_storage()
         return x
 
-    pack = recompute.Recomputation._pack
-    through = mock.patch.object(recompute.Recomputation, "_pack", lambda self, x: collect(pack(self, x)))
+    through = mock.patch.object(recompute, "HELD", (collect, lambda x: x))
     with torch.autograd.graph.saved_tensors_hooks(collect, lambda x: x), through:
         yield
 

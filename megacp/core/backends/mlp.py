@@ -24,13 +24,24 @@ from torch import nn
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import RowParallelLinear
 
-Save = Callable[..., torch.Tensor]
-"""`save(function, *inputs)` calls a cheap function and decides how autograd stores its output: as it is, or as a
-recipe that makes it again in backward. A fused layer stores what it needs itself and does not ask.
-"""
-
-
 Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Save:
+    """How autograd stores what the backward of a block needs; a fused layer stores that itself and does not ask. This
+    one is of a block that recomputes nothing: it just calls the functions.
+    """
+
+    def __call__(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """`function(*inputs)`, a cheap one: its output is stored as it is, or as a recipe that makes it again."""
+        return function(*inputs)
+
+    def results(self, function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+        """`function(*inputs)`, a dear one, at most once in a block: what it gives and saves is never made again."""
+        return function(*inputs)
+
+
+keep = Save()
 
 
 class NormLinear(nn.Module):
@@ -59,12 +70,7 @@ class NormMLP(nn.Module):
         return save(self.activation, self.gate_up(x if self.norm is None else save(self.norm, x)))
 
 
-def keep(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """The `Save` of a block that recomputes nothing: just call the function."""
-    return function(*inputs)
-
-
-class _Kept(torch.autograd.Function):
+class Kept(torch.autograd.Function):
     """Saves a tensor where it stands, for whoever holds its node; it has no gradient of its own."""
 
     @staticmethod
@@ -85,7 +91,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows = [x.grad_fn.saved_tensors[0] if isinstance(x, torch.Tensor) else x for x in ctx.kept]  # type: ignore[union-attr]  # of `_Kept`
+        rows = [x.grad_fn.saved_tensors[0] if isinstance(x, torch.Tensor) else x for x in ctx.kept]  # type: ignore[union-attr]  # of `Kept`
         ctx.kept.clear()  # the graph lives until all of backward is done, the inputs must not
         return None, None, *ctx.mlp.gradients(rows, grads[0], ctx.needs_input_grad[2 : 2 + len(rows)])
 
@@ -113,7 +119,7 @@ class TiledMLP(nn.Module):
         if not torch.is_grad_enabled() or not any(given.requires_grad for given in (*tensors, *trained)):
             return self.over_tiles(rows)
         # the tensor too: torch may empty the node of one that is gone
-        kept = [_Kept.apply(x, *tensors, *trained) if isinstance(x, torch.Tensor) else x for x in rows]
+        kept = [Kept.apply(x, *tensors, *trained) if isinstance(x, torch.Tensor) else x for x in rows]
         return _Tiles.apply(self, kept, *rows, *trained)
 
     def _tiles(self, rows: Sequence[Any]) -> Iterator[tuple[slice, list[Any]]]:

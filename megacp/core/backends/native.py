@@ -24,7 +24,7 @@ from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.launch import keep_in_heap
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Caller, Heads, at_once
 from megacp.core.ops.kernels import kernel_name
 from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
 from megacp.core.ops.recurrence import Rule
@@ -215,9 +215,10 @@ class NativeBackend:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """Core attention `q[t, heads/tp, d]`, `k, v[t, groups/tp, d]`, `sinks[heads/tp]` -> `[t, heads/tp, d]`."""
-        return self.transport.attend(q, k, v, plan, scale, sinks)
+        return self.transport.attend(q, k, v, plan, scale, sinks, call)
 
     def states(self, rule: Rule) -> StateTransport:
         """What moves the states of a layer over the ranks of a row."""

@@ -18,6 +18,7 @@ from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.device import to_device
+from megacp.core.ops.kernel import Caller, at_once
 from megacp.core.ops.mask import Metadata, Reach, once
 
 
@@ -158,6 +159,8 @@ class PackedAttention:
         """What the selector of its kernels is given about context parallelism."""
         self.windows = cp.size == 1 or comm_type in ("a2a", "all_gather")
         """Whether rows may have a sliding window."""
+        self.keeps = cp.size == 1 or comm_type in ("p2p", "all_gather")
+        """Whether it saves tensors of this rank's tokens; under a2a heads of all tokens are more than its result."""
         if cp.size == 1:
             return
         groups: Any = cp.group
@@ -182,7 +185,13 @@ class PackedAttention:
         return thd_sequences(plan)
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: AttentionPlan, sequences: Sequences
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: AttentionPlan,
+        sequences: Sequences,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """`q[t, heads, d]`, `k, v[t, groups, d]` of this rank -> `[t, heads, d]`; rows of padding are 0 both ways."""
         lengths, places = _bounds_on(sequences, q.device)
@@ -190,10 +199,8 @@ class PackedAttention:
         empty = _padding_on(plan, q.device)
         if empty is not None:  # what cuDNN leaves there may be NaN, and 0 x NaN would reach every weight gradient
             q, k, v = (x.index_fill(0, empty, 0.0) for x in (q, k, v))
-        out = self.attention(
-            query_layer=q,
-            key_layer=k,
-            value_layer=v,
+        attention = functools.partial(
+            self.attention,
             qkv_format="thd",
             cu_seqlens_q=lengths,
             cu_seqlens_kv=lengths,
@@ -203,5 +210,8 @@ class PackedAttention:
             max_seqlen_kv=longest,
             attn_mask_type="padding_causal",
             window_size=window_of(plan.reach.window),
-        ).view(q.shape)  # [t, heads * d] -> [t, heads, d]
+        )
+        call = call if self.keeps else at_once
+        out = call(lambda q, k, v: attention(query_layer=q, key_layer=k, value_layer=v), q, k, v)
+        out = out.view(q.shape)  # [t, heads * d] -> [t, heads, d]
         return out if empty is None else out.index_fill(0, empty, 0.0)

@@ -32,7 +32,7 @@ from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.layers.stack import layers_of
 from megacp.core.ops.cudnn import engine_problem, selector_refusal
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Caller, Heads, at_once
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,
@@ -334,18 +334,19 @@ class TransformerEngineBackend(NativeBackend):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """The choice is a function of the whole row, so ranks agree on it."""
         if self.packed is None:
-            return super().attention(q, k, v, plan, scale, sinks)
+            return super().attention(q, k, v, plan, scale, sinks, call)
         sequences = self.packed.sequences(plan)
         if isinstance(sequences, str):
             self.tell(f"attention: ours for some rows, {sequences}")
-            return super().attention(q, k, v, plan, scale, sinks)
+            return super().attention(q, k, v, plan, scale, sinks, call)
         self.tell("attention: Transformer Engine's fused one for causal packs")
         assert scale == self.packed.scale, f"scale {scale}, the attention was made for {self.packed.scale}"
         with contextlib.nullcontext() if self.fp8 == "off" else eight_bits_off():
-            return self.packed(q, k, v, plan, sequences)
+            return self.packed(q, k, v, plan, sequences, call)
 
     def prepare(self, plan: AttentionPlan) -> None:
         if self.packed is None or isinstance(self.packed.sequences(plan), str):

@@ -90,7 +90,8 @@ class TrainingConfig:
     """Type of weights and activations; with bfloat16 the optimizer keeps float32 master weights."""
 
     recompute_granularity: Literal["none", "selective", "full"] = "none"
-    """Activations computed again in backward: none, selective (cheap large ones), full (all but a block's input)."""
+    """Activations computed again in backward: none, selective (cheap large ones), full (all but a block's input and
+    what its attention gave)."""
 
     activation_offload: NotNegative[float] = 0.0
     """What decoder blocks save for backward waits in (pinned) host memory: in each pipeline stage of this part of its

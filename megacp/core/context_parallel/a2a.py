@@ -21,7 +21,7 @@ from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import Transport
 from megacp.core.distributed.differentiable import exchange
 from megacp.core.distributed.grid import Axis
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Caller, Heads, at_once
 
 
 class HeadsForSequence:
@@ -45,6 +45,7 @@ class HeadsForSequence:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         n = self.axis.size
         t, heads, d = q.shape
@@ -58,7 +59,7 @@ class HeadsForSequence:
         whole = arrived.index_select(0, plan.arrival(n, q.device))  # rank by rank -> the order of the grouped plan
         q, k, v = whole.split([heads // n, groups * copies // n, groups * copies // n], 1)
         own = None if sinks is None else sinks.chunk(n)[self.axis.rank]  # of its heads
-        out = self.inner.attend(q, k, v, plan.grouped(n), scale, own)  # [n * t, heads / n, d]
+        out = self.inner.attend(q, k, v, plan.grouped(n), scale, own, call)  # [n * t, heads / n, d]
         # back: the tokens of each rank together, and then each rank's heads side by side
         back = exchange(out.index_select(0, plan.departure(n, q.device)), self.axis)  # [n * t, heads / n, d]
         return back.unflatten(0, (n, t)).transpose(0, 1).flatten(1, 2)  # [n, t, heads / n, d] -> [t, heads, d]

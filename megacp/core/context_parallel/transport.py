@@ -18,11 +18,13 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import (
+    Caller,
     Heads,
     Kernel,
     Saved,
     WholeKernel,
     accumulation_dtype,
+    at_once,
     empty_partial,
     merge_sinks,
     sinks_gradient,
@@ -50,6 +52,7 @@ class Transport(Protocol):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         """Differentiable: `q[t, heads, d]`, `k, v[t, groups, d]` -> `out[t, heads, d]` in q's dtype.
 
@@ -94,10 +97,11 @@ class KeysToQueries(ABC):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return _AttendBlocks.apply(q, k, v, sinks, self, plan, scale)
+        return call(lambda q, k, v: _AttendBlocks.apply(q, k, v, sinks, self, plan, scale), q, k, v)
 
 
 class _AttendBlocks(torch.autograd.Function):
@@ -176,11 +180,12 @@ class WholeAttention(LocalAttention):
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         if sinks is not None:  # they are merged by the log-sum-exp
-            return super().attend(q, k, v, plan, scale, sinks)
+            return super().attend(q, k, v, plan, scale, sinks, call)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return self.kernel.whole(q, k, v, plan.table_of_row, scale)
+        return self.kernel.whole(q, k, v, plan.table_of_row, scale, call)
 
 
 class DenseAttention:
@@ -204,6 +209,7 @@ class DenseAttention:
         plan: AttentionPlan,
         scale: float,
         sinks: torch.Tensor | None = None,
+        call: Caller = at_once,
     ) -> torch.Tensor:
         mine = plan.metadata.take(plan.local)
         return dense_attention(q, k, v, to_device(allowed(mine, mine, plan.reach), q.device), scale, sinks, self.cap)

@@ -93,6 +93,12 @@ def _kept(share: Share) -> tuple[int, int]:
     return share.tokens * columns // share.tp - share.unread(ATTENTION_PROJECTED), wide
 
 
+def _held(share: Share) -> int:
+    """The output and the wide log-sum-exp of each head, of a block that is computed again without its attention."""
+    heads = share.tokens * share.model.num_attention_heads // share.tp
+    return share.bytes_of(heads * share.model.head_dim, heads) if share.granularity == "full" else 0
+
+
 def _work(share: Share) -> int:
     """K/V of others, and gradients.
 
@@ -123,4 +129,4 @@ def _work(share: Share) -> int:
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 
-ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _kept, _work, _others, _mixing)
+ATTENTION = LayerKind("attention", _linears, (ATTENTION_PROJECTED, ("output",)), _kept, _work, _others, _mixing, _held)

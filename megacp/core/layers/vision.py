@@ -67,8 +67,9 @@ def block_kept(share: Share) -> tuple[int, int]:
     """Elements and wide ones that a ViT's block keeps of a patch."""
     v, cheap = share.config.vision, share.cheap
     width, ffn = v.vision_hidden_size, v.vision_ffn_hidden_size
-    if share.granularity == "full":
-        return width, 0
+    if share.granularity == "full":  # the input, and what attention over an image gave, not over a crop
+        tp = share.tp
+        return (width + width // tp, v.vision_num_attention_heads // tp) if v.family.has_grids else (width, 0)
     # q, k, v and the output of attention; the hidden layer before and behind its activation
     cut = 4 * width + (2 if cheap else 1) * ffn
     # inputs of both norms, and their outputs

@@ -68,6 +68,6 @@ class SelfAttention(nn.Module):
         elif not self.column_norms:
             v = v.contiguous()  # a view would keep the whole fused product alive for backward
         q, k = (rotate(part, *rotary) if self.rotates else part.contiguous() for part in (q, k))
-        out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale, self.sinks)
+        out = self.backend.attention(q, k, v, plan.within(self.reach), self.scale, self.sinks, save.results)
         # [t, heads/tp, d] -> [t, heads/tp * d]
         return self.output(save(_opened, out, gate) if self.gated else out.flatten(1))

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
@@ -28,13 +29,13 @@ from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.device import pinned, to_device
-from megacp.core.ops.kernel import Heads
+from megacp.core.ops.kernel import Caller, Heads
 from megacp.core.ops.mask import Metadata, once
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 Attend = Callable[..., torch.Tensor]
-"""q, k, v `[patches, heads/tp, d]` to the same shape."""
+"""q, k, v `[patches, heads/tp, d]` and a `Caller` -> the same shape."""
 
 
 class VisionBlock(nn.Module):
@@ -61,9 +62,10 @@ class VisionBlock(nn.Module):
         """Run the block under the recompute granularity it was built with."""
         return run_block(self._body, self.recompute, x, attend)
 
-    def _body(self, x: torch.Tensor, attend: Attend, save: Callable[..., torch.Tensor]) -> torch.Tensor:
+    def _body(self, x: torch.Tensor, attend: Attend, save: Save) -> torch.Tensor:
         qkv = self.qkv(save(self.attention_norm, x)).split(self.widths, -1)
-        x = x + self.output(attend(*(part.unflatten(-1, (-1, self.head_dim)) for part in qkv)).flatten(1))
+        attended = attend(*(part.unflatten(-1, (-1, self.head_dim)) for part in qkv), save.results)
+        x = x + self.output(attended.flatten(1))
         return x + self.down(save(self.activation, self.up(save(self.mlp_norm, x))))
 
 
@@ -91,10 +93,11 @@ class VisionTower(Tower):
         super().__init__(config, model, backend, recompute)
         self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
         """All patches of a crop see each other."""
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
+        # without `call`: a tenth of what the block's products cost, less than the memory is worth
         return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(0, 1)
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
@@ -184,8 +187,8 @@ class GridTower(Tower):
         turns = places.repeat_interleave(len(self.frequencies), 1)
         cos, sin = cos_sin(turns, self.frequencies.repeat(2), self.backend.dtype)
 
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Caller) -> torch.Tensor:
             q, k, v = rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()  # a view would keep the whole product
-            return self.backend.local_transport.attend(q, k, v, plan, self.scale)
+            return self.backend.local_transport.attend(q, k, v, plan, self.scale, call=call)
 
         return attend

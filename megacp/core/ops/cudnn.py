@@ -27,7 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, WholeKernel, merge_into
+from megacp.core.ops.kernel import KV, QKV, Caller, Heads, Partial, Saved, WholeKernel, at_once, merge_into
 from megacp.core.ops.mask import Metadata, TileTable, expand, once
 
 LEAST_RELEASE = (2, 18)
@@ -272,11 +272,13 @@ class CudnnKernel:
         if isinstance(fused_calls(table, heads, self.deterministic), str):
             self._other.prepare(table, heads)
 
-    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
+    def whole(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Caller = at_once
+    ) -> torch.Tensor:
         calls = self._calls(table, Heads(q.shape[1], *k.shape[1:]))
         if not calls:  # a row of padding has none
-            return self._other.whole(q, k, v, table, scale)
-        return _Whole.apply(q, k, v, calls[0], scale, self.deterministic)
+            return self._other.whole(q, k, v, table, scale, call)
+        return call(lambda *qkv: _Whole.apply(*qkv, calls[0], scale, self.deterministic), q, k, v)
 
     @torch.no_grad()
     def attend(self, partial: Partial, qkv: QKV, table: TileTable, scale: float) -> None:

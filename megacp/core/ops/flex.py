@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from megacp.core.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.core.ops.device import lend_scratch, to_device, whole_graph
-from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved, merge_into
+from megacp.core.ops.kernel import KV, QKV, Caller, Heads, Partial, Saved, at_once, merge_into
 from megacp.core.ops.mask import Reach, TileTable, once
 from megacp.core.ops.tile_kernels import MathKernel
 
@@ -308,8 +308,11 @@ class FlexKernel:
         if table.num_tiles:
             host_mask(table, self._size)
 
-    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
-        return _tokens_first(self._call(self._heads_first(q, k, v), table, scale, self._whole_backend, None), q)
+    def whole(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Caller = at_once
+    ) -> torch.Tensor:
+        padded = self._heads_first(q, k, v)
+        return _tokens_first(call(lambda *qkv: self._call(qkv, table, scale, self._whole_backend, None), *padded), q)
 
     def _heads_first(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(_heads_first(x, self._size) for x in tensors)

@@ -8,6 +8,7 @@ Tensors are token-major: `q[n, heads, d]`, `k, v[m, groups, d]` with `heads % gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -21,6 +22,15 @@ QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys and values."""
+
+
+Caller = Callable[..., torch.Tensor]
+"""`call(function, q, k, v)` is `function(q, k, v)`, or what it gave when its block was computed the first time."""
+
+
+def at_once(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """The `Caller` that just calls."""
+    return function(*inputs)
 
 
 class Heads(NamedTuple):
@@ -79,8 +89,10 @@ class Kernel(Protocol):
 class WholeKernel(Kernel, Protocol):
     """A kernel that autograd can differentiate where one table holds all keys: nothing is merged or computed again."""
 
-    def whole(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float) -> torch.Tensor:
-        """`out[n, heads, d]` in q's dtype; differentiable."""
+    def whole(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: TileTable, scale: float, call: Caller = at_once
+    ) -> torch.Tensor:
+        """`out[n, heads, d]` in q's dtype; differentiable. `call` is given what autograd saves of q, k and v."""
 
 
 @fused
