@@ -385,19 +385,19 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 36_260,
-    "megacp/core": 21_710,
+    "megacp": 37_640,
+    "megacp/core": 22_310,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 6_340,
-    "megacp/verify": 1_400,
-    "megacp/plan": 776,
-    "bench tools": 2_890,
-    "tests": 35_590,
+    "megacp/verify": 1_420,
+    "megacp/plan": 1_480,
+    "bench tools": 2_940,
+    "tests": 36_430,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (159, 22_900)}
+REACHED = {"megacp.train": (160, 23_600)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 12_620
+WORDS_OF_DOCS = 13_110
 FLAGS = 146
 """Of a training run."""
 CIRCLES = 0
