@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train the same model on packs of 131,072 tokens (long videos, books) on one machine of 8 GPUs with 80 GB each:
 #     bash examples/long_context.sh --data-path DIR --save DIR
-# Several machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention
-# causal, are causal: COMM=p2p LAYOUT=zigzag_document then runs Transformer Engine's fused attention with its ring
-# (COMM=a2a and all_gather work too).
+# Several machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention causal, are causal:
+# cuDNN's attention takes them under any transport and layout where Transformer Engine is installed. COMM=p2p
+# LAYOUT=zigzag_document runs Transformer Engine's own ring.
 #
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU). The first row is the default: parameters and gradients are shared over dp x cp, and nothing
