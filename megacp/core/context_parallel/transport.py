@@ -7,6 +7,7 @@ differ only in `kv_blocks`, the order in which keys come by. `a2a.py` moves head
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import Any, Protocol
@@ -101,20 +102,20 @@ class KeysToQueries(ABC):
     ) -> torch.Tensor:
         # kernels and messages take the last dim as dense; a transposed view would be read past its end
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return call(lambda q, k, v: _AttendBlocks.apply(q, k, v, sinks, self, plan, scale), q, k, v)
+        return call(functools.partial(_AttendBlocks.apply, sinks, self, plan, scale), q, k, v)
 
 
 class _AttendBlocks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         sinks: torch.Tensor | None,
         transport: KeysToQueries,
         plan: AttentionPlan,
         scale: float,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
         partial = empty_partial(q)  # out 0 and lse -inf, in fp32 or wider
         # a transport starts its next message before it yields: keys travel while these are attended to
@@ -145,7 +146,7 @@ class _AttendBlocks(torch.autograd.Function):
                 except StopIteration as end:
                     dk, dv = end.value.unbind(1)  # [t, 2, groups, d] -> [t, groups, d] twice
                     dsinks = None if sinks is None else sinks_gradient(saved, sinks)
-                    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None
+                    return dsinks, None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
                 # halves of one tensor: a transport sends the gradients of keys and values as one message
                 dkv = zeros((len(keys), 2, *keys.shape[1:]), keys, wide)
                 dk, dv = dkv.unbind(1)
