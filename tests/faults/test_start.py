@@ -126,7 +126,7 @@ def test_local_ranks_behind_the_first_are_silent() -> None:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("train", "preprocess", "convert", "generate", "parity", "plot")
+COMMANDS = ("train", "preprocess", "convert", "generate", "parity", "plan", "plot")
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 64"
 
 
