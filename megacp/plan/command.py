@@ -50,6 +50,7 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
         require(config, config.world_size)
         raise ValueError(f"no layout of {config.world_size} ranks takes these flags: give fewer of them")
     if own.output is not None:
+        own.output.parent.mkdir(parents=True, exist_ok=True)
         own.output.write_text(flags(found[0]), encoding="utf-8")
     tell = as_json if own.json else plan_text
     return tell(found, config.world_size, here, sample)

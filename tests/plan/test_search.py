@@ -187,9 +187,9 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
 ) -> None:
     sizes = ["--vocab-size", "4096", "--num-layers", "2", "--seq-length", "512", "--global-batch-size", "4"]
     asked = ["--world-size", "2", *sizes, "--pipeline-model-parallel-size", "1", "--cp-comm-type", "p2p"]
-    assert command.main([*asked, "--gpu", "a100", "--output", str(tmp_path / "best.yaml")]) == 0
+    assert command.main([*asked, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
     said = capsys.readouterr().out
-    assert " OK " in said and "Longest row" in said and (tmp_path / "best.yaml").read_text().rstrip() in said
+    assert " OK " in said and "Longest row" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
