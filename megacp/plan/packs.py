@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,17 +54,40 @@ class PackSample:
         return float((work.max(1) / work.mean(1)).mean())
 
 
-def sample_packs(config: RunConfig) -> PackSample:
-    """A sample of what `--data-path` names first. ValueError where it cannot be read."""
-    folder, *_ = named_folders(config.data.data_path)
-    packs = PackedDataset(folder)
-    chosen = np.random.default_rng(0).permutation(len(packs))[:SAMPLE]
+def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample:
+    """A sample of what `--data-path` names first, else of packs that are filled with documents of stated lengths, else
+    of one causal document each. ValueError where it cannot be read.
+    """
+    if config.data.data_path is not None:
+        rows = _stored(config)
+    elif documents:
+        rows = _drawn(config.data.seq_length, documents)
+    else:
+        return PackSample()
     mix = mix_of(config.model)
     whole = sum(causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items())
     areas, parts = [], []
-    for number in chosen.tolist():
-        row = collate([packs.pack(number)], config.data.attention_mask, config.data.image_attention)
-        areas.append(float(row_area(Metadata.of_row(row.leave, row.span), mix).sum() / max(1, whole)))
-        lengths = np.bincount(row.document[row.leave > 0])
+    for metadata, lengths in rows:
+        areas.append(float(row_area(metadata, mix).sum() / max(1, whole)))
         parts.append(tuple((lengths / config.data.seq_length).tolist()))
     return PackSample(tuple(areas), tuple(parts))
+
+
+def _stored(config: RunConfig) -> Iterator[tuple[Metadata, np.ndarray]]:
+    """Masks of stored packs, and the lengths of their documents."""
+    folder, *_ = named_folders(config.data.data_path)
+    packs = PackedDataset(folder)
+    for number in np.random.default_rng(0).permutation(len(packs))[:SAMPLE].tolist():
+        row = collate([packs.pack(number)], config.data.attention_mask, config.data.image_attention)
+        yield Metadata.of_row(row.leave, row.span), np.bincount(row.document[row.leave > 0])
+
+
+def _drawn(tokens: int, documents: Sequence[int]) -> Iterator[tuple[Metadata, np.ndarray]]:
+    """Packs of so many tokens, filled with documents drawn from those lengths; the last one is cut off."""
+    rng = np.random.default_rng(0)
+    for _ in range(SAMPLE):
+        drawn = rng.choice(documents, -(-tokens // min(documents)))
+        lengths = np.diff(np.minimum(np.cumsum(drawn), tokens), prepend=0)
+        lengths = lengths[lengths > 0]
+        leave = np.repeat(np.cumsum(lengths), lengths)
+        yield Metadata.of_row(leave, np.zeros_like(leave)), lengths

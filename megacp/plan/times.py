@@ -9,6 +9,7 @@ Contention of two messages and the host's time are not in it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
 from megacp.core.layers.stack import layers_of
-from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
+from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
@@ -43,7 +44,7 @@ class StepTime:
     dp: float
     """Gathers of parameters and sums of gradients that nothing hides."""
     pipeline: float
-    """Idle time."""
+    """Idle time, and messages between stages."""
     uneven: float
     """Waiting for the rank with the most work."""
     optimizer: float
@@ -52,6 +53,13 @@ class StepTime:
     def total(self) -> float:
         """Seconds of the step."""
         return sum(vars(self).values())
+
+    @property
+    def binds(self) -> str:
+        """What a step spends most on beside its work."""
+        others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
+        name = max(others, key=lambda term: others[term])
+        return f"{name} {others[name] / self.total:.0%}"
 
 
 @dataclass(frozen=True)
@@ -110,46 +118,60 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
 
     whole_block = products + passes + there * layer.has_state  # attention keeps what it gave, a state does not
     again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
+    if t.mlp_chunk_tokens and t.recompute_granularity != "full":  # which ends where tiles begin
+        up = sum(linear.inputs * linear.outputs for linear in layer.mlp.linears(model).values() if linear.cut == "rows")
+        tiles = 2.0 * tokens * up + layer.mlp.mixing(model, tokens, 0).matmul * busiest
+        again[t.recompute_granularity] += tiles / ranks / hardware.products
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size
     tensor = 4 * (local * (tp - 1) / tp / hardware.link(tp, 1) + hardware.latency) if tp > 1 else 0.0
     full = t.recompute_granularity == "full"
-    message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
-    hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
-    swaps = p.cp_comm_type in ("a2a", "a2a+p2p")  # heads, which a block that is computed again does once more
+    # heads are swapped once more where a block is computed again; K/V are sent again in backward, with gradients
+    swap, sent, hidden = _context(config, hardware, sample, tokens // cp) if not layer.has_state else (0.0, 0.0, 0.0)
     exchange = 0.0
     if layer.mlp is MOE and p.expert_model_parallel_size > 1:
         exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
     return (
         _Part(
-            work=products + passes, attention=there, tp=tensor, cp=max(0.0, message - hidden * there), ep=exchange / 2
+            work=products + passes,
+            attention=there,
+            tp=tensor,
+            cp=swap + max(0.0, sent - hidden * there),
+            ep=exchange / 2,
         ),
         _Part(
             work=trained * products + 2 * passes,
             attention=ATTENTION_BACKWARD * back,
             again=again[t.recompute_granularity],
             tp=tensor * (0.5 + full),
-            cp=max(0.0, 2 * message - hidden * ATTENTION_BACKWARD * back) + full * swaps * message,
+            cp=swap * (1 + full) + max(0.0, 2 * sent - hidden * ATTENTION_BACKWARD * back),
             ep=exchange / 2,
         ),
     )
 
 
-def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> float:
-    """Seconds of the messages of attention's forward in a layer, of `tokens` on a rank."""
+def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> tuple[float, float, float]:
+    """Seconds of attention's forward in a layer, of `tokens` on a rank: of swapping heads, and of sending K/V; and the
+    share of attention under which the latter hide.
+    """
     model, p = config.model, config.parallel
     tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
     if cp == 1:
-        return 0.0
-    key_values = 2 * tokens * model.query_groups * model.head_dim // tp * size
+        return 0.0, 0.0, 0.0
+    hierarchy = p.hierarchical_context_parallel_sizes
+    heads, ring = {"a2a": (cp, 1), "a2a+p2p": hierarchy or (1, cp)}.get(p.cp_comm_type, (1, cp))
+    groups = model.query_groups // tp
+    key_values = 2 * tokens * math.lcm(groups, heads) * model.head_dim * size  # copied until heads divide
     queries = tokens * model.num_attention_heads * model.head_dim // tp * size
-    sent = {
-        "a2a": (key_values + 2 * queries) * (cp - 1) / cp,  # and the output back
-        "kv_exchange": key_values * (cp - 1) * sample.needed(cp),
-    }.get(p.cp_comm_type, key_values * (cp - 1.0))
-    messages = cp - 1 if p.cp_comm_type == "p2p" else 2
-    return sent / hardware.link(cp, tp) + messages * hardware.latency
+    swap = sent = 0.0
+    if heads > 1:  # q, k and v, and the output back
+        swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.link(heads, tp) + 2 * hardware.latency
+    if ring > 1:
+        needed = sample.needed(cp) if p.cp_comm_type == "kv_exchange" else 1.0
+        messages = ring - 1 if p.cp_comm_type.endswith("p2p") else 2
+        sent = key_values * (ring - 1) * needed / hardware.link(ring, tp * heads) + messages * hardware.latency
+    return swap, sent, 1 - 1 / ring if p.cp_comm_type.endswith("p2p") else 0.0
 
 
 def _stage(
@@ -157,11 +179,10 @@ def _stage(
 ) -> tuple[_Part, _Part]:
     """Forward and backward of all of a stage for one microbatch."""
     p, t = config.parallel, config.training
-    kinds = costs.nameless_layers(config.model)
-    alike = Counter(kinds[number] for layers in chunks for number in layers)
+    alike = Counter(costs.first_alike(config.model)[layer] for layers in chunks for layer in layers)
     forward = backward = _Part()
     for layer, count in alike.items():
-        there, back = _layer(config, hardware, sample, kinds.index(layer))
+        there, back = _layer(config, hardware, sample, layer)
         forward, backward = forward + there.times(count), backward + back.times(count)
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
     if stage == p.pipeline_model_parallel_size - 1:
@@ -225,7 +246,8 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
     layers = costs.stage_layers(config, world_size)
     parts = [_stage(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
     orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
-    spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
+    message = _between_stages(config, world_size, hardware)
+    spans = timeline(orders, chunks, [_times(config, *part, message) for part in parts])
     busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
     spent = parts[busiest][0] + parts[busiest][1]
     idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
@@ -246,8 +268,20 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
     )
 
 
-def _times(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
+def _between_stages(config: RunConfig, world_size: int, hardware: Hardware) -> float:
+    """Seconds in which a microbatch's hidden states, or their gradients, come to all chunks of a stage."""
+    p = config.parallel
+    stages = p.pipeline_model_parallel_size
+    sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
+    return p.num_virtual_stages_per_pipeline_rank * (sent + hardware.latency) if stages > 1 else 0.0
+
+
+def _times(config: RunConfig, forward: _Part, backward: _Part, message: float) -> Mapping[Kind, float]:
     """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
     weights = forward.work if config.parallel.pipeline_schedule == "zero_bubble" else 0.0
     weights = min(weights, backward.work / 2)
-    return {Kind.FORWARD: forward.total, Kind.BACKWARD: backward.total - weights, Kind.WEIGHTS: weights}
+    return {
+        Kind.FORWARD: forward.total + message,
+        Kind.BACKWARD: backward.total - weights + message,
+        Kind.WEIGHTS: weights,
+    }
