@@ -248,6 +248,14 @@ class RankMemory(StateMemory):
         return max(self.peaks.values())
 
 
+def stage_kind(
+    config: RunConfig, stage: int, chunks: Sequence[range]
+) -> tuple[bool, bool, tuple[tuple[int, ...], ...]]:
+    """What stages that compute alike have in common: an end of the model, and layers that are alike."""
+    kinds = tuple(tuple(first_alike(config.model)[layer] for layer in layers) for layers in chunks)
+    return stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1, kinds
+
+
 def _loss_in_chunks(config: RunConfig) -> bool:
     return 0 < loss_chunk_tokens(config) < tokens_per_rank(config)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -49,9 +50,16 @@ class PackSample:
         """
         if len(self.areas) == 1:
             return 1.0
-        drawn = np.random.default_rng(0).choice(self.areas, (DRAWN_STEPS, dp, microbatches)).mean(-1)  # [steps, dp]
-        work = 1 - attention + attention * drawn / self.area
-        return float((work.max(1) / work.mean(1)).mean())
+        most, mean = _drawn_areas(self.areas, dp, microbatches)
+        work = 1 - attention + attention * most / self.area
+        return float((work / (1 - attention + attention * mean / self.area)).mean())
+
+
+@functools.cache
+def _drawn_areas(areas: tuple[float, ...], dp: int, microbatches: int) -> tuple[np.ndarray, np.ndarray]:
+    """Areas `[steps]` of the busiest rank and of the mean one."""
+    drawn = np.random.default_rng(0).choice(areas, (DRAWN_STEPS, dp, microbatches)).mean(-1)  # [steps, dp]
+    return drawn.max(1), drawn.mean(1)
 
 
 def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample:

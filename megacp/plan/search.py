@@ -16,7 +16,7 @@ from megacp.core.checks import check
 from megacp.core.config.run import RunConfig, Value, flatten, with_values
 from megacp.core.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
-from megacp.plan.memory import RankMemory, stage_memory
+from megacp.plan.memory import RankMemory, stage_kind, stage_memory
 from megacp.plan.packs import PackSample
 from megacp.plan.times import StepTime, step_time
 
@@ -121,8 +121,8 @@ class Candidate:
         return "OK" if self.gib <= TIGHT * hardware.memory else "TIGHT" if self.gib <= hardware.memory else "OOM"
 
     def order(self, hardware: Hardware) -> tuple[int, float, float, float]:
-        """The best is the fastest of those that fit, of equally fast ones that with the least on the host, then with the
-        least memory; of those that do not fit it is the smallest.
+        """The best is the fastest of those that fit, of equally fast ones that with the least on the host, then with
+        the least memory; of those that do not fit it is the smallest.
         """
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
         if verdict == 2:
@@ -138,20 +138,28 @@ def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
     return [choice for place, choice in enumerate(rest) if choice not in rest[:place]]
 
 
-def legal(config: RunConfig, world_size: int, given: Collection[str]) -> Iterator[tuple[RunConfig, Choice]]:
-    """Every layout that a run would take, with what was chosen, before anything saves memory.
+def layouts(config: RunConfig, world_size: int, given: Collection[str]) -> Iterator[tuple[RunConfig, Choice]]:
+    """Layouts that a run might take, with what was chosen, before anything saves memory.
 
-    Sizes are tried first, and a product of them that has no place on the ranks is left at once.
+    Sizes are tried first. A table of choices begins with one that is legal wherever any of it is: where all first ones
+    are not, no other is tried; and a choice that is not beside all other first ones is left out.
     """
     told = _told(config, given)
     for grid in map(merged, itertools.product(*(_untold(choices, told) for choices in _sizes(config, world_size)))):
         base = with_values(config, grid)
         if world_size % base.model_ranks:
             continue
-        for rest in map(merged, itertools.product(*(_untold(choices, told) for choices in _others(base, world_size)))):
-            found = with_values(base, rest)
-            if not check(found, world_size):
-                yield found, {**grid, **rest}
+        tables = [_untold(choices, told) for choices in _others(base, world_size)]
+        plainest = merged(table[0] for table in tables)
+        if check(with_values(base, plainest), world_size):
+            continue
+
+        def fails(choice: Choice, base: RunConfig = base, plainest: Choice = plainest) -> bool:
+            return bool(check(with_values(base, {**plainest, **choice}), world_size))
+
+        legal = [[table[0], *itertools.filterfalse(fails, table[1:])] for table in tables]
+        for rest in map(merged, itertools.product(*legal)):
+            yield with_values(base, rest), {**grid, **rest}
 
 
 def _told(config: RunConfig, given: Collection[str]) -> Choice:
@@ -171,34 +179,43 @@ def rank_memories(config: RunConfig, world_size: int) -> list[RankMemory]:
 
 def fullest(config: RunConfig, world_size: int) -> RankMemory:
     """What the rank holds that holds most."""
-    return max(rank_memories(config, world_size), key=lambda memory: memory.total)
+    found = dict[object, RankMemory]()
+    for stage, chunks in enumerate(stage_layers(config, world_size)):
+        kind = stage_kind(config, stage, chunks)
+        # of stages alike the first has the most microbatches in flight, and the last the most weight gradients to come
+        if kind not in found or config.parallel.pipeline_schedule == "zero_bubble":
+            found[stage, kind] = found[kind] = stage_memory(config, stage, chunks, world_size)
+    return max(found.values(), key=lambda memory: memory.total)
 
 
 def search(
     config: RunConfig, world_size: int, given: Collection[str], hardware: Hardware, sample: PackSample
 ) -> list[Candidate]:
-    """The legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first.
+    """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first.
 
-    Where a layout fits well, nothing that saves memory is tried; where it does not fit with all that does, no time is
-    found; nor is more tried of one that would be slower with all the memory there is than the best that fit.
+    Left out is what would be slower than the best that fit well even if no stage idled. Nothing that saves memory is
+    tried where a layout fits well without, nor all of it where the most does not suffice.
     """
     savings = _untold(_SAVINGS, _told(config, given))
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
-    found, best = list[Candidate](), list[float]()
+    found, best = list[Candidate](), [math.inf] * BEST
 
-    def with_saving(base: RunConfig, chosen: Choice, choice: Choice) -> Candidate:
-        one = with_values(base, choice)
-        return Candidate(one, {**chosen, **choice}, fullest(one, world_size), timed)
+    def runs(one: RunConfig) -> bool:
+        """Whether it may be among the best, and a run would take it."""
+        return timed(one, idles=False).total <= EQUALLY_FAST * best[-1] and not check(one, world_size)
 
-    for base, chosen in legal(config, world_size, given):
-        tried = [with_saving(base, chosen, savings[0])]
-        if tried[0].verdict(hardware) != "OK":
-            takes = (choice for choice in reversed(savings) if not check(with_values(base, choice), world_size))
-            smallest = with_saving(base, chosen, next(takes))
-            if smallest.gib > hardware.memory or (len(best) == BEST and tried[0].time.total > best[-1]):
-                tried = [smallest]
-            else:
-                tried = [smallest, *(with_saving(base, chosen, choice) for choice in takes)]
-        found += tried
-        best = sorted(best + [one.time.total for one in tried if one.verdict(hardware) == "OK"])[:BEST]
+    for base, chosen in layouts(config, world_size, given):
+        if not runs(base):
+            continue
+        tried = []
+        for place in (0, *range(len(savings) - 1, 0, -1)):  # none, then all, then what is between
+            one = with_values(base, savings[place])
+            if place and not runs(one):
+                continue
+            tried.append(Candidate(one, {**chosen, **savings[place]}, fullest(one, world_size), timed))
+            if tried[-1].verdict(hardware) == ("OOM" if place else "OK"):
+                break
+        found.append(min(tried, key=lambda one: one.order(hardware)))
+        if found[-1].verdict(hardware) == "OK":
+            best = sorted([*best, found[-1].time.total])[:BEST]
     return sorted(found, key=lambda one: one.order(hardware))

@@ -23,7 +23,7 @@ from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
-from megacp.plan.memory import stage_parameters
+from megacp.plan.memory import stage_kind, stage_parameters
 from megacp.plan.packs import PackSample
 
 
@@ -238,19 +238,26 @@ def _once_a_step(
     return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
 
 
-def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample) -> StepTime:
-    """The step of a checked configuration on `world_size` ranks."""
+def step_time(
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, *, idles: bool = True
+) -> StepTime:
+    """The step of a checked configuration on `world_size` ranks; it is no shorter than one in which no stage `idles`."""
     p = config.parallel
     stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     microbatches = config.num_microbatches(world_size)
     layers = costs.stage_layers(config, world_size)
-    parts = [_stage(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
-    orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
-    message = _between_stages(config, world_size, hardware)
-    spans = timeline(orders, chunks, [_times(config, *part, message) for part in parts])
+    kinds = [stage_kind(config, stage, layers[stage]) for stage in range(stages)]
+    alike = {kind: stage for stage, kind in enumerate(kinds)}
+    known = {kind: _stage(config, world_size, hardware, sample, stage, layers[stage]) for kind, stage in alike.items()}
+    parts = [known[kind] for kind in kinds]
     busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
     spent = parts[busiest][0] + parts[busiest][1]
-    idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
+    idle = 0.0
+    if idles and stages > 1:
+        orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+        message = _between_stages(config, world_size, hardware)
+        spans = timeline(orders, chunks, [_times(config, *part, message) for part in parts])
+        idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
     forward, backward = parts[busiest]
     exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
     slowest = sample.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
@@ -273,7 +280,7 @@ def _between_stages(config: RunConfig, world_size: int, hardware: Hardware) -> f
     p = config.parallel
     stages = p.pipeline_model_parallel_size
     sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
-    return p.num_virtual_stages_per_pipeline_rank * (sent + hardware.latency) if stages > 1 else 0.0
+    return p.num_virtual_stages_per_pipeline_rank * (sent + hardware.latency)
 
 
 def _times(config: RunConfig, forward: _Part, backward: _Part, message: float) -> Mapping[Kind, float]:
