@@ -86,12 +86,10 @@ class Answer:
 
     def heading(self) -> list[str]:
         """What was asked, and what the times are made from."""
-        fitting = sum(layout.gib <= self.hardware.memory for layout in self.found)
         size = human_count(costs.run_parameters(self.config))
         return [
-            f"{len(self.found):,} layouts of {size} parameters on {self.world_size:,} GPUs of "
-            f"{self.hardware.memory:g} GiB, {fitting:,} fit; rows of {self.config.data.seq_length:,} tokens with "
-            f"{self.sample.area:.2f} of the attention of a causal document",
+            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:g} GiB, rows of "
+            f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention of a causal document",
             f"Nominal times: no machine was measured ({self.hardware.source})",
         ]
 
@@ -129,16 +127,18 @@ class Answer:
 
     def longest(self) -> str:
         """How long rows may be under the first."""
-        return f"Longest row under 1: {longest_row(self.found[0], self.world_size, self.hardware):,} tokens"
+        tokens = longest_row(self.found[0], self.world_size, self.hardware)
+        return f"Longest row under 1: {tokens:,} tokens"
 
 
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
     """What keeps a layout from being the first: memory, or the term that grows most; "" for the first."""
     if layout is best:
         return ""
-    slower = layout.time.total > EQUALLY_FAST * best.time.total
-    if not slower or layout.verdict(hardware) != best.verdict(hardware) or layout.gib > hardware.memory:
-        return f"{layout.gib - best.gib:+.1f} GiB"
+    held, fits = layout.gib - best.gib, layout.gib <= hardware.memory
+    as_fast = layout.time.total <= EQUALLY_FAST * best.time.total
+    if not fits or layout.verdict(hardware) != best.verdict(hardware) or (as_fast and held > 0):
+        return f"{held:+.1f} GiB"
     first = vars(best.time)
     more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
     term = max(more, key=lambda name: more[name])
@@ -166,28 +166,28 @@ def words(config: RunConfig, world_size: int) -> str:
     return ", ".join(found)
 
 
-def shares(parts: Mapping[str, float], whole: float) -> dict[str, float]:
-    """The parts that are a hundredth of the whole."""
-    return {name: value for name, value in parts.items() if value >= whole / 100}
+def large(parts: Mapping[str, float]) -> dict[str, float]:
+    """The parts that are a hundredth of all."""
+    return {name: value for name, value in parts.items() if value >= sum(parts.values()) / 100}
 
 
 def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
-    """A line for each part that is a hundredth of the whole."""
+    """A line for each large part; one that is the whole fills it."""
     return [
         f"  {name:<12}{'#' * round(_BAR * value / whole):<{_BAR}} {value:.3g} {unit}"
-        for name, value in shares(parts, whole).items()
+        for name, value in large(parts).items()
     ]
 
 
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
-    """Tokens of the longest row, of those twice and half as long, that still fits under this layout."""
+    """Tokens of the longest row, of those twice and half as long, that still fits under this layout; 0: none does."""
     tokens, fits = layout.config.data.seq_length, layout.gib <= hardware.memory
-    while True:
+    while Share(with_values(layout.config, {"seq_length": tokens})).rows > 1:
         trial = tokens * 2 if fits else tokens // 2
-        config = with_values(layout.config, {"seq_length": trial})
-        if _fits(config, world_size, hardware) != fits or Share(config).rows < 2:
+        if _fits(with_values(layout.config, {"seq_length": trial}), world_size, hardware) != fits:
             return tokens if fits else trial
         tokens = trial
+    return 0
 
 
 def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[str]:
@@ -201,8 +201,8 @@ def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[
         for one in smallest.values()
     ]
     fitting = (f"{ranks:,} GPUs: {words(one, ranks)}" for ranks, one in grown if _fits(one, ranks, here))
-    rows = f"rows of {longest_row(found[0], world_size, here):,} tokens"
-    return [*said[:1], *itertools.islice(fitting, 1), rows]
+    rows = [f"rows of {tokens:,} tokens"] if (tokens := longest_row(found[0], world_size, here)) else []
+    return [*said[:1], *itertools.islice(fitting, 1), *rows]
 
 
 def _fits(config: RunConfig, ranks: int, here: Hardware) -> bool:

@@ -11,7 +11,7 @@ sums of gradients from the first microbatch on, and one block's work on top of a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megacp.core.config.run import RunConfig
@@ -248,9 +248,7 @@ class RankMemory(StateMemory):
         return max(self.peaks.values())
 
 
-def stage_kind(
-    config: RunConfig, stage: int, chunks: Sequence[range]
-) -> tuple[bool, bool, tuple[tuple[int, ...], ...]]:
+def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[Hashable, ...]:
     """What stages that compute alike have in common: an end of the model, and layers that are alike."""
     kinds = tuple(tuple(first_alike(config.model)[layer] for layer in layers) for layers in chunks)
     return stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1, kinds

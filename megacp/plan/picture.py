@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from megacp.core.storage.page import page_head
-from megacp.plan.answer import Answer, flags, shares
+from megacp.plan.answer import Answer, flags, large
 from megacp.plan.moments import moments
 from megacp.plan.search import rank_memories
 
@@ -27,8 +27,8 @@ def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]
     slowest = max(one.layout.time.total for one in answer.best)
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
     return [
-        ("A step, s", [shares(one.seconds, slowest) for one in answer.best], slowest),
-        (f"Memory, of {answer.hardware.memory:g} GiB", [shares(one.gib, most) for one in answer.best], most),
+        ("A step, s", [large(one.seconds) for one in answer.best], slowest),
+        (f"Memory, of {answer.hardware.memory:g} GiB", [large(one.gib) for one in answer.best], most),
     ]
 
 

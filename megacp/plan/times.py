@@ -241,7 +241,7 @@ def _once_a_step(
 def step_time(
     config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, *, idles: bool = True
 ) -> StepTime:
-    """The step of a checked configuration on `world_size` ranks; it is no shorter than one in which no stage `idles`."""
+    """The step of a checked configuration on `world_size` ranks; not shorter than one in which no stage `idles`."""
     p = config.parallel
     stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     microbatches = config.num_microbatches(world_size)
@@ -255,8 +255,8 @@ def step_time(
     idle = 0.0
     if idles and stages > 1:
         orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
-        message = _between_stages(config, world_size, hardware)
-        spans = timeline(orders, chunks, [_times(config, *part, message) for part in parts])
+        times = [_times(config, world_size, hardware, stage, part) for stage, part in enumerate(parts)]
+        spans = timeline(orders, chunks, times)
         idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
     forward, backward = parts[busiest]
     exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
@@ -275,20 +275,20 @@ def step_time(
     )
 
 
-def _between_stages(config: RunConfig, world_size: int, hardware: Hardware) -> float:
-    """Seconds in which a microbatch's hidden states, or their gradients, come to all chunks of a stage."""
-    p = config.parallel
-    stages = p.pipeline_model_parallel_size
+def _times(
+    config: RunConfig, world_size: int, hardware: Hardware, stage: int, parts: tuple[_Part, _Part]
+) -> Mapping[Kind, float]:
+    """What the timeline asks of a stage, arrivals included; the products of weights are a third of the work of a
+    backward.
+    """
+    p, (forward, backward) = config.parallel, parts
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
-    return p.num_virtual_stages_per_pipeline_rank * (sent + hardware.latency)
-
-
-def _times(config: RunConfig, forward: _Part, backward: _Part, message: float) -> Mapping[Kind, float]:
-    """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
-    weights = forward.work if config.parallel.pipeline_schedule == "zero_bubble" else 0.0
+    arrival = sent + hardware.latency  # of hidden states or their gradients, which the ends of the model do not await
+    weights = forward.work if p.pipeline_schedule == "zero_bubble" else 0.0
     weights = min(weights, backward.work / 2)
     return {
-        Kind.FORWARD: forward.total + message,
-        Kind.BACKWARD: backward.total - weights + message,
+        Kind.FORWARD: forward.total + (chunks - (stage == 0)) * arrival,
+        Kind.BACKWARD: backward.total - weights + (chunks - (stage == stages - 1)) * arrival,
         Kind.WEIGHTS: weights,
     }
