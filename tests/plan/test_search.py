@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from megacp.plan.times import step_time
 from megacp.train import dry_run
 from megacp.verify.gpu_report import BILLION
 from tests.data.datasets import random_packs, write_dataset
+from tests.huggingface.convert.models import made
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 8, "dry_run": True}
@@ -233,20 +235,58 @@ def test_the_sheet_has_a_source_for_every_gpu() -> None:
         assert "datasheet" in own.source and own.products < own.peak and own.outside < own.inside
 
 
+class _Page(HTMLParser):
+    """What of a page could load something, and how many bars and areas it has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads, self.drawn = list[str](), [0, 0]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [tag] * (tag in ("script", "link", "img") or not {"src", "href"}.isdisjoint(dict(attrs)))
+        self.drawn[0] += ("class", "bar") in attrs
+        self.drawn[1] += tag == "polygon"
+
+
 def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--vocab-size", "4096", "--num-layers", "2", "--seq-length", "512", "--global-batch-size", "4"]
+    none = ["--documents", "0"]
     asked = ["--world-size", "2", *sizes, "--pipeline-model-parallel-size", "1", "--cp-comm-type", "p2p"]
-    assert command.main([*asked, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
-    said = capsys.readouterr().out
+    written = ["--output", str(tmp_path / "plans" / "best.yaml"), "--html", str(tmp_path / "plans" / "best.html")]
+    assert command.main([*asked, "--gpu", "a100", *written]) == 0
+    said, text = capsys.readouterr().out, (tmp_path / "plans" / "best.html").read_text()
+    best = next(line for line in said.splitlines() if line.startswith("  1  ")).split("  ")
+    assert all(cell.strip() in text for cell in best) and (page := _Page(text)).loads == []
+    assert page.drawn == [2 * sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
     assert " OK " in said and "Longest row" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
-    for wrong, word in ((sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3")):
+    wrongs = (sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3"), ([*asked, *none], "0")
+    for wrong, word in wrongs:
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     assert command.main([*asked, *large, "--context-parallel-size", "1", "--recompute-granularity", "full"]) == 0
     said = capsys.readouterr().out
     assert all(word in said for word in ("None fits", " OOM ", "h200 GPUs", "4 GPUs: dp 4, all sharded"))
+
+
+@pytest.mark.slow  # transformers and matplotlib are imported
+def test_a_folder_of_a_model_and_packs_become_flags_and_a_figure_in_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    made("Qwen3", vocab_size=100).save_pretrained(tmp_path / "hf")
+    write_dataset(tmp_path / "packs", [random_packs(np.random.default_rng(0), 3)], seq_length=64)
+    start = ["--load-hf", str(tmp_path / "hf"), "--data-path", str(tmp_path / "packs")]
+    asked = [*start, "--world-size", "4", "--pipeline-model-parallel-size", "2"]
+    written = ["--output", str(tmp_path / "best.yaml"), "--figure", str(tmp_path / "best.png")]
+    assert command.main([*asked, *written]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and "rows of 64 tokens" in lines[0] and lines[-1] == "dtype: bfloat16"
+    config = parse([*start, "--config", str(tmp_path / "best.yaml"), "--dry-run"])
+    assert config.training.dtype == "bfloat16" and (tmp_path / "best.png").read_bytes()[:4] == b"\x89PNG"
+    assert command.main([*asked, "--documents", "8"]) == 2 and "--documents 8" in capsys.readouterr().err
