@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megacp.core.config.run import RunConfig
+from megacp.core.models.costs import stage_layers
 from megacp.core.pipeline_parallel.schedules import COMPUTE, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.hardware import Hardware
 from megacp.plan.packs import PackSample
-from megacp.plan.times import after_pipeline, in_lockstep, kind_seconds, one_row, orders, stage_parts
+from megacp.plan.times import in_lockstep, kind_seconds, one_row, orders, stage_parts
 
 AT_ONCE = 2**22
 """Microbatches of stages that are run at once."""
@@ -94,14 +95,10 @@ def simulate(
     stages, replicas = p.pipeline_model_parallel_size, config.data_parallel_size(world_size)
     together, ranks = in_lockstep(config, world_size), p.tensor_model_parallel_size * p.context_parallel_size
 
-    rows = sample.each() if trouble.uneven else [sample.mean()]
-    usual = replace(hardware, outside=hardware.outside / trouble.contention)
-    times = [  # [machines as they should be, slow ones][rows][stages]
-        [[kind_seconds(config, *part) for part in stage_parts(config, world_size, machine, row)] for row in rows]
-        for machine in (usual, usual.slower(trouble.slow_factor))
-    ]
-    mean = stage_parts(config, world_size, usual, sample.mean())
-    _, exposed, optimizer = after_pipeline(config, world_size, usual, mean)
+    rows, layers = sample.each() if trouble.uneven else [sample.mean()], stage_layers(config, world_size)
+    links = replace(hardware, outside=hardware.outside / trouble.contention)
+    parts = [stage_parts(config, world_size, links, row, layers)[0] for row in rows]
+    *_, exposed, optimizer = stage_parts(config, world_size, links, sample.mean(), layers)
     lists = orders(config, world_size)
 
     packs, slowness, delays = np.random.default_rng(0).spawn(3)
@@ -110,16 +107,17 @@ def simulate(
     for first in range(0, trouble.steps, size):
         shape = microbatches, min(size, trouble.steps - first), replicas
         drawn = packs.integers(len(rows), size=shape)
-        slow = (slowness.random((stages, *shape[1:])) < 1 - (1 - trouble.slow_ranks) ** ranks).astype(int)
-        waited: list[Mapping[Kind, np.ndarray]] = []
+        is_slow = slowness.random((stages, *shape[1:])) < 1 - (1 - trouble.slow_ranks) ** ranks
+        slow = np.where(is_slow, trouble.slow_factor, 1.0)
+        times: list[Mapping[Kind, np.ndarray]] = []
         for stage in range(stages):
             # the largest of as many exponential delays as a group has ranks, from one number
             least = -np.expm1(np.log(delays.random(shape)) / ranks) if trouble.jitter else np.ones(1)
-            late = 1 - trouble.jitter * np.log(least)
-            table = {kind: np.array([[row[stage][kind] for row in here] for here in times]) for kind in COMPUTE}
-            own = {kind: seconds[slow[stage], drawn] * late for kind, seconds in table.items()}  # [2, rows] -> `shape`
-            waited.append({kind: x.reshape(*shape[:2], -1, together).max(-1) for kind, x in own.items()})
-        spans = timeline(lists, p.num_virtual_stages_per_pipeline_rank, waited)
+            late = slow[stage] - trouble.jitter * np.log(least)
+            usual = [kind_seconds(config, *part[stage]) for part in parts]
+            own = {kind: np.array([row[kind] for row in usual])[drawn] * late for kind in COMPUTE}
+            times.append({kind: x.reshape(*shape[:2], -1, together).max(-1) for kind, x in own.items()})
+        spans = timeline(lists, p.num_virtual_stages_per_pipeline_rank, times)
         ends = np.max([stage[-1].stop for stage in spans], (0, 2))  # [steps]
-        found.append(ends + exposed + optimizer * np.where(slow.any((0, 2)), trouble.slow_factor, 1.0))
+        found.append(ends + exposed + optimizer * slow.max((0, 2)))
     return np.concatenate(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,6 @@ class Hardware:
     def link(self, ranks: int, stride: int) -> float:
         """Bytes/s between `ranks` that stand `stride` apart: the slowest link that a ring over them crosses."""
         return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else self.outside
-
-    def slower(self, factor: float) -> Hardware:
-        """The same with a GPU that takes so many times as long."""
-        attention = {name: (there / factor, back / factor) for name, (there, back) in self.attention.items()}
-        return replace(self, products=self.products / factor, attention=attention, bandwidth=self.bandwidth / factor)
 
 
 def hardware(gpu: str, network: str) -> Hardware:

@@ -239,11 +239,13 @@ def in_lockstep(config: RunConfig, world_size: int) -> int:
 
 
 def stage_parts(
-    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample
-) -> list[tuple[_Part, _Part]]:
-    """Forward and backward of each stage for one microbatch."""
-    layers = enumerate(costs.stage_layers(config, world_size))
-    return [_stage(config, world_size, hardware, sample, *of_stage) for of_stage in layers]
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, layers: Sequence[Sequence[range]]
+) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
+    """Forward and backward of the stages for one microbatch; the busiest of them, and its `_once_a_step`."""
+    parts = [_stage(config, world_size, hardware, sample, *stage) for stage in enumerate(layers)]
+    busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
+    forward, backward = (part.total for part in parts[busiest])
+    return parts, busiest, *_once_a_step(config, world_size, hardware, layers[busiest], backward, forward)
 
 
 def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
@@ -253,24 +255,14 @@ def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
     return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
 
 
-def after_pipeline(
-    config: RunConfig, world_size: int, hardware: Hardware, parts: Sequence[tuple[_Part, _Part]]
-) -> tuple[int, float, float]:
-    """The busiest stage; seconds of its data parallelism and of its optimizer behind the last microbatch."""
-    busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
-    forward, backward = (part.total for part in parts[busiest])
-    layers = costs.stage_layers(config, world_size)[busiest]
-    return busiest, *_once_a_step(config, world_size, hardware, layers, backward, forward)
-
-
 def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample) -> StepTime:
     """The step of a checked configuration on `world_size` ranks."""
     config, sample = one_row(config, world_size, sample)
     microbatches, dp = config.num_microbatches(world_size), config.data_parallel_size(world_size)
-    parts = stage_parts(config, world_size, hardware, sample)
+    layers = costs.stage_layers(config, world_size)
+    parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
     times = [kind_seconds(config, *part) for part in parts]
     spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
-    busiest, exposed, optimizer = after_pipeline(config, world_size, hardware, parts)
     spent = parts[busiest][0] + parts[busiest][1]
     idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.models.costs import stage_layers
 from megacp.core.ops.mask import Metadata
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.plan import command
@@ -48,7 +49,8 @@ def test_a_step_is_that_of_a_plain_loop_over_one_of_the_draws(name: str) -> None
     """Two stages, three microbatches of two packs: all eight draws, each by the wait of every compute."""
     config = sizes(**{PP: 2, "global_batch_size": 3, "pipeline_schedule": name})
     lists = [SCHEDULES[name](stage, 2, 3, 1) for stage in range(2)]
-    parts = [[kind_seconds(config, *part) for part in stage_parts(config, 2, HERE, one)] for one in UNEVEN.each()]
+    samples, layers = [*UNEVEN.each(), UNEVEN.mean()], stage_layers(config, 2)
+    parts = [[kind_seconds(config, *part) for part in stage_parts(config, 2, HERE, one, layers)[0]] for one in samples]
 
     def end_of(draw: tuple[int, ...]) -> float:
         @functools.cache
@@ -63,7 +65,6 @@ def test_a_step_is_that_of_a_plain_loop_over_one_of_the_draws(name: str) -> None
 
         return max(end(stage, len(lists[stage]) - 1) for stage in range(2))
 
-    parts.append([kind_seconds(config, *part) for part in stage_parts(config, 2, HERE, UNEVEN.mean())])
     after = simulate(config, 2, HERE, UNEVEN, Trouble(steps=1, uneven=False))[0] - end_of((2, 2, 2))
     plain = {round(end_of(draw) + after, 12) for draw in itertools.product((0, 1), repeat=3)}
     assert {*np.round(simulate(config, 2, HERE, UNEVEN, Trouble(steps=100)), 12)} == plain
@@ -90,8 +91,13 @@ def test_more_trouble_never_makes_a_step_shorter() -> None:
     for more in ({"slow_ranks": 0.3}, {"slow_factor": 2.0}, {"jitter": 0.1}, {"contention": 9.0}):
         seconds = simulate(config, 32, here, UNEVEN, replace(less, **more))
         assert (seconds >= base).all() and seconds.mean() > base.mean()
-    lockstep = simulate(with_values(config, SHARDED | {PP: 1}), 32, here, UNEVEN, less)
-    assert lockstep.mean() > simulate(with_values(config, {PP: 1}), 32, here, UNEVEN, less).mean()
+    # replicas that gather parameters together wait in every microbatch; those that gather alone do not
+    free, sharded = replace(HERE, outside=1e30), sizes(**SHARDED, global_batch_size=16)
+    together, alone = (
+        simulate(with_values(sharded, {"num_distributed_optimizer_instances": n}), 4, free, UNEVEN, Trouble(50))
+        for n in (1, 4)
+    )
+    assert together.mean() > 1.1 * alone.mean()
 
 
 def test_what_ranks_of_a_row_have_by_hand() -> None:
@@ -100,6 +106,8 @@ def test_what_ranks_of_a_row_have_by_hand() -> None:
     assert PackSample().shared(halves) == (pytest.approx(1.5, rel=1e-3), 1.0)
     assert PackSample().shared(with_values(halves, {"cp_layout": "zigzag"})) == (1.0, 1.0)
     assert PackSample().shared(with_values(halves, {"cp_comm_type": "a2a"})) == (1.0, 0.0)
+    swapped = {CP: 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
+    assert PackSample().shared(with_values(halves, swapped)) == (pytest.approx(1.5, rel=1e-3), 0.0)
     assert sample_of(halves, [spans]).shared(halves) == (pytest.approx(8 / 6, rel=1e-2), 0.0)
     rows = sample_of(sizes(), [documents(1024), spans]).joined(2)
     assert rows.areas == (pytest.approx((1 + 3 / 8) / 2, rel=1e-2),)

@@ -12,10 +12,11 @@ import pytest
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.models import costs
+from megacp.core.ops.mask import Metadata
 from megacp.plan import command
 from megacp.plan.answer import flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.packs import PackSample, sample_packs
+from megacp.plan.packs import PackSample, sample_of, sample_packs
 from megacp.plan.search import Candidate, fullest, search
 from megacp.plan.times import step_time
 from megacp.train import dry_run
@@ -96,6 +97,8 @@ def test_messages_count_where_nothing_hides_them() -> None:
     assert ring.cp == pytest.approx(3 * one, rel=1e-6)
     exchanged = with_values(config, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})
     assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(3 * one, rel=1e-6)  # one rank needs all
+    apart = sample_of(config, [Metadata.of_documents(np.repeat([0, 1, 2, 3], 256))])
+    assert step_time(exchanged, 2, here, apart).cp == 0
     gathered = costs.model_parameters(config.model) * 4 / 2 / 1e9
     assert ring.dp == pytest.approx(2 * gathered - 3 * one, rel=0.02)
     sharded = with_values(config, {"data_parallel_sharding_strategy": "optim_grads_params"})
