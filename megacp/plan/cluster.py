@@ -62,16 +62,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{flag}", dest=name, type=kind, default=argparse.SUPPRESS, help=meaning)
 
 
-def simulated(
-    own: argparse.Namespace, config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample
-) -> str:
-    """What the flags ask for, in two lines: steps of a layout, and what each trouble adds to the mean one."""
+def asked_trouble(own: argparse.Namespace) -> Trouble | None:
+    """What the flags ask for. ValueError before anything is searched."""
     asked = {name: getattr(own, name) for name, *_ in FLAGS.values() if hasattr(own, name)}
-    if not asked:
-        return ""
-    trouble = Trouble(**asked)
-    if own.json:
+    if asked and own.json:
         raise ValueError("--json has no drawn steps: leave it, or --simulate and its flags, out")
+    return Trouble(**asked) if asked else None
+
+
+def drawn_text(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, trouble: Trouble) -> str:
+    """Drawn steps of a layout, and what each trouble adds to the mean one."""
     seconds = simulate(config, world_size, hardware, sample, trouble)
     half, most, nearly = np.percentile(seconds, (50, 95, 99))
     better = {

@@ -60,9 +60,8 @@ class PackSample:
         return [replace(self, areas=(area,), rows=(row,)) for area, row in zip(self.areas, self.rows, strict=True)]
 
     @once
-    def joined(self, packs: int) -> PackSample:
-        """Rows of so many packs each; one row of all where they are fewer."""
-        size = min(packs, len(self.rows))
+    def joined(self, size: int) -> PackSample:
+        """Rows of so many packs each."""
         if size == 1:
             return self
         starts = range(0, len(self.rows) - size + 1, size)

@@ -220,12 +220,12 @@ def _once_a_step(
 
 
 def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
-    """The config and its rows; under dynamic context parallelism ranks of all replicas share one, as if of one."""
+    """The config and its rows, which ranks of all replicas share under dynamic context parallelism, as if of one."""
     p, replicas = config.parallel, packs_in_a_row(config, world_size)
     packs = config.training.micro_batch_size * replicas
     sizes = {"context_parallel_size": p.context_parallel_size * replicas, "micro_batch_size": packs}
     joined = with_values(config, {**sizes, "dynamic_context_parallel": False}) if replicas > 1 else config
-    return joined, sample.joined(packs)
+    return joined, sample.joined(min(packs, len(sample.rows)))
 
 
 def in_lockstep(config: RunConfig, world_size: int) -> int:

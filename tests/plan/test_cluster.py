@@ -13,7 +13,6 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.models.costs import stage_layers
 from megacp.core.ops.mask import Metadata
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
-from megacp.plan import command
 from megacp.plan.cluster import Trouble, simulate
 from megacp.plan.hardware import Hardware
 from megacp.plan.packs import PackSample, sample_of
@@ -112,12 +111,3 @@ def test_what_ranks_of_a_row_have_by_hand() -> None:
     rows = sample_of(sizes(), [documents(1024), spans]).joined(2)
     assert rows.areas == (pytest.approx((1 + 3 / 8) / 2, rel=1e-2),)
     assert np.bincount(rows.rows[0].document).tolist() == [1024, 256, 256, 512]
-
-
-def test_the_command_tells_drawn_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--world-size", "2", "--seq-length", "512", "--global-batch-size", "4", "--cp-comm-type", "p2p"]
-    asked += [f"--{name}-model-parallel-size=1" for name in ("pipeline", "tensor")]
-    assert command.main([*asked, "--simulate", "20", "--slow-ranks", "1", "--slow-factor", "1.5"]) == 0
-    assert "20 drawn steps" in (said := capsys.readouterr().out) and "slow ranks 5" in said
-    for wrong, word in (["--json", "--jitter=1"], "--json"), (["--contention=0.5"], "0.5"):
-        assert command.main([*asked, *wrong]) == 2 and word in capsys.readouterr().err

@@ -188,13 +188,16 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
 ) -> None:
     sizes = ["--vocab-size", "4096", "--num-layers", "2", "--seq-length", "512", "--global-batch-size", "4"]
     asked = ["--world-size", "2", *sizes, "--pipeline-model-parallel-size", "1", "--cp-comm-type", "p2p"]
-    assert command.main([*asked, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
+    drawn = ["--simulate", "20", "--slow-ranks", "1", "--slow-factor", "1.5"]
+    assert command.main([*asked, *drawn, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
     said = capsys.readouterr().out
+    assert "20 drawn steps" in said and "slow ranks 5" in said  # about half as long again
     assert " OK " in said and "Longest row" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
-    for wrong, word in ((sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3")):
+    troubles = ([*asked, "--jitter=1", "--json"], "--json"), ([*asked, "--contention=0.5"], "0.5")
+    for wrong, word in (*troubles, (sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3")):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     assert command.main([*asked, *large, "--context-parallel-size", "1", "--recompute-granularity", "full"]) == 0
