@@ -93,19 +93,12 @@ class PackSample:
             keys.append(max((_others(filled, own) for own in asked), default=0.0))
         return float(np.max(areas, 1).sum() / np.mean(areas, 1).sum()), float(np.mean(keys))
 
-    def slowest(self, dp: int, microbatches: int, attention: float) -> float:
-        """Work of the busiest of `dp` ranks over the mean one's, in the mean of many steps of drawn packs.
-
-        `attention` is the share of a step that grows with the area.
-        """
-        return 1 + attention * (self._largest(dp, microbatches) / self.area - 1)
-
     @once
-    def _largest(self, dp: int, microbatches: int) -> float:
-        """Mean area of the packs of the rank with the most."""
+    def largest(self, dp: int, microbatches: int) -> float:
+        """Area of the packs of the rank with the most of `dp`, over the mean one's, in the mean of many drawn steps."""
         steps = max(1, min(DRAWN_STEPS, DRAWN_PACKS // (dp * microbatches)))
         drawn = np.random.default_rng(0).choice(self.areas, (steps, dp, microbatches)).mean(-1)  # [steps, dp]
-        return float((drawn.max(1) - drawn.mean(1)).mean()) + self.area
+        return float((drawn.max(1) / drawn.mean(1)).mean())
 
 
 def _others(row: Metadata, own: np.ndarray) -> float:
@@ -124,10 +117,10 @@ def _row(packs: Sequence[Metadata]) -> Metadata:
 
 def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
     """The sample of packs with these masks."""
-    mix = mix_of(config.model)
+    mix = mix_of(config.model) or ALIKE  # layers with a state ask for no area
     whole = sum(causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items())
     kept = tuple(rows)
-    return PackSample(tuple(float(row_area(row, mix).sum() / max(1, whole)) for row in kept), kept, mix)
+    return PackSample(tuple(float(row_area(row, mix).sum() / whole) for row in kept), kept, mix)
 
 
 def sample_packs(config: RunConfig) -> PackSample:

@@ -266,8 +266,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
     spent = parts[busiest][0] + parts[busiest][1]
     idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
-    slowest = sample.slowest(dp, drawn, spent.attention / spent.total)
-    even = spent.attention / sample.shared(config)[0]
+    even, most = spent.attention / sample.shared(config)[0], spent.attention * sample.largest(dp, drawn)
     return StepTime(
         compute=microbatches * (spent.work + even),
         again=microbatches * spent.again,
@@ -277,7 +276,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
         pipeline=idle,
-        uneven=microbatches * (spent.total * (slowest - 1) + spent.attention - even),
+        uneven=microbatches * (most - even),
         optimizer=optimizer,
     )
 

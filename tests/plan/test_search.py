@@ -109,8 +109,8 @@ def test_messages_count_where_nothing_hides_them() -> None:
 
 def test_uneven_packs_make_ranks_wait() -> None:
     uneven = PackSample(areas=(0.2, 1.0))
-    assert PackSample().slowest(8, 1, 0.5) == 1.0 < uneven.slowest(8, 16, 0.5) < uneven.slowest(8, 1, 0.5)
-    assert uneven.slowest(64, 1, 1.0) == pytest.approx(1.0 / 0.6, rel=0.05)  # one of 64 has the largest pack
+    assert PackSample().largest(8, 1) == 1.0 < uneven.largest(8, 16) < uneven.largest(8, 1)
+    assert uneven.largest(64, 1) == pytest.approx(1.0 / 0.6, rel=0.05)  # one of 64 has the largest pack
 
 
 def test_packs_tell_their_areas(tmp_path: Path) -> None:
