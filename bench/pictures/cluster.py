@@ -90,4 +90,4 @@ def draw_cluster() -> Figure:
 
 
 if __name__ == "__main__":
-    FIGURES.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    FIGURES.write_text(json.dumps(measure()) + "\n", encoding="utf-8")

@@ -25,11 +25,8 @@ ASKED = 16
 """Ranks whose keys are counted, of many."""
 DRAWN_STEPS, DRAWN_PACKS = 200, 2**22
 """Steps that are drawn of them, and their packs at the most."""
-
-
-def _causal() -> tuple[Metadata, ...]:
-    """One causal document; ranks share a longer one alike."""
-    return (Metadata.of_documents(np.zeros(4096, np.int64)),)
+CAUSAL = Metadata.of_documents(np.zeros(4096, np.int64))
+"""One document; ranks share a longer one alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +35,7 @@ class PackSample:
 
     areas: tuple[float, ...] = (1.0,)
     """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers with attention."""
-    rows: tuple[Metadata, ...] = field(default_factory=_causal)
+    rows: tuple[Metadata, ...] = (CAUSAL,)
     """Their masks."""
     mix: Mix = field(default_factory=lambda: ALIKE)
     packs: int = 1
