@@ -155,7 +155,7 @@ def words(config: RunConfig, world_size: int) -> str:
     found += ["zero bubble"] * (p.pipeline_schedule == "zero_bubble")
     if p.context_parallel_size > 1:
         sizes = p.hierarchical_context_parallel_sizes
-        found.append(str(p.cp_comm_type) + (f" {sizes[0]} x {sizes[1]}" if sizes else ""))
+        found.append(f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}")
     if p.data_parallel_sharding_strategy == "optim_grads_params":
         copies = p.num_distributed_optimizer_instances
         found.append("all sharded" + f" in {copies} copies" * (copies > 1))

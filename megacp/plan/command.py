@@ -20,6 +20,7 @@ from megacp.core.config.cli import OneLineParser, given_names, parse
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
 from megacp.plan.answer import Answer, as_json, flags, plan_text
+from megacp.plan.cluster import add_flags, asked_trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
 from megacp.plan.packs import sample_packs
 from megacp.plan.picture import page, write_figure
@@ -40,6 +41,7 @@ def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
 
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
+    trouble = asked_trouble(own)
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
@@ -59,7 +61,9 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")
-    return as_json(answer) if own.json else plan_text(answer)
+    told = as_json(answer) if own.json else plan_text(answer)
+    best = answer.found[0].config
+    return told + (drawn_text(best, answer.world_size, answer.hardware, sample, trouble) if trouble else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, help="file for a page: bars of the five best, memory through a step")
     parser.add_argument("--figure", type=Path, help="file.png for those bars (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser)
     own, rest = parser.parse_known_args(argv)
     try:
         print(_planned(own, rest), end="")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megacp.core.checks import check
@@ -33,6 +33,7 @@ EP = "expert_model_parallel_size"
 _TRANSPORTS: tuple[Choice, ...] = (
     {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"},
     {"cp_comm_type": "p2p", "cp_layout": "zigzag_document"},
+    {"cp_comm_type": "p2p", "cp_layout": "balanced"},
     {"cp_comm_type": "all_gather", "cp_layout": "zigzag_document"},
     {"cp_comm_type": "a2a", "cp_layout": "contiguous"},
 )
@@ -198,7 +199,7 @@ def search(
     """
     savings = _untold(_SAVINGS, _told(config, given))
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
-    found, best = list[Candidate](), [math.inf] * BEST
+    found, best = dict[Hashable, Candidate](), [math.inf] * BEST
 
     def runs(one: RunConfig) -> bool:
         """Whether it may be among the best, and a run would take it."""
@@ -215,7 +216,10 @@ def search(
             tried.append(Candidate(one, {**chosen, **savings[place]}, fullest(one, world_size), timed))
             if tried[-1].verdict(hardware) == ("OOM" if place else "OK"):
                 break
-        found.append(min(tried, key=lambda one: one.order(hardware)))
-        if found[-1].verdict(hardware) == "OK":
-            best = sorted([*best, found[-1].time.total])[:BEST]
-    return sorted(found, key=lambda one: one.order(hardware))
+        # of layouts that differ in how tokens are dealt, and in what saves memory, one is shown
+        alike = frozenset(choice for choice in chosen.items() if choice[0] != "cp_layout")
+        tried += [found[alike]] if alike in found else []
+        found[alike] = min(reversed(tried), key=lambda one: one.order(hardware))
+        fitting = [one.time.total for one in found.values() if one.verdict(hardware) == "OK"]
+        best = sorted([*fitting, *[math.inf] * BEST])[:BEST]
+    return sorted(found.values(), key=lambda one: one.order(hardware))

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megacp.core.checks import packs_in_a_row
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.core.models import costs
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
@@ -43,8 +44,10 @@ class StepTime:
     ep: float
     dp: float
     """Gathers of parameters and sums of gradients that nothing hides."""
+    pp: float
+    """Messages between stages."""
     pipeline: float
-    """Idle time, and messages between stages."""
+    """Idle time."""
     uneven: float
     """Waiting for the rank with the most work."""
     optimizer: float
@@ -74,6 +77,7 @@ class _Part:
     cp: float = 0.0
     ep: float = 0.0
     dp: float = 0.0
+    pp: float = 0.0
 
     @property
     def total(self) -> float:
@@ -106,7 +110,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     )
     tokens, ranks = t.micro_batch_size * config.data.seq_length, tp * cp
     whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
-    flops = layer.flops(model, tokens, int(whole * sample.area))
+    flops = layer.flops(model, tokens, int(whole * sample.area * sample.shared(config)[0]))
     busiest = planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
     products = flops.matmul * busiest / ranks / hardware.products
     narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
@@ -168,9 +172,9 @@ def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: 
     if heads > 1:  # q, k and v, and the output back
         swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.link(heads, tp) + 2 * hardware.latency
     if ring > 1:
-        needed = sample.needed(cp) if p.cp_comm_type == "kv_exchange" else 1.0
+        blocks = sample.shared(config)[1] if p.cp_comm_type == "kv_exchange" else ring - 1
         messages = ring - 1 if p.cp_comm_type.endswith("p2p") else 2
-        sent = key_values * (ring - 1) * needed / hardware.link(ring, tp * heads) + messages * hardware.latency
+        sent = key_values * blocks / hardware.link(ring, tp * heads) + messages * hardware.latency
     return swap, sent, 1 - 1 / ring if p.cp_comm_type.endswith("p2p") else 0.0
 
 
@@ -206,7 +210,19 @@ def _stage(
         gather, scatter = _sharded(config, world_size, hardware, chunks)
         forward += _Part(dp=max(0.0, gather - forward.total))
         backward += _Part(dp=max(0.0, gather + scatter - backward.total))
+    if p.pipeline_model_parallel_size > 1:
+        first, last = _arrivals(config, world_size, hardware, stage)
+        forward, backward = forward + _Part(pp=first), backward + _Part(pp=last)
     return forward, backward
+
+
+def _arrivals(config: RunConfig, world_size: int, hardware: Hardware, stage: int) -> tuple[float, float]:
+    """Seconds in which a microbatch's hidden states, and their gradients, come to a stage; none to the model's ends."""
+    p = config.parallel
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
+    one = sent + hardware.latency
+    return (chunks - (stage == 0)) * one, (chunks - (stage == stages - 1)) * one
 
 
 def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]) -> tuple[float, float]:
@@ -238,57 +254,78 @@ def _once_a_step(
     return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
 
 
+def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
+    """The config and its rows, which ranks of all replicas share under dynamic context parallelism, as if of one."""
+    p, replicas = config.parallel, packs_in_a_row(config, world_size)
+    packs = config.training.micro_batch_size * replicas
+    sizes = {"context_parallel_size": p.context_parallel_size * replicas, "micro_batch_size": packs}
+    joined = with_values(config, {**sizes, "dynamic_context_parallel": False}) if replicas > 1 else config
+    return joined, sample.joined(min(packs, len(sample.rows)))
+
+
+def in_lockstep(config: RunConfig, world_size: int) -> int:
+    """Replicas that wait for one another in every microbatch, as they gather parameters or exchange tokens in it."""
+    p, dp = config.parallel, config.data_parallel_size(world_size)
+    # a schedule gathers the one chunk of a stage once a step
+    again = p.pipeline_model_parallel_size == 1 or p.num_virtual_stages_per_pipeline_rank > 1
+    gathers = again and p.data_parallel_sharding_strategy == "optim_grads_params"
+    exchanging = p.expert_model_parallel_size // (p.tensor_model_parallel_size * p.context_parallel_size)
+    return math.gcd(dp, max(1, exchanging, dp // p.num_distributed_optimizer_instances * gathers))
+
+
+def stage_parts(
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, layers: Sequence[Sequence[range]]
+) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
+    """Forward and backward of the stages for one microbatch; the busiest of them, and its `_once_a_step`."""
+    kinds = [stage_kind(config, *stage) for stage in enumerate(layers)]
+    alike = dict(zip(kinds, enumerate(layers), strict=True))
+    known = {kind: _stage(config, world_size, hardware, sample, *stage) for kind, stage in alike.items()}
+    parts = [known[kind] for kind in kinds]
+    busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
+    forward, backward = (part.total for part in parts[busiest])
+    return parts, busiest, *_once_a_step(config, world_size, hardware, layers[busiest], backward, forward)
+
+
+def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
+    """The computes of each stage in a step."""
+    p, microbatches = config.parallel, config.num_microbatches(world_size)
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+
+
 def step_time(
     config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, *, idles: bool = True
 ) -> StepTime:
     """The step of a checked configuration on `world_size` ranks; not shorter than one in which no stage `idles`."""
-    p = config.parallel
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    microbatches = config.num_microbatches(world_size)
+    config, sample = one_row(config, world_size, sample)
+    microbatches, dp = config.num_microbatches(world_size), config.data_parallel_size(world_size)
     layers = costs.stage_layers(config, world_size)
-    kinds = [stage_kind(config, stage, layers[stage]) for stage in range(stages)]
-    alike = {kind: stage for stage, kind in enumerate(kinds)}
-    known = {kind: _stage(config, world_size, hardware, sample, stage, layers[stage]) for kind, stage in alike.items()}
-    parts = [known[kind] for kind in kinds]
-    busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
+    parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
     spent = parts[busiest][0] + parts[busiest][1]
     idle = 0.0
-    if idles and stages > 1:
-        orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
-        times = [_times(config, world_size, hardware, stage, part) for stage, part in enumerate(parts)]
-        spans = timeline(orders, chunks, times)
+    if idles and len(parts) > 1:
+        times = [kind_seconds(config, *part) for part in parts]
+        spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
         idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
-    forward, backward = parts[busiest]
-    exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
-    slowest = sample.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
+    drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
+    even, most = spent.attention / sample.shared(config)[0], spent.attention * sample.largest(dp, drawn)
     return StepTime(
-        compute=microbatches * (spent.work + spent.attention),
+        compute=microbatches * (spent.work + even),
         again=microbatches * spent.again,
         offload=microbatches * spent.offload,
         tp=microbatches * spent.tp,
         cp=microbatches * spent.cp,
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
+        pp=microbatches * spent.pp,
         pipeline=idle,
-        uneven=microbatches * spent.total * (slowest - 1),
+        uneven=microbatches * (most - even),
         optimizer=optimizer,
     )
 
 
-def _times(
-    config: RunConfig, world_size: int, hardware: Hardware, stage: int, parts: tuple[_Part, _Part]
-) -> Mapping[Kind, float]:
-    """What the timeline asks of a stage, arrivals included; the products of weights are a third of the work of a
-    backward.
-    """
-    p, (forward, backward) = config.parallel, parts
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
-    arrival = sent + hardware.latency  # of hidden states or their gradients, which the ends of the model do not await
-    weights = forward.work if p.pipeline_schedule == "zero_bubble" else 0.0
+def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
+    """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
+    weights = forward.work if config.parallel.pipeline_schedule == "zero_bubble" else 0.0
     weights = min(weights, backward.work / 2)
-    return {
-        Kind.FORWARD: forward.total + (chunks - (stage == 0)) * arrival,
-        Kind.BACKWARD: backward.total - weights + (chunks - (stage == stages - 1)) * arrival,
-        Kind.WEIGHTS: weights,
-    }
+    return {Kind.FORWARD: forward.total, Kind.BACKWARD: backward.total - weights, Kind.WEIGHTS: weights}
