@@ -51,31 +51,18 @@ class Held(NamedTuple):
     """Backwards whose weight gradients wait while another one runs; None where none ever do."""
 
 
+@functools.cache
 def most_held(config: RunConfig, stage: int, world_size: int) -> Held:
     """By the list of what the stage computes."""
-    return _most(*_list(config, world_size), stage)
-
-
-@functools.cache
-def _most(name: str, sizes: tuple[int, int, int], stage: int) -> Held:
-    in_flight, rows, deferred = zip(*(held for _, held in _held(name, sizes, stage)), strict=True)
+    in_flight, rows, deferred = zip(*(held for _, held in held_over(config, stage, world_size)), strict=True)
     return Held(max(in_flight), max(rows), None if deferred[0] is None else max(deferred))
 
 
 def held_over(config: RunConfig, stage: int, world_size: int) -> list[tuple[Action, Held]]:
     """What the stage computes in a step, and what it holds while it does."""
-    return _held(*_list(config, world_size), stage)
-
-
-def _list(config: RunConfig, world_size: int) -> tuple[str, tuple[int, int, int]]:
-    """The name of the schedule, and the sizes that make its lists: stages, microbatches, chunks."""
     p = config.parallel
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    return p.pipeline_schedule, (stages, config.num_microbatches(world_size), chunks)
-
-
-def _held(name: str, sizes: tuple[int, int, int], stage: int) -> list[tuple[Action, Held]]:
-    computes = SCHEDULES[name](stage, *sizes)
+    sizes = p.pipeline_model_parallel_size, config.num_microbatches(world_size), p.num_virtual_stages_per_pipeline_rank
+    computes = SCHEDULES[p.pipeline_schedule](stage, *sizes)
     defers = any(compute.kind is Kind.WEIGHTS for compute in computes)
     in_flight = rows = deferred = 0
     found = []

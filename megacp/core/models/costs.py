@@ -22,7 +22,7 @@ from megacp.core.layers.table import EXPERTS, Flops, Tensor, tokens_per_rank
 from megacp.core.layers.vision import VISION_KINDS, connector_tensors, tower_tensors
 from megacp.core.pipeline_parallel.partition import partition
 
-T = TypeVar("T")
+Counted = TypeVar("Counted")
 LOSS_WORK = 2**29
 """Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
 
@@ -57,7 +57,7 @@ def first_alike(model: ModelConfig) -> tuple[int, ...]:
     return tuple(map(nameless.index, nameless))
 
 
-def of_layers(model: ModelConfig, layers: Iterable[int], count: Callable[[int], T]) -> list[T]:
+def of_layers(model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]) -> list[Counted]:
     """`count(layer)` of each, found once for those that are alike."""
     alike = [first_alike(model)[layer] for layer in layers]
     known = {layer: count(layer) for layer in set(alike)}
