@@ -202,7 +202,7 @@ def _expected(config: RunConfig, world_size: int, sample: PackSample) -> str:
     time = step_time(config, world_size, here, sample)
     used = utilisation(config, world_size, time, here, sample)
     machine = " with ".join(EXPECTED_ON)
-    return f"{time.total:.3g} s on {machine}, nominal: MFU {used:.0%}, beside its work most {time.binds}"
+    return f"{time.total:.3g} s on {machine} (nominal), MFU {used:.0%}, lost to {time.binds}"
 
 
 def _step(config: RunConfig, world_size: int) -> str:

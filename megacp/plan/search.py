@@ -1,6 +1,6 @@
 """All layouts of a model on so many ranks that a run would take: what a rank holds under each, and how long a step is.
 
-A layout is a configuration: what the user gave stays, and every other choice of `CHOICES` is tried. Legal is what a
+A layout is a configuration: what the user gave stays, and every other choice of the tables is tried. Legal is what a
 run's own checks say.
 """
 
