@@ -10,7 +10,7 @@ from pathlib import Path
 from megacp.core.storage.page import page_head
 from megacp.plan.answer import Answer, flags, large
 from megacp.plan.moments import moments
-from megacp.plan.search import rank_memories
+from megacp.plan.search import fullest_stage
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6b7280", "#1b1f24", "#b8c8e8")
 """Palette of Okabe and Ito, which stays distinct under common colour blindness."""
@@ -90,8 +90,7 @@ def _key(colors: Mapping[str, str]) -> str:
 def _timeline(answer: Answer) -> Iterator[str]:
     """Memory of the fullest rank under the first layout, compute by compute."""
     config = answer.found[0].config
-    totals = [memory.total for memory in rank_memories(config, answer.world_size)]
-    stage = totals.index(max(totals))
+    stage, _ = fullest_stage(config, answer.world_size)
     steps = moments(config, stage, answer.world_size)
     peak = max(steps, key=lambda moment: moment.total)
     end = max(answer.hardware.memory * 2**30, peak.total)

@@ -172,21 +172,21 @@ def merged(choices: Iterable[Choice]) -> dict[str, Value]:
     return {name: value for choice in choices for name, value in choice.items()}
 
 
-def rank_memories(config: RunConfig, world_size: int) -> list[RankMemory]:
-    """What a rank of each stage holds."""
-    stages = enumerate(stage_layers(config, world_size))
-    return [stage_memory(config, *stage, world_size) for stage in stages]
+def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
+    """The stage whose ranks hold most, and what one does."""
+    found, seen = dict[int, RankMemory](), set[Hashable]()
+    for stage, chunks in enumerate(stage_layers(config, world_size)):
+        kind = stage_kind(config, stage, chunks)
+        # of stages alike the first has the most microbatches in flight, the last the most weight gradients that wait
+        if kind not in seen or config.parallel.pipeline_schedule == "zero_bubble":
+            found[stage] = stage_memory(config, stage, chunks, world_size)
+        seen.add(kind)
+    return max(found.items(), key=lambda one: one[1].total)
 
 
 def fullest(config: RunConfig, world_size: int) -> RankMemory:
     """What the rank holds that holds most."""
-    found = dict[object, RankMemory]()
-    for stage, chunks in enumerate(stage_layers(config, world_size)):
-        kind = stage_kind(config, stage, chunks)
-        # of stages alike the first has the most microbatches in flight, and the last the most weight gradients to come
-        if kind not in found or config.parallel.pipeline_schedule == "zero_bubble":
-            found[stage, kind] = found[kind] = stage_memory(config, stage, chunks, world_size)
-    return max(found.values(), key=lambda memory: memory.total)
+    return fullest_stage(config, world_size)[1]
 
 
 def search(

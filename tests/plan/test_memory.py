@@ -27,6 +27,7 @@ from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 from megacp.plan.moments import moments
+from megacp.plan.search import fullest_stage
 from tests.reference.schedule_simulator import simulate
 from tests.reference.training import BALANCE, GEMMA, GPT_OSS, MAMBA2, QWEN3_5, SIGMOID
 
@@ -195,14 +196,16 @@ def test_a_stage_holds_what_it_does_when_all_run_their_lists(name: str, stages: 
     ],
 )
 def test_a_step_moment_by_moment_comes_to_what_is_planned_for_a_rank(values: dict) -> None:
-    config = config_of(**values)
+    config, totals = config_of(**values), []
     for index, layers in enumerate(costs.stage_layers(config, 4)):
         steps, planned = moments(config, index, 4), memory.stage_memory(config, index, layers, 4)
+        totals.append(planned.total)
         assert max(moment.total for moment in steps) == planned.total
         assert all(sum(moment.parts.values()) == moment.total for moment in steps)
         assert [moment.name for moment in steps[-2:]] == ["optimizer", "checkpoint"]
         in_flight = max(moment.parts["activations"] for moment in steps)
         assert in_flight == planned.activations >= steps[0].parts["activations"] > 0
+    assert fullest_stage(config, 4)[1].total == max(totals)
 
 
 KEYS, QUERIES = 128 * 2 * 32, 128 * 256
