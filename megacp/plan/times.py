@@ -113,7 +113,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size
-    tensor = 4 * (local * (tp - 1) / tp / hardware.link(tp, 1) + hardware.latency) if tp > 1 else 0.0
+    tensor = 4 * (local * (tp - 1) / tp / hardware.ring(tp, 1) + hardware.latency) if tp > 1 else 0.0
     full = t.recompute_granularity == "full"
     message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
     hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
@@ -152,7 +152,7 @@ def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: 
     return sent / hardware.link(cp, tp) + messages * hardware.latency
 
 
-def _stage(
+def stage_time(
     config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, stage: int, chunks: Sequence[range]
 ) -> tuple[_Part, _Part]:
     """Forward and backward of all of a stage for one microbatch."""
@@ -192,7 +192,7 @@ def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Seq
     """Seconds of gathering a stage's parameters over dp x cp, and of summing its gradients there."""
     p, t = config.parallel, config.training
     ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
-    link = hardware.link(ranks, p.tensor_model_parallel_size)
+    link = hardware.ring(ranks, p.tensor_model_parallel_size)
     away = (ranks - 1) / ranks / link
     trained = stage_parameters(config, chunks, trained=True)
     return stage_parameters(config, chunks) * t.element_bytes * away, trained * t.accumulation_bytes * away
@@ -212,7 +212,7 @@ def _once_a_step(
         exposed = max(0.0, scatter - last) + max(0.0, gather - first)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
-        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.link(instances, stride)
+        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
     # gradient, master weight and two moments are read, three of them and the weight written
     return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
 
@@ -223,7 +223,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
     stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     microbatches = config.num_microbatches(world_size)
     layers = costs.stage_layers(config, world_size)
-    parts = [_stage(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
+    parts = [stage_time(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
     orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
     spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
     busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
