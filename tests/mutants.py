@@ -557,6 +557,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("gather + scatter - backward.total", "scatter - backward.total", "parameters are gathered once"),
         ("* sample.needed(cp)", "", "kv_exchange sends all keys"),
     ],
+    ("plan/times.py", "tests/plan/test_published.py"): [
+        ("hardware.ring(tp, 1)", "hardware.link(tp, 1)", "tp over machines has one adapter"),
+        ("link = hardware.ring(", "link = hardware.link(", "sums over machines have one adapter"),
+    ],
+    ("plan/hardware.py", "tests/plan/test_published.py"): [
+        ("self.outside * together", "self.outside", "a ring enters a machine by one adapter"),
+    ],
+    ("plan/memory.py", "tests/plan/test_published.py"): [
+        ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
+    ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
     ],

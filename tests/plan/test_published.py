@@ -27,7 +27,7 @@ REACHED, OUTSIDE = 0.48, 16e9
 FITTED = replace(H100, products=REACHED * H100.peak, outside=OUTSIDE)
 NANOTRON = published("nanotron")
 FIT, OTHER = ([row for row in NANOTRON if row.note == half] for half in ("fit", "other"))
-SOME = [pytest.param(16, id="some"), pytest.param(1, marks=pytest.mark.slow, id="all")]
+SOME = [pytest.param(6, id="a sixth"), pytest.param(1, marks=pytest.mark.slow, id="all")]
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def test_nanotron_fills_as_much_memory_as_is_planned(every: int) -> None:
     for row in NANOTRON[::every]:
         alike[row.model, row.mbs].append((planned(row)[0], row.gib))
     ratios = [ours / theirs for pairs in alike.values() for ours, theirs in pairs]
-    assert missed(ratios) < (0.08 if every == 1 else 0.2)  # of few rows
+    assert missed(ratios) < 0.08
     orders = {key: spearman(pairs) for key, pairs in alike.items() if len(pairs) >= 8}
     for key, order in orders.items():
         print(*key, f"micro batch, {len(alike[key])} rows: {order:.2f}, {missed(a / b for a, b in alike[key]):.1%} off")
