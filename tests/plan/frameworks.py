@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.layers.table import tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
@@ -22,6 +23,7 @@ from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
 from megacp.plan.memory import stage_memory, stage_parameters
 from megacp.plan.packs import PackSample
+from megacp.plan.search import fullest
 from megacp.plan.times import stage_time, step_time
 
 # nanotron, of each token: inputs and outputs of both norms, q, k and v in one and apart, what attention gave, its
@@ -177,16 +179,20 @@ def step(row: Row, here: Hardware) -> float:
 
 
 @functools.cache
-def nominal(row: Row) -> float:
-    """Seconds of a step of torchtitan or Megatron-Bridge on their machines, to which nothing is fitted."""
+def nominal(row: Row) -> tuple[float, float]:
+    """Seconds of a step of torchtitan or Megatron-Bridge, and GiB of the fullest rank; nothing is fitted to them."""
     config, here = row.config, hardware("h200" if "h200" in row.note else "h100", "infiniband")
     if "fp8" in row.note:
         here = dataclasses.replace(here, products=2 * here.products)
-    if row.framework == "bridge":
-        return step_time(config, row.gpus, here, PackSample()).total
-    flash, again = FLASH_2 * here.peak, row.recompute == "full"  # it computes attention again, which ours keeps
-    memory = here.bandwidth * (1 if "h200" in row.note else 2.4 / 3.35)  # an H100 with HBM2e
-    here = dataclasses.replace(here, attention={"fused": (flash, flash)}, bandwidth=memory)
-    area = row.gbs * config.model.num_layers * costs.causal_area(row.seq)
-    attention = 4 * area * config.model.hidden_size / row.gpus / flash
-    return step_time(config, row.gpus, here, PackSample()).total + again * attention
+    attention = 0.0
+    if row.framework == "torchtitan":
+        flash = FLASH_2 * here.peak
+        memory = here.bandwidth * (1 if "h200" in row.note else 2.4 / 3.35)  # an H100 with HBM2e
+        here = dataclasses.replace(here, attention={"fused": (flash, flash)}, bandwidth=memory)
+        if row.recompute == "full":  # attention too, which ours keeps
+            area = row.gbs * config.model.num_layers * costs.causal_area(row.seq)
+            attention = 4 * area * config.model.hidden_size / row.gpus / flash
+    seconds = step_time(config, row.gpus, here, PackSample()).total + attention
+    # ours has a logit in place of its gradient, in two bytes
+    logits = tokens_per_rank(config) * config.model.vocab_size / row.tp * (KEPT_LOGIT - 2)
+    return seconds, (fullest(config, row.gpus).total + logits) / 2**30
