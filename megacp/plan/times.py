@@ -194,8 +194,10 @@ def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Seq
     ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
     link = hardware.ring(ranks, p.tensor_model_parallel_size)
     away = (ranks - 1) / ranks / link
-    trained = stage_parameters(config, chunks, trained=True)
-    return stage_parameters(config, chunks) * t.element_bytes * away, trained * t.accumulation_bytes * away
+    trained, parameters = (stage_parameters(config, chunks, trained=only) for only in (True, False))
+    # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
+    hops = (ranks - 1) * hardware.latency / 4 * -(-parameters // p.ddp_bucket_size)
+    return parameters * t.element_bytes * away + hops, trained * t.accumulation_bytes * away + hops
 
 
 def _once_a_step(

@@ -173,7 +173,7 @@ def step(row: Row, here: Hardware) -> float:
     parameters, wide = max(stage_parameters(config, [layers]) for layers in stages if layers), 4
     # wide sums to all ranks, under the last backward; or a part to each, and narrow parameters from each
     alone = row.shard == "ZeRO-0"
-    away = (row.dp - 1) * (wide / row.dp / here.ring(row.dp, row.tp) + HOP / BUCKET)
+    away = (row.dp - 1) * (wide / row.dp / here.ring(row.dp, row.tp) + here.latency / 4 / BUCKET)
     sums = (2 if alone else 1.5) * parameters * away - alone * times[0][Kind.BACKWARD]
     return end + max(0.0, sums) + parameters / (1 if alone else row.dp) * (4 + 3) * wide / here.bandwidth
 
