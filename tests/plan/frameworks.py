@@ -17,14 +17,14 @@ from typing import Any
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.table import tokens_per_rank
 from megacp.core.models import costs
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.schedules import Kind
 from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
 from megacp.plan.memory import stage_memory, stage_parameters
 from megacp.plan.packs import PackSample
 from megacp.plan.search import fullest
-from megacp.plan.times import stage_time, step_time
+from megacp.plan.times import orders, stage_parts, step_time
 
 # nanotron, of each token: inputs and outputs of both norms, q, k and v in one and apart, what attention gave, its
 # product's input; gate, up, the activation and its product. A logit is there in bfloat16, in float32, as a probability
@@ -32,12 +32,12 @@ from megacp.plan.times import stage_time, step_time
 KEPT_HIDDEN, KEPT_MLP, KEPT_LOGIT, KEPT_GATHERED = 12, 4, 12, 2
 NARROW_GRADIENT = 2
 """Bytes of each parameter's gradient beside its wide sum."""
-BUCKET = 12.5e6
-"""Elements that nanotron sums at once. No message of it hides but sums that nobody shards."""
+BUCKET, WIDE, LOSS_PASSES = 12.5e6, 4, 5
+"""Elements that nanotron sums at once, their bytes, and how often its loss passes over logits as wide."""
 # Seconds that no code explains, read from runs with one row a microbatch: the host starts a block's kernels, forward
 # and backward; the same by tp when stages stand on several machines; a message of tensor parallelism waits for each
-# machine beyond the first; a bucket takes a step of its ring.
-BLOCK, WAIT, HOP = 4.4e-3, 0.65e-3, 5e-6
+# machine beyond the first. Each half of the rows gives the same.
+BLOCK, WAIT = 4.4e-3, 0.65e-3
 BLOCK_APART = {1: 4.4e-3, 2: 8e-3, 4: 12e-3, 8: 20e-3, 16: 46e-3, 32: 114e-3}
 FLASH_2 = 0.35
 """Share of an H100 that FlashAttention-2 reaches (FlashAttention-3, Shah et al. 2024): torchtitan's attention."""
@@ -54,6 +54,7 @@ SHAPES = {
     "golden": (12, 512, 8, 8, 2048, 50_257),
     "golden of 6": (6, 512, 8, 8, 2048, 50_257),
 }
+ONE = PackSample()
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ def peak(row: Row, here: Hardware) -> float:
         held: float = memory.weights + memory.gradients + memory.optimizer + memory.messages
         held += memory.activations * kept / layer_activations(config, "none")
         held += NARROW_GRADIENT * stage_parameters(config, chunks)
-        device = sum(part.total for part in stage_time(config, row.gpus, here, PackSample(), stage, chunks))
-        if device > block_seconds(row) * len(chunks[0]):
+        ((parts, *_), *_) = stage_parts(config, row.gpus, here, ONE, [chunks])
+        if sum(part.total for part in parts) > block_seconds(row) * len(chunks[0]):
             held += KEPT_GATHERED * tokens * model.hidden_size * (1 - 1 / row.tp) * size * len(chunks[0])
         found.append(held + (stage == row.pp - 1) * KEPT_LOGIT * tokens * model.vocab_size / row.tp)
     return max(found) / 2**30
@@ -151,31 +152,29 @@ def peak(row: Row, here: Hardware) -> float:
 def step(row: Row, here: Hardware) -> float:
     """Seconds of nanotron's step."""
     config, stages = row.config, cut(row.config)
+    tokens, model, size = row.mbs * row.seq, config.model, config.training.element_bytes
     wait = 4 * WAIT * max(0, row.tp // GPUS_OF_A_MACHINE - 1)  # a block's messages, one way
-    carried = row.mbs * row.seq * config.model.hidden_size * config.training.element_bytes / row.tp
-    send = carried / here.link(row.pp, row.dp * row.tp) if row.pp > 1 else 0.0
-    times, orders = [], []
-
-    @functools.cache
-    def computes(count: int, stage: int) -> tuple[float, float]:
-        forward, backward = stage_time(config, row.gpus, here, PackSample(), stage, [range(count)])
-        return forward.total, backward.total - backward.tp + forward.tp  # none hides in backward
-
-    for stage, layers in enumerate(stages):
-        there, back = computes(len(layers) or 1, stage if stage == row.pp - 1 else 0)
-        if not layers:
-            there, back = (both - one for both, one in zip((there, back), computes(1, 0), strict=True))
-        started = block_seconds(row) * len(layers)
-        there, back = max(there + wait * len(layers), started / 3), max(back + wait * len(layers), started * 2 / 3)
-        times.append({Kind.FORWARD: there + send, Kind.BACKWARD: back + send, Kind.WEIGHTS: 0.0})
-        orders.append(SCHEDULES["1f1b"](stage, row.pp, config.num_microbatches(row.gpus), 1))
-    end = max(spans[-1].stop for spans in timeline(orders, 1, times))
-    parameters, wide = max(stage_parameters(config, [layers]) for layers in stages if layers), 4
+    send = tokens * model.hidden_size * size / row.tp / here.link(row.pp, row.dp * row.tp) if row.pp > 1 else 0.0
+    parts, *_ = stage_parts(config, row.gpus, here, ONE, [[layers or range(1)] for layers in stages])
+    # no message of tensor parallelism hides in backward; the loss passes over wide logits too
+    seconds = [[forward.total, backward.total - backward.tp + forward.tp] for forward, backward in parts]
+    seconds[-1][0] += LOSS_PASSES * WIDE * tokens * model.vocab_size / row.tp / here.bandwidth
+    times = []
+    for layers, own in zip(stages, seconds, strict=True):
+        block = [0.0 if layers else both / len(stages[0]) for both in seconds[0]]  # of an empty stage, which had one
+        started = [block_seconds(row) * len(layers) * share for share in (1 / 3, 2 / 3)]
+        there, back = (
+            max(both - one + wait * len(layers), least) + send
+            for both, one, least in zip(own, block, started, strict=True)
+        )
+        times.append({Kind.FORWARD: there, Kind.BACKWARD: back, Kind.WEIGHTS: 0.0})
+    end = max(spans[-1].stop for spans in timeline(orders(config, row.gpus), 1, times))
+    parameters = max(stage_parameters(config, [layers]) for layers in stages if layers)
     # wide sums to all ranks, under the last backward; or a part to each, and narrow parameters from each
     alone = row.shard == "ZeRO-0"
-    away = (row.dp - 1) * (wide / row.dp / here.ring(row.dp, row.tp) + here.latency / 4 / BUCKET)
+    away = (row.dp - 1) * (WIDE / row.dp / here.ring(row.dp, row.tp) + here.latency / 4 / BUCKET)
     sums = (2 if alone else 1.5) * parameters * away - alone * times[0][Kind.BACKWARD]
-    return end + max(0.0, sums) + parameters / (1 if alone else row.dp) * (4 + 3) * wide / here.bandwidth
+    return end + max(0.0, sums) + parameters / (1 if alone else row.dp) * (4 + 3) * WIDE / here.bandwidth
 
 
 @functools.cache
@@ -192,7 +191,7 @@ def nominal(row: Row) -> tuple[float, float]:
         if row.recompute == "full":  # attention too, which ours keeps
             area = row.gbs * config.model.num_layers * costs.causal_area(row.seq)
             attention = 4 * area * config.model.hidden_size / row.gpus / flash
-    seconds = step_time(config, row.gpus, here, PackSample()).total + attention
+    seconds = step_time(config, row.gpus, here, ONE).total + attention
     # ours has a logit in place of its gradient, in two bytes
     logits = tokens_per_rank(config) * config.model.vocab_size / row.tp * (KEPT_LOGIT - 2)
     return seconds, (fullest(config, row.gpus).total + logits) / 2**30
