@@ -36,7 +36,7 @@ BUCKET, WIDE, LOSS_PASSES = 12.5e6, 4, 5
 """Elements that nanotron sums at once, their bytes, and how often its loss passes over logits as wide."""
 # Seconds that no code explains, read from runs with one row a microbatch: the host starts a block's kernels, forward
 # and backward; the same by tp when stages stand on several machines; a message of tensor parallelism waits for each
-# machine beyond the first. Each half of the rows gives the same.
+# machine beyond the first. Each half of the rows gives the same for the host, to 5 %.
 BLOCK, WAIT = 4.4e-3, 0.65e-3
 BLOCK_APART = {1: 4.4e-3, 2: 8e-3, 4: 12e-3, 8: 20e-3, 16: 46e-3, 32: 114e-3}
 FLASH_2 = 0.35
