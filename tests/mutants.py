@@ -589,6 +589,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/pipeline_parallel/timeline.py", CLUSTER): [
         ("[action.microbatch] if many", "[0] if many", "all microbatches take the time of the first"),
     ],
+    ("plan/times.py", "tests/plan/test_published.py"): [
+        ("hardware.ring(tp, 1)", "hardware.link(tp, 1)", "tp over machines has one adapter"),
+        ("link = hardware.ring(", "link = hardware.link(", "sums over machines have one adapter"),
+        ("hops = (ranks - 1) *", "hops =", "a ring takes one hop"),
+    ],
+    ("plan/hardware.py", "tests/plan/test_published.py"): [
+        ("self.outside * together", "self.outside", "a ring enters a machine by one adapter"),
+    ],
+    ("plan/memory.py", "tests/plan/test_published.py"): [
+        ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
+    ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("begins and compute.chunk == 0", "begins", "microbatches of later chunks are counted as rows of images"),
     ],
