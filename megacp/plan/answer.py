@@ -117,7 +117,7 @@ def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, s
         f"{len(found):,} legal layouts of {size} parameters on {world_size:,} GPUs of {hardware.memory:g} GiB, "
         f"{len(fitting):,} fit; rows of {config.data.seq_length:,} tokens with {sample.area:.2f} of the attention of a "
         "causal document",
-        f"Nominal times: no machine was measured ({hardware.source})",
+        hardware.source,
         "",
     ]
     head = ["", "layout", "s/step", "tokens/s/GPU", "MFU", "GiB", "fits", "lost to"]

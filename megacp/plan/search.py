@@ -54,7 +54,7 @@ def _sizes(name: str, count: int) -> list[Choice]:
     return [{name: size} for size in range(1, count + 1) if count % size == 0]
 
 
-def _choices(config: RunConfig, world_size: int) -> tuple[list[Sequence[Choice]], list[Sequence[Choice]]]:
+def _choices(config: RunConfig, world_size: int, dtype: str) -> tuple[list[Sequence[Choice]], list[Sequence[Choice]]]:
     """What is tried of the sizes of a grid, and of all else."""
     experts = config.model.num_experts
     sizes: list[Sequence[Choice]] = [
@@ -71,7 +71,7 @@ def _choices(config: RunConfig, world_size: int) -> tuple[list[Sequence[Choice]]
         [{"num_distributed_optimizer_instances": count} for count in sorted(machines)],
         _RECOMPUTED,
         [{"micro_batch_size": size} for size in (1, 2, 4)],
-        [{"dtype": "bfloat16"}],
+        [{"dtype": dtype}],
     ]
     return sizes, others
 
@@ -110,13 +110,15 @@ def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
     return [choice for place, choice in enumerate(rest) if choice not in rest[:place]]
 
 
-def legal(config: RunConfig, world_size: int, given: Collection[str]) -> Iterator[tuple[RunConfig, Choice]]:
+def legal(
+    config: RunConfig, world_size: int, given: Collection[str], dtype: str = "bfloat16"
+) -> Iterator[tuple[RunConfig, Choice]]:
     """Every layout that a run would take and that differs from those before it, with what was chosen.
 
     Sizes are tried first, and a product of them that has no place on the ranks is left at once.
     """
     told = {name: value for name, value in flatten(config).items() if name in given}
-    sizes, *others = _choices(config, world_size)
+    sizes, *others = _choices(config, world_size, dtype)
     grids = itertools.product(*(_untold(choices, told) for choices in sizes))
     rest = [merged(product) for product in itertools.product(*(_untold(choices, told) for choices in others[0]))]
     for grid in map(merged, grids):
@@ -159,6 +161,6 @@ def search(
     """All legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first."""
     found = [
         Candidate(one, chosen, fullest(one, world_size), step_time(one, world_size, hardware, sample))
-        for one, chosen in legal(config, world_size, given)
+        for one, chosen in legal(config, world_size, given, hardware.dtype)
     ]
     return sorted(found, key=lambda one: one.order(hardware))

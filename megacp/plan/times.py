@@ -4,7 +4,7 @@ A microbatch on a stage: products by their FLOPs, attention by its area and the 
 bytes that a block keeps. Messages by bytes over the slowest link of their group, less what the code hides them under.
 The schedule's own list of computes then runs with these times, and what is left over is the pipeline's.
 
-Contention of two messages and the host's time are not in it.
+The host's calls count where no compute hides them. Contention of two messages is not in it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class StepTime:
     uneven: float
     """Waiting for the rank with the most work."""
     optimizer: float
+    cores: float
+    """Waiting for a core that other ranks use."""
 
     @property
     def total(self) -> float:
@@ -108,7 +110,8 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     passes = 2 * kept["none"]  # each is written once and read once
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
-    whole_block = products + passes + there * layer.has_state  # attention keeps what it gave, a state does not
+    calls = hardware.exposed(hardware.calls, products + passes + there)
+    whole_block = products + passes + calls + there * layer.has_state  # attention keeps what it gave, a state does not
     again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
@@ -123,14 +126,18 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
         exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
     return (
         _Part(
-            work=products + passes, attention=there, tp=tensor, cp=max(0.0, message - hidden * there), ep=exchange / 2
+            work=products + passes + calls,
+            attention=there,
+            tp=tensor,
+            cp=hardware.exposed(message, hidden * there),
+            ep=exchange / 2,
         ),
         _Part(
-            work=trained * products + 2 * passes,
+            work=trained * products + 2 * (passes + calls),
             attention=ATTENTION_BACKWARD * back,
             again=again[t.recompute_granularity],
-            tp=tensor * (0.5 + full),
-            cp=max(0.0, 2 * message - hidden * ATTENTION_BACKWARD * back) + full * swaps * message,
+            tp=tensor * (1 - hardware.overlap / 2 + full),
+            cp=hardware.exposed(2 * message, hidden * ATTENTION_BACKWARD * back) + full * swaps * message,
             ep=exchange / 2,
         ),
     )
@@ -179,12 +186,12 @@ def _stage(
         if t.recompute_granularity == "full":
             backward += _Part(again=seen * frozen_share)
     moved = sum(costs.offloaded_blocks(config, chunks)) * layer_activations(config, t.recompute_granularity)
-    forward += _Part(offload=max(0.0, moved / hardware.host - forward.total))
-    backward += _Part(offload=max(0.0, moved / hardware.host - backward.total))
+    forward += _Part(offload=hardware.exposed(moved / hardware.host, forward.total))
+    backward += _Part(offload=hardware.exposed(moved / hardware.host, backward.total))
     if p.data_parallel_sharding_strategy == "optim_grads_params":
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        forward += _Part(dp=max(0.0, gather - forward.total))
-        backward += _Part(dp=max(0.0, gather + scatter - backward.total))
+        forward += _Part(dp=hardware.exposed(gather, forward.total))
+        backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
     return forward, backward
 
 
@@ -209,7 +216,7 @@ def _once_a_step(
     exposed = 0.0
     if p.data_parallel_sharding_strategy != "optim_grads_params":
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        exposed = max(0.0, scatter - last) + max(0.0, gather - first)
+        exposed = hardware.exposed(scatter, last) + hardware.exposed(gather, first)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
         exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.link(instances, stride)
@@ -228,9 +235,12 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
     spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
     busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
     spent = parts[busiest][0] + parts[busiest][1]
-    idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
+    span = max(stage[-1].stop for stage in spans)
     forward, backward = parts[busiest]
     exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
+    # ranks beyond the cores take turns: all of their work is done no sooner than the cores can
+    work = microbatches * sum(part.total for of_stage in parts for part in of_stage) * world_size / stages
+    turns = max(0.0, world_size / hardware.cores - 1)
     slowest = sample.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
     return StepTime(
         compute=microbatches * (spent.work + spent.attention),
@@ -240,9 +250,10 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
         cp=microbatches * spent.cp,
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
-        pipeline=idle,
+        pipeline=max(0.0, span - microbatches * spent.total),
         uneven=microbatches * spent.total * (slowest - 1),
         optimizer=optimizer,
+        cores=max(0.0, work / hardware.cores - span) + turns * (exposed + optimizer),
     )
 
 
