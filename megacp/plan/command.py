@@ -60,9 +60,6 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["calibrate"]:
-        # it trains: a plan without the word reaches no file of megacp.verify
-        return importlib.import_module("megacp.verify.calibrate").main(arguments[1:])
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -71,8 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=NETWORKS, default="infiniband", help="between them (default infiniband)")
     parser.add_argument("--output", type=Path, help="file for the flags of the best layout, which --config takes")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    own, rest = parser.parse_known_args(arguments)
     try:
+        if arguments[:1] == ["calibrate"]:
+            # it trains: a plan without the word reaches no file of megacp.verify
+            return importlib.import_module("megacp.verify.calibrate").main(arguments[1:])
+        own, rest = parser.parse_known_args(arguments)
         print(_planned(own, rest), end="")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

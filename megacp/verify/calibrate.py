@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -115,7 +114,7 @@ FITTED = (
     ("terms", "cores"),
 )
 """What the steps determine, by part and name of a sheet."""
-LOOSE = 1e-3
+LOOSE = 1e-4
 """Weight of a logarithm of a factor beside the relative error of a step: what no run shows stays where it begins."""
 ROUNDS = 20
 
@@ -256,6 +255,15 @@ def beginning(device: str, like: str) -> Sheet:
     return {**sheet, "gpus": {"here": {**own, "source": source}}, "terms": terms}
 
 
+def calibrated(device: str, like: str = "h100") -> tuple[Sheet, dict[str, Measured]]:
+    """The sheet of this machine, and the runs that it is fitted to."""
+    begin = beginning(device, like)
+    measured = measure(CASES[device], device, begin["terms"]["dtype"])
+    if not measured:
+        raise ValueError(f"no run could be measured on {device}: see the lines above")
+    return fitted(begin, [*measured.values()]), measured
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the command line; the exit status."""
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -264,12 +272,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default=usual, choices=CASES, help=f"what trains (default {usual} here)")
     parser.add_argument("--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)")
     options = parser.parse_args(argv)
-    begin = beginning(options.device, options.like)
-    measured = measure(CASES[options.device], options.device, begin["terms"]["dtype"])
-    if not measured:
-        print("error: no run was measured", file=sys.stderr)
-        return 1
-    found = fitted(begin, [*measured.values()])
+    found, measured = calibrated(options.device, options.like)
     rows = [["run", "s/step", "planned", "planned / measured"]]
     for name, one in measured.items():
         seconds = one.planned(found)
