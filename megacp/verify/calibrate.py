@@ -71,7 +71,6 @@ _GPU: dict[str, Value] = {
     "seq_length": 8192,
     "global_batch_size": 1,
 }
-_WIDE: dict[str, Value] = {**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32}
 _CPU: dict[str, Value] = {
     "num_layers": 4,
     "hidden_size": 256,
@@ -88,8 +87,9 @@ CASES: dict[str, dict[str, Case]] = {
         "8,192 tokens": Case(_GPU),
         "32,768 tokens": Case({**_GPU, "seq_length": 32_768}),
         "mixed masks": Case({**_GPU, "seq_length": 16_384}, mask="mixed"),
-        "wide": Case(_WIDE),
+        "narrow": Case({**_GPU, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}),
         "short": Case({**_GPU, "num_layers": 16, "hidden_size": 512, "ffn_hidden_size": 1024, "seq_length": 512}),
+        "wide": Case({**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32}),
     },
     "cpu": {
         "base": Case(_CPU),
