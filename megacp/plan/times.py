@@ -55,6 +55,11 @@ class StepTime:
         """Seconds of the step."""
         return sum(vars(self).values())
 
+    @property
+    def busy(self) -> float:
+        """Those in which the busiest rank waits neither for a stage nor for a core."""
+        return self.total - self.pipeline - self.cores
+
 
 @dataclass(frozen=True)
 class _Part:

@@ -4,7 +4,8 @@ Short runs of small models, which differ in how much of a step is products, atte
 messages, are trained as a run trains them. The constants of a plan are then those with which its own arithmetic comes
 nearest to all of them. So nothing that a step spends is left out, and no second model of time exists.
 
-One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU share its cores, one thread each.
+One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share its cores. Their
+processor seconds count, which other programs on the machine move little: a rank that waits spends none.
 """
 
 from __future__ import annotations
@@ -111,7 +112,6 @@ CASES: dict[str, dict[str, Case]] = {
 FITTED = (
     *(("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")),
     ("terms", "calls"),
-    ("terms", "cores"),
 )
 """What the steps determine, by part and name of a sheet."""
 LOOSE = 1e-4
@@ -123,16 +123,16 @@ def steps(rank: int, world: int, config: RunConfig, device: str, mask: str) -> l
     """Seconds of this rank's steps after the first ones; rows are planned before, as the loader's threads do."""
     model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
     batch = mock_batch(range(model.rows.packs), MockRules(config.model.vocab_size, config.data.seq_length, mask=mask))
-    count = config.num_microbatches(world)
+    count, clock = config.num_microbatches(world), time.perf_counter if device == "cuda" else time.process_time
     rows = [[model.plan(batch) for _ in range(count)] for _ in range(WARM_UP + COUNTED)]
     found = []
     for number, planned in enumerate(rows, 1):
         barrier(model.grid.world)
-        begin = time.perf_counter()
+        begin = clock()
         model.train(planned, number, batch.weight_sum * config.training.global_batch_size, 0)
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - begin)
+        found.append(clock() - begin)
     return found[WARM_UP:]
 
 
@@ -148,10 +148,10 @@ class Measured:
     seconds: float
 
     def planned(self, sheet: Sheet) -> float:
-        """Seconds that a plan gives it with these numbers."""
+        """Seconds that a plan with these numbers gives the busiest rank."""
         here = hardware_of(sheet, NETWORKS[0])
         here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, here.attention[self.kernel]))
-        return step_time(self.config, self.ranks, here, self.packs).total
+        return step_time(self.config, self.ranks, here, self.packs).busy
 
 
 def sampled(config: RunConfig, mask: str) -> PackSample:
@@ -166,7 +166,7 @@ def measure(cases: Mapping[str, Case], device: str, dtype: str) -> dict[str, Mea
     begin, found = time.monotonic(), dict[str, Measured]()
     with ExitStack() as stack:
         pools: dict[int, RankPool] = {}
-        for name, case in [*cases.items()] * (1 if device == "cuda" else 2):
+        for name, case in cases.items():
             config = with_values(RunConfig(), {**case.values, "dtype": dtype})
             if time.monotonic() - begin > SECONDS:
                 print(f"{name}: left out, {SECONDS:g} s are over", flush=True)
@@ -183,9 +183,7 @@ def measure(cases: Mapping[str, Case], device: str, dtype: str) -> dict[str, Mea
                 print(f"{name}: {type(error).__name__}: {error}", flush=True)
                 pools.pop(case.ranks, None)
                 continue
-            seconds = statistics.median(map(max, zip(*ranks, strict=True)))
-            if name in found:  # of two rounds the quieter one
-                seconds = min(seconds, found[name].seconds)
+            seconds = max(map(statistics.median, ranks))
             kernel = "fused" if case.mask == "causal" else "flex"
             found[name] = Measured(config, case.ranks, kernel, sampled(config, case.mask), seconds)
             print(f"{name}: {seconds:.4g} s a step ({time.monotonic() - begin:.0f} s)", flush=True)
