@@ -1,7 +1,7 @@
 """Steps of layouts on this machine's CPU beside the seconds of a plan that was calibrated on it (`--only plan`).
 
-The sheet is measured first, on other sizes (megacp/verify/calibrate.py). Then the layouts take turns, one step each. Beside the seconds of a step stand the
-processor seconds of its busiest rank, which other programs on the machine move little.
+The sheet is measured first, on other sizes (megacp/verify/calibrate.py). Then the layouts take turns, one step each.
+Beside the seconds of a step stand the processor seconds of its busiest rank, which other programs move little.
 """
 
 from __future__ import annotations
