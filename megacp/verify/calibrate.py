@@ -14,15 +14,13 @@ import argparse
 import copy
 import dataclasses
 import datetime
-import gc
 import math
 import os
 import platform
-import statistics
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,170 +28,108 @@ import torch
 import yaml
 
 from megacp.core.config.cli import OneLineParser
-from megacp.core.config.run import RunConfig, Value, with_values
+from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import causal_area
 from megacp.core.monitor.flops import cuda_peak
-from megacp.core.training.step import ParallelModel
 from megacp.plan.hardware import GPUS, NETWORKS, Sheet, hardware_of, nominal_sheet
 from megacp.plan.packs import PackSample
 from megacp.plan.report import table
+from megacp.plan.search import CP, PP, TP
 from megacp.plan.times import step_time
-from megacp.verify.spawn import RankPool
+from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
+from megacp.verify.spawn import run_ranks
 
-SECONDS = 90.0
-"""No run begins later."""
-WARM_UP, COUNTED = 2, 3
-"""Steps of a run that do not count, and those whose median does."""
-Factors = dict[tuple[str, str], float]
-"""By which the numbers of a sheet, named by part and name, are multiplied."""
-TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+LAST_BEGIN = 90.0
+"""Seconds after which no run begins."""
+FITTED = [("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")]
+FITTED += [("terms", "calls")]
+"""What the runs determine, by part and name of a sheet."""
+LOOSE = 1e-4
+"""Weight of a factor's logarithm beside a step's relative error: what no run shows stays where it begins."""
+FIT_ROUNDS = 20
 
 
 @dataclass(frozen=True)
-class Case:
-    """A short run."""
+class ShortRun:
+    """What is trained for a few steps."""
 
-    values: Mapping[str, Value]
+    values: Sizes
     ranks: int = 1
     mask: str = "causal"
 
+    def config(self, dtype: str) -> RunConfig:
+        return with_values(RunConfig(), {**self.values, "dtype": dtype})
 
-_GPU: dict[str, Value] = {
-    "num_layers": 4,
-    "hidden_size": 2048,
-    "ffn_hidden_size": 8192,
-    "num_attention_heads": 16,
-    "num_query_groups": 8,
-    "vocab_size": 32_000,
-    "seq_length": 8192,
-    "global_batch_size": 1,
-}
-_CPU: dict[str, Value] = {
-    "num_layers": 4,
-    "hidden_size": 256,
-    "ffn_hidden_size": 768,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "vocab_size": 2048,
-    "seq_length": 512,
-    "global_batch_size": 2,
-}
-_LONG: dict[str, Value] = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
-CASES: dict[str, dict[str, Case]] = {
-    "cuda": {
-        "8,192 tokens": Case(_GPU),
-        "32,768 tokens": Case({**_GPU, "seq_length": 32_768}),
-        "mixed masks": Case({**_GPU, "seq_length": 16_384}, mask="mixed"),
-        "narrow": Case({**_GPU, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}),
-        "short": Case({**_GPU, "num_layers": 16, "hidden_size": 512, "ffn_hidden_size": 1024, "seq_length": 512}),
-        "wide": Case({**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32}),
-    },
-    "cpu": {
-        "base": Case(_CPU),
-        "long": Case(_LONG),
-        "mixed masks": Case(_LONG, mask="mixed"),
-        "wide": Case({**_CPU, "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 2048}),
-        "words": Case({**_CPU, "num_layers": 1, "vocab_size": 16_384}),
-        "thin": Case({**_CPU, "num_layers": 12, "hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}),
-        "dp 2": Case(_CPU, 2),
-        "tp 2": Case({**_CPU, TP: 2}, 2),
-        "pp 2": Case({**_CPU, PP: 2, "global_batch_size": 4}, 2),
-        "cp 2": Case({**_LONG, CP: 2}, 2),
-        "thin, tp 2": Case({**_CPU, "hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64, TP: 2}, 2),
-        "dp 4": Case({**_CPU, "global_batch_size": 4}, 4),
-        "tp 2, cp 2": Case({**_LONG, TP: 2, CP: 2}, 4),
-    },
-}
-"""Runs by device, those that say most first: one that would begin too late is left out."""
-FITTED = (
-    *(("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")),
-    ("terms", "calls"),
-)
-"""What the steps determine, by part and name of a sheet."""
-LOOSE = 1e-4
-"""Weight of a logarithm of a factor beside the relative error of a step: what no run shows stays where it begins."""
-ROUNDS = 20
-
-
-def steps(rank: int, world: int, config: RunConfig, device: str, mask: str) -> list[float]:
-    """Seconds of this rank's steps after the first ones; rows are planned before, as the loader's threads do."""
-    model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
-    batch = mock_batch(range(model.rows.packs), MockRules(config.model.vocab_size, config.data.seq_length, mask=mask))
-    count, clock = config.num_microbatches(world), time.perf_counter if device == "cuda" else time.process_time
-    rows = [[model.plan(batch) for _ in range(count)] for _ in range(WARM_UP + COUNTED)]
-    found = []
-    for number, planned in enumerate(rows, 1):
-        barrier(model.grid.world)
-        begin = clock()
-        model.train(planned, number, batch.weight_sum * config.training.global_batch_size, 0)
+    def trained(self, device: str, dtype: str) -> list[list[float]]:
+        """Seconds of the steps of each rank; a GPU's in this process, whose compiler is warm."""
         if device == "cuda":
-            torch.cuda.synchronize()
-        found.append(clock() - begin)
-    return found[WARM_UP:]
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The step of a case, and what a plan asks of it."""
-
-    config: RunConfig
-    ranks: int
-    kernel: str
-    """Of `Hardware.attention`."""
-    packs: PackSample
-    seconds: float
+            return [timed_steps(0, 1, self.config(dtype), device, self.mask)]
+        return run_ranks(timed_steps, self.ranks, self.config(dtype), device, self.mask)
 
     def planned(self, sheet: Sheet) -> float:
-        """Seconds that a plan with these numbers gives the busiest rank."""
+        """Seconds that a plan with these numbers gives its busiest rank."""
         here = hardware_of(sheet, NETWORKS[0])
-        here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, here.attention[self.kernel]))
-        return step_time(self.config, self.ranks, here, self.packs).busy
+        kernel = here.attention["fused" if self.mask == "causal" else "flex"]
+        here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, kernel))
+        config = self.config(here.dtype)
+        tokens = config.data.seq_length
+        row = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask=self.mask))
+        area = float(mask_metadata(row).cost.sum()) / causal_area(tokens)
+        return step_time(config, self.ranks, here, PackSample((area,))).busy
 
 
-def sampled(config: RunConfig, mask: str) -> PackSample:
-    """Attention of a case's row over that of one causal document."""
-    tokens = config.data.seq_length
-    batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask=mask))
-    return PackSample((float(mask_metadata(batch).cost.sum()) / causal_area(tokens),))
+_GPU: Sizes = {**BILLION, "num_layers": 4, "seq_length": 8192, "global_batch_size": 1}
+_CPU: Sizes = {**MIDDLE, "hidden_size": 256, "seq_length": 512, "global_batch_size": 2, "qk_layernorm": "off"}
+_LONG: Sizes = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
+_THIN: Sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}
+RUNS: dict[str, dict[str, ShortRun]] = {
+    "cuda": {
+        "8,192 tokens": ShortRun(_GPU),
+        "32,768 tokens": ShortRun({**_GPU, "seq_length": 32_768}),
+        "mixed masks": ShortRun({**_GPU, "seq_length": 16_384}, mask="mixed"),
+        "narrow": ShortRun({**_GPU, "hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 16}),
+        "short": ShortRun({**_GPU, "num_layers": 16, "hidden_size": 512, "ffn_hidden_size": 1024, "seq_length": 512}),
+        "wide": ShortRun({**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 64}),
+    },
+    "cpu": {
+        "base": ShortRun(_CPU),
+        "long": ShortRun(_LONG),
+        "mixed masks": ShortRun(_LONG, mask="mixed"),
+        "wide": ShortRun({**_CPU, "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 2048}),
+        "words": ShortRun({**_CPU, "num_layers": 1, "vocab_size": 16_384}),
+        "thin": ShortRun({**_CPU, **_THIN, "num_layers": 12}),
+        "dp 2": ShortRun(_CPU, 2),
+        "tp 2": ShortRun({**_CPU, TP: 2}, 2),
+        "pp 2": ShortRun({**_CPU, PP: 2, "global_batch_size": 4}, 2),
+        "cp 2": ShortRun({**_LONG, CP: 2}, 2),
+        "thin, tp 2": ShortRun({**_CPU, **_THIN, TP: 2}, 2),
+        "dp 4": ShortRun({**_CPU, "global_batch_size": 4}, 4),
+        "tp 2 x cp 2": ShortRun({**_LONG, TP: 2, CP: 2}, 4),
+    },
+}
+"""By device, those that say most first: one that would begin too late is left out."""
 
 
-def measure(cases: Mapping[str, Case], device: str, dtype: str) -> dict[str, Measured]:
-    """The runs of a device; one that fails is a line, and the others go on."""
-    begin, found = time.monotonic(), dict[str, Measured]()
-    with ExitStack() as stack:
-        pools: dict[int, RankPool] = {}
-        for name, case in cases.items():
-            config = with_values(RunConfig(), {**case.values, "dtype": dtype})
-            if time.monotonic() - begin > SECONDS:
-                print(f"{name}: left out, {SECONDS:g} s are over", flush=True)
-                continue
-            try:
-                if device == "cuda":
-                    torch._dynamo.reset()  # else the next run gets graphs that this one compiled
-                    ranks = [steps(0, 1, config, device, case.mask)]
-                else:
-                    if case.ranks not in pools:
-                        pools[case.ranks] = stack.enter_context(RankPool(case.ranks))
-                    ranks = pools[case.ranks].run(steps, config, device, case.mask)
-            except Exception as error:  # a broken kernel must not take the other runs with it
-                print(f"{name}: {type(error).__name__}: {error}", flush=True)
-                pools.pop(case.ranks, None)
-                continue
-            seconds = max(map(statistics.median, ranks))
-            kernel = "fused" if case.mask == "causal" else "flex"
-            found[name] = Measured(config, case.ranks, kernel, sampled(config, case.mask), seconds)
-            print(f"{name}: {seconds:.4g} s a step ({time.monotonic() - begin:.0f} s)", flush=True)
-            if device == "cuda":
-                gc.collect()  # models are cycles
-                torch.cuda.empty_cache()
+def measure(device: str, dtype: str) -> dict[str, float]:
+    """Seconds of a step of the runs of a device, on the busiest rank; one that fails is a line, the others go on."""
+    begin, found = time.monotonic(), dict[str, float]()
+    for name, run in RUNS[device].items():
+        if time.monotonic() - begin > LAST_BEGIN:
+            print(f"{name}: left out, {LAST_BEGIN:g} s are over")
+            continue
+        entry = run_part(name, partial(run.trained, device, dtype))
+        if not entry["error"]:
+            found[name] = max(map(min, entry["results"]))  # other programs only add
+        told = entry["error"] or f"{found[name]:.4g} s a step"
+        print(f"{name}: {told} ({time.monotonic() - begin:.0f} s)", flush=True)
+    if not found:
+        raise ValueError(f"no run could be measured on {device}: see the lines above")
     return found
 
 
-def scaled(sheet: Sheet, factors: Factors) -> Sheet:
+def scaled(sheet: Sheet, factors: Mapping[tuple[str, str], float]) -> Sheet:
     """The sheet with some numbers multiplied, a list as a whole."""
     found = copy.deepcopy(sheet)
     for (part, name), factor in factors.items():
@@ -202,63 +138,55 @@ def scaled(sheet: Sheet, factors: Factors) -> Sheet:
     return found
 
 
-def fitted(sheet: Sheet, measured: Sequence[Measured]) -> Sheet:
+def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> Sheet:
     """The sheet whose plans are nearest to the measured seconds: least squares of relative errors, by Gauss-Newton."""
-    logs, small = np.zeros(len(FITTED)), 1e-3
+    logs, small, units = np.zeros(len(FITTED)), 1e-3, np.eye(len(FITTED))
 
     def at(point: np.ndarray) -> Sheet:
         return scaled(sheet, dict(zip(FITTED, np.exp(point).tolist(), strict=True)))
 
     def errors(point: np.ndarray) -> np.ndarray:
         trial = at(point)
-        return np.array([math.log(one.planned(trial) / one.seconds) for one in measured])
+        return np.log([run.planned(trial) for run in runs]) - np.log(seconds)
 
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS):
         now = errors(logs)
-        slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in np.eye(len(FITTED))], 1)
-        step = np.linalg.solve(slopes.T @ slopes + LOOSE * np.eye(len(FITTED)), slopes.T @ now + LOOSE * logs)
+        slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in units], 1)  # [runs, constants]
+        step = np.linalg.solve(slopes.T @ slopes + LOOSE * units, slopes.T @ now + LOOSE * logs)
         logs -= np.clip(step, -1, 1)
     return at(logs)
 
 
-def product(device: str, dtype: str) -> float:
-    """FLOP/s of a large product, the best of some; on a CPU of one thread."""
-    size, clock = (8192, time.perf_counter) if device == "cuda" else (2048, time.process_time)
-    torch.set_num_threads(1)
-    x, seconds = torch.ones(size, size, device=device, dtype=getattr(torch, dtype)), []
-    for _ in range(5):
-        begin = clock()
-        (x @ x)[0, 0].item()
-        seconds.append(clock() - begin)
-    return 2 * size**3 / min(seconds)
+def known_before(device: str, like: str) -> Sheet:
+    """The device's name, memory and peak, links and shares of the GPU that is `like` it, and where a fit begins.
 
-
-def beginning(device: str, like: str) -> Sheet:
-    """What is known before a run: the device's memory and peak, links and shares of the GPU that is `like` it."""
-    sheet = nominal_sheet()
-    own, today = sheet["gpus"][like], datetime.date.today()
+    A CPU has no published peak: utilisation is of what its products reach.
+    """
+    sheet, today = nominal_sheet(), datetime.date.today()
+    own = sheet["gpus"][like]
     if device == "cuda":
-        name, dtype = torch.cuda.get_device_name(), "bfloat16"
-        own["memory"] = round(torch.cuda.mem_get_info()[1] / 2**30, 1)
-        own["flops"] = cuda_peak(torch.device(device), dtype) or product(device, dtype)
-        source = f"Times measured in {dtype} on {name}, {today}; links are those of {like}"
-        terms = {"dtype": dtype, "calls": 2e-4, "overlap": 1.0, "cores": math.inf}
+        dtype, overlap, cores, where = "bfloat16", 1.0, math.inf, f"{torch.cuda.get_device_name()}, links of {like}"
+        memory = float(torch.cuda.mem_get_info()[1])
+        own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
     else:
-        cores, dtype = os.cpu_count() or 1, "float32"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        own |= {"memory": round(memory / cores, 1), "flops": product(device, dtype), "bandwidth": 1e10, "link": 5e9}
-        source = f"Times measured in {dtype} on {cores} cores of {platform.node()}, {today}; a rank has one thread"
-        terms = {"dtype": dtype, "calls": 2e-4, "overlap": 0.0, "cores": float(cores)}
-    return {**sheet, "gpus": {"here": {**own, "source": source}}, "terms": terms}
+        dtype, overlap, cores, where = "float32", 0.0, float(os.cpu_count() or 1), f"{platform.node()}, a thread a rank"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+        own |= {"flops": 1e11, "bandwidth": 1e10, "link": 1e9}
+    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {dtype}, {today}, on {where}"}
+    terms = {"dtype": dtype, "calls": 3e-4, "overlap": overlap, "cores": cores}
+    return {**sheet, "gpus": {"here": own}, "terms": terms}
 
 
-def calibrated(device: str, like: str = "h100") -> tuple[Sheet, dict[str, Measured]]:
-    """The sheet of this machine, and the runs that it is fitted to."""
-    begin = beginning(device, like)
-    measured = measure(CASES[device], device, begin["terms"]["dtype"])
-    if not measured:
-        raise ValueError(f"no run could be measured on {device}: see the lines above")
-    return fitted(begin, [*measured.values()]), measured
+def calibrated(device: str, like: str = "h100") -> tuple[Sheet, dict[str, float]]:
+    """The sheet of this machine, and the seconds that it is fitted to."""
+    sheet = known_before(device, like)
+    seconds = measure(device, sheet["terms"]["dtype"])
+    found = fitted(sheet, [RUNS[device][name] for name in seconds], [*seconds.values()])
+    if device == "cpu":
+        found["gpus"]["here"]["flops"] *= found["reached"]["products"]
+        shares = [("reached", name) for name in ("products", "fused", "flex")]
+        found = scaled(found, dict.fromkeys(shares, 1 / found["reached"]["products"]))
+    return found, seconds
 
 
 def main(argv: Sequence[str]) -> int:
@@ -266,15 +194,15 @@ def main(argv: Sequence[str]) -> int:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="the file that --gpu takes")
     usual = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=usual, choices=CASES, help=f"what trains (default {usual} here)")
+    parser.add_argument("--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)")
     parser.add_argument("--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)")
     options = parser.parse_args(argv)
-    found, measured = calibrated(options.device, options.like)
+    sheet, measured = calibrated(options.device, options.like)
     rows = [["run", "s/step", "planned", "planned / measured"]]
-    for name, one in measured.items():
-        seconds = one.planned(found)
-        rows.append([name, f"{one.seconds:.4g}", f"{seconds:.4g}", f"{seconds / one.seconds:.3f}"])
-    print(table(rows))
-    options.output.write_text(yaml.safe_dump(found, sort_keys=False), encoding="utf-8")
-    print(options.output.read_text(encoding="utf-8"), end="")
+    for name, seconds in measured.items():
+        planned = RUNS[options.device][name].planned(sheet)
+        rows.append([name, f"{seconds:.4g}", f"{planned:.4g}", f"{planned / seconds:.2f}"])
+    text = yaml.safe_dump(sheet, sort_keys=False)
+    print(f"{table(rows)}\n\n{text}", end="")
+    options.output.write_text(text, encoding="utf-8")
     return 0

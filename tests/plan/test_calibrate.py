@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.plan import command
@@ -13,7 +14,7 @@ from megacp.plan.hardware import Hardware, hardware
 from megacp.plan.packs import PackSample
 from megacp.plan.times import step_time
 from megacp.verify import calibrate
-from megacp.verify.calibrate import Measured, scaled
+from megacp.verify.calibrate import RUNS, known_before, scaled
 
 CP, PP = "context_parallel_size", "pipeline_model_parallel_size"
 SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 4, "dtype": "float32"}
@@ -49,31 +50,32 @@ def test_messages_under_computes_count_where_a_rank_does_both() -> None:
     assert hidden.cp == hidden.dp == 0 < min(shown.cp, shown.dp)
 
 
+@pytest.mark.parametrize(("device", "dtype", "thin"), [("cpu", "float32", "thin"), ("cuda", "bfloat16", "short")])
 def test_a_sheet_comes_near_to_what_was_measured_and_a_plan_takes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str,
+    dtype: str,
+    thin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The machine is one with half of the products and twice the calls of what is known before."""
-    monkeypatch.setattr(calibrate, "product", lambda *of: 1e11)
-    monkeypatch.setattr(calibrate, "ROUNDS", 4)
-    true = scaled(calibrate.beginning("cpu", "h100"), {("reached", "products"): 0.5, ("terms", "calls"): 2.0})
-
-    def measure(cases: object, device: str, dtype: str) -> dict[str, Measured]:
-        found = {}
-        for name, values in {"wide": {"hidden_size": 1024}, "thin": {"seq_length": 64}}.items():
-            config = with_values(RunConfig(), {**SMALL, **values, "dtype": dtype})
-            found[name] = Measured(config, 1, "fused", PackSample(), 1.0)
-        return {name: replace(one, seconds=one.planned(true)) for name, one in found.items()}
-
-    monkeypatch.setattr(calibrate, "measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *of: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *of: (0, 140 * 2**30))
+    monkeypatch.setattr(calibrate, "FIT_ROUNDS", 4)
+    true = scaled(known_before(device, "h100"), {("reached", "products"): 0.5, ("terms", "calls"): 2.0})
+    runs = {name: RUNS[device][name] for name in ("wide", thin)}
+    monkeypatch.setattr(calibrate, "RUNS", {device: runs})
+    monkeypatch.setattr(calibrate.ShortRun, "trained", lambda run, *of: [[run.planned(true)]])
     sheet = str(tmp_path / "here.yaml")
-    assert command.main(["calibrate", "--device", "cpu", "--output", sheet]) == 0
+    assert command.main(["calibrate", "--device", device, "--output", sheet]) == 0
     here = hardware(sheet, "ethernet")
-    for one in measure(None, "cpu", "float32").values():
-        near = step_time(one.config, 1, here, PackSample()).total
-        assert near == pytest.approx(one.seconds, rel=0.01)
-    assert here.dtype == "float32" and here.overlap == 0
+    for run in runs.values():
+        near = step_time(run.config(dtype), 1, here, PackSample()).total
+        assert near == pytest.approx(run.planned(true), rel=0.01)
+    assert (here.dtype, here.overlap) == (dtype, float(device == "cuda"))
     sizes = ["--num-layers", "2", "--seq-length", "512", "--global-batch-size", "2", "--vocab-size", "4096"]
     assert command.main(["--gpu", sheet, "--world-size", "1", *sizes]) == 0
     said = capsys.readouterr().out
-    assert "Times measured in float32" in said and "Nominal" not in said and "bfloat16" not in said
+    assert f"Times measured in {dtype}" in said and "Nominal" not in said and f"dtype: {dtype}" in said
     assert command.main(["--gpu", "h300", "--world-size", "1", *sizes]) == 2 and "h300" in capsys.readouterr().err
