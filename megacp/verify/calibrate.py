@@ -17,6 +17,7 @@ import datetime
 import math
 import os
 import platform
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -122,7 +123,7 @@ def measure(device: str, dtype: str) -> dict[str, float]:
             continue
         entry = run_part(name, partial(run.trained, device, dtype))
         if not entry["error"]:
-            found[name] = max(map(min, entry["results"]))  # other programs only add
+            found[name] = max(map(statistics.median, entry["results"]))
         told = entry["error"] or f"{found[name]:.4g} s a step"
         print(f"{name}: {told} ({time.monotonic() - begin:.0f} s)", flush=True)
     if not found:
