@@ -50,7 +50,7 @@ class Hardware:
     source: str
     """Where the numbers are from, as a sentence."""
     dtype: str = "bfloat16"
-    """Of training, for which the rates hold."""
+    """What training computes in, for which the rates hold."""
     calls: float = 0.0
     """Seconds that the host takes for the calls of a block's forward; its backward takes twice as long."""
     overlap: float = 1.0

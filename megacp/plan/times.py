@@ -57,7 +57,7 @@ class StepTime:
 
     @property
     def busy(self) -> float:
-        """Those in which the busiest rank waits neither for a stage nor for a core."""
+        """Seconds in which the busiest rank waits neither for a stage nor for a core."""
         return self.total - self.pipeline - self.cores
 
 

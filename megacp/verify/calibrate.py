@@ -111,7 +111,7 @@ RUNS: dict[str, dict[str, ShortRun]] = {
         "tp 2 x cp 2": ShortRun({**_LONG, TP: 2, CP: 2}, 4),
     },
 }
-"""By device, those that say most first: one that would begin too late is left out."""
+"""Runs by device, the ones that say most first: one that would begin too late is left out."""
 
 
 def measure(device: str, dtype: str) -> dict[str, float]:
