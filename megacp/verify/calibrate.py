@@ -14,6 +14,7 @@ import argparse
 import copy
 import dataclasses
 import datetime
+import functools
 import math
 import os
 import platform
@@ -21,7 +22,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +32,9 @@ from megacp.core.config.cli import OneLineParser
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.models.costs import causal_area
 from megacp.core.monitor.flops import cuda_peak
 from megacp.plan.hardware import GPUS, NETWORKS, Sheet, hardware_of, nominal_sheet
-from megacp.plan.packs import PackSample
+from megacp.plan.packs import PackSample, sample_of
 from megacp.plan.report import table
 from megacp.plan.search import CP, PP, TP
 from megacp.plan.times import step_time
@@ -74,11 +73,14 @@ class ShortRun:
         here = hardware_of(sheet, NETWORKS[0])
         kernel = here.attention["fused" if self.mask == "causal" else "flex"]
         here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, kernel))
-        config = self.config(here.dtype)
-        tokens = config.data.seq_length
-        row = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask=self.mask))
-        area = float(mask_metadata(row).cost.sum()) / causal_area(tokens)
-        return step_time(config, self.ranks, here, PackSample((area,))).busy
+        return step_time(self.config(here.dtype), self.ranks, here, self.packs).busy
+
+    @functools.cached_property
+    def packs(self) -> PackSample:
+        """Its row."""
+        config = self.config("float32")
+        row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask))
+        return sample_of(config, [mask_metadata(row)])
 
 
 _GPU: Sizes = {**BILLION, "num_layers": 4, "seq_length": 8192, "global_batch_size": 1}
@@ -121,7 +123,7 @@ def measure(device: str, dtype: str) -> dict[str, float]:
         if time.monotonic() - begin > LAST_BEGIN:
             print(f"{name}: left out, {LAST_BEGIN:g} s are over")
             continue
-        entry = run_part(name, partial(run.trained, device, dtype))
+        entry = run_part(name, functools.partial(run.trained, device, dtype))
         if not entry["error"]:
             found[name] = max(map(statistics.median, entry["results"]))
         told = entry["error"] or f"{found[name]:.4g} s a step"
