@@ -18,7 +18,7 @@ from megacp.core.checks import packs_in_a_row
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
 from megacp.core.layers.stack import layers_of
-from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
+from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
@@ -44,6 +44,8 @@ class StepTime:
     ep: float
     dp: float
     """Gathers of parameters and sums of gradients that nothing hides."""
+    pp: float
+    """Hidden states and their gradients on their way between stages that nothing hides."""
     pipeline: float
     """Idle time."""
     uneven: float
@@ -75,6 +77,7 @@ class _Part:
     cp: float = 0.0
     ep: float = 0.0
     dp: float = 0.0
+    pp: float = 0.0
 
     @property
     def total(self) -> float:
@@ -199,6 +202,13 @@ def _stage(
         gather, scatter = _sharded(config, world_size, hardware, chunks)
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
+    stages = p.pipeline_model_parallel_size
+    if stages > 1:
+        one = Share(config).residual * t.element_bytes / hardware.link(stages, world_size // stages) + hardware.latency
+        # what the first chunk of the model begins with is nobody's message, nor what the last one's backward does
+        arriving, returning = (one * (len(chunks) - (stage == end)) for end in (0, stages - 1))
+        forward += _Part(pp=hardware.exposed(arriving, forward.total))
+        backward += _Part(pp=hardware.exposed(returning, backward.total))
     return forward, backward
 
 
@@ -290,6 +300,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
         cp=microbatches * spent.cp,
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
+        pp=microbatches * spent.pp,
         pipeline=max(0.0, span - microbatches * spent.total),
         uneven=microbatches * (most - even),
         optimizer=optimizer,
