@@ -573,6 +573,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/times.py", "tests/plan/test_calibrate.py"): [
         ("work / hardware.cores - span", "0 * work - span", "ranks that share cores are as fast as alone"),
         ("2 * (passes + calls)", "2 * passes", "the host calls nothing in backward"),
+        ("(len(chunks) - (stage == end))", "len(chunks)", "the model's first chunk waits for a message"),
     ],
     ("plan/hardware.py", "tests/plan/test_calibrate.py"): [
         ("seconds - self.overlap * under", "seconds - under", "a CPU computes and sends at once"),
