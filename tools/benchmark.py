@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not
 
 from bench.peers.comparison import Opponents, peers_part
 from bench.peers.grids import GRIDS, PEERS
+from bench.plans import plan_part
 from bench.preprocessing import text_part
 from bench.report import benchmark_parser, run_parts
 from bench.steps import GROUPS, QUICK_SIZES, SIZES, step_part
@@ -38,7 +39,9 @@ def to_hugging_face(checkpoint: Path, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit status."""
     about = "Measure training steps and preprocessing on this machine's CPU."
-    parser = benchmark_parser(about, [*GROUPS, "peers", "preprocess"], left_out=["four", "sharding", "peers"])
+    parser = benchmark_parser(
+        about, [*GROUPS, "peers", "plan", "preprocess"], left_out=["four", "sharding", "peers", "plan"]
+    )
     parser.add_argument(
         "--rounds", type=int, metavar="N", help="steps measured of each layout (default 3, peers 5, quick 1)"
     )
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sizes = {**(QUICK_SIZES if arguments.quick else SIZES), "dtype": arguments.dtype}
     quick, rounds = arguments.quick, arguments.rounds or (1 if arguments.quick else 3)
     parts = {name: functools.partial(step_part, name, sizes, rounds) for name in GROUPS}
-    parts |= {"preprocess": functools.partial(text_part, quick)}
+    parts |= {"preprocess": functools.partial(text_part, quick), "plan": functools.partial(plan_part, sizes, rounds)}
     scripts = Path(__file__).resolve().parent / "peers"
     opponents = Opponents(arguments.peers_python, scripts, PEERS)
     turns = arguments.rounds or (1 if quick else 5)

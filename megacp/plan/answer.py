@@ -90,7 +90,7 @@ class Answer:
         return [
             f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:g} GiB, rows of "
             f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention of a causal document",
-            f"Nominal times: no machine was measured ({self.hardware.source})",
+            self.hardware.source,
         ]
 
     def rows(self) -> list[list[str]]:

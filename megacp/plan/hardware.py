@@ -1,7 +1,8 @@
-"""GPUs and links as numbers, from hardware.yaml beside this file."""
+"""GPUs and links as numbers, from hardware.yaml beside this file or a sheet that `megacp-plan calibrate` wrote."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,16 @@ import yaml
 GPUS_OF_A_MACHINE = 8
 
 
-def _sheet() -> dict[str, Any]:
+Sheet = dict[str, Any]
+"""What hardware.yaml holds; a measured one has one GPU, and the `terms` of its host."""
+
+
+def nominal_sheet() -> Sheet:
+    """hardware.yaml."""
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
-GPUS, NETWORKS = tuple(_sheet()["gpus"]), tuple(_sheet()["networks"])
+GPUS, NETWORKS = tuple(nominal_sheet()["gpus"]), tuple(nominal_sheet()["networks"])
 """Names of what the sheet knows."""
 
 
@@ -42,6 +48,15 @@ class Hardware:
     peak: float
     """FLOP/s that utilisation is told of."""
     source: str
+    """Where the numbers are from, as a sentence."""
+    dtype: str = "bfloat16"
+    """What training computes in, for which the rates hold."""
+    calls: float = 0.0
+    """Seconds that the host takes for the calls of a block's forward; its backward takes twice as long."""
+    overlap: float = 1.0
+    """Share of a compute under which its host and its links work on."""
+    cores: float = math.inf
+    """Ranks that compute at once, each as fast as one alone; more of them take turns."""
 
     def link(self, ranks: int, stride: int) -> float:
         """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the slowest link it takes."""
@@ -55,11 +70,27 @@ class Hardware:
         together = max(1, GPUS_OF_A_MACHINE // stride)
         return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else min(self.inside, self.outside * together)
 
+    def exposed(self, seconds: float, under: float) -> float:
+        """What is left of seconds of the host or a link that go on under `under` seconds of computes."""
+        return max(0.0, seconds - self.overlap * under)
+
 
 def hardware(gpu: str, network: str) -> Hardware:
-    """Nominal numbers of a GPU and a network of the sheet."""
-    sheet = _sheet()
-    own, reached = sheet["gpus"][gpu], sheet["reached"]
+    """Numbers of a GPU of the sheet by its name, or of the file of a measured one. ValueError where it is neither."""
+    nominal = nominal_sheet()
+    if gpu in GPUS:
+        own = nominal["gpus"][gpu]
+        told = f"Nominal times: no machine was measured ({own['source']})"
+        return hardware_of({**nominal, "gpus": {gpu: {**own, "source": told}}}, network)
+    try:
+        return hardware_of(yaml.safe_load(Path(gpu).read_text(encoding="utf-8")), network)
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"--gpu {gpu} is none of {', '.join(GPUS)}, nor a file of `calibrate`: {error!r}") from None
+
+
+def hardware_of(sheet: Sheet, network: str) -> Hardware:
+    """The one GPU of a sheet: what it can do, times the shares of it that training reaches."""
+    (own,), reached = sheet["gpus"].values(), sheet["reached"]
     return Hardware(
         memory=own["memory"],
         products=own["flops"] * reached["products"],
@@ -73,4 +104,5 @@ def hardware(gpu: str, network: str) -> Hardware:
         latency=reached["latency"],
         peak=own["flops"],
         source=own["source"],
+        **sheet.get("terms", {}),
     )

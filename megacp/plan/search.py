@@ -72,7 +72,7 @@ def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
     ]
 
 
-def _others(base: RunConfig, world_size: int) -> list[Sequence[Choice]]:
+def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
     """What is tried of all else on a grid, but for `_SAVINGS`; nothing of what does not act there."""
     p = base.parallel
     cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
@@ -87,13 +87,13 @@ def _others(base: RunConfig, world_size: int) -> list[Sequence[Choice]]:
         _STRATEGIES,
         [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
         [{"micro_batch_size": size} for size in (1, 2, 4)] if cp == 1 else _NOTHING,  # ranks of cp share a row already
-        [{"dtype": "bfloat16"}],
+        [{"dtype": dtype}],
     ]
 
 
 def fields_chosen(config: RunConfig) -> set[str]:
     """Fields of which a search tries values."""
-    tables = [*_sizes(config, 1), *_others(with_values(config, {PP: 2, CP: 4}), 8), _SAVINGS]
+    tables = [*_sizes(config, 1), *_others(with_values(config, {PP: 2, CP: 4}), 8, ""), _SAVINGS]
     return {name for choices in tables for choice in choices for name in choice}
 
 
@@ -139,7 +139,9 @@ def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
     return [choice for place, choice in enumerate(rest) if choice not in rest[:place]]
 
 
-def layouts(config: RunConfig, world_size: int, given: Collection[str]) -> Iterator[tuple[RunConfig, Choice]]:
+def layouts(
+    config: RunConfig, world_size: int, given: Collection[str], dtype: str = "bfloat16"
+) -> Iterator[tuple[RunConfig, Choice]]:
     """Layouts that a run might take, with what was chosen, before anything saves memory.
 
     Sizes are tried first. A table of choices begins with one that is legal wherever any of it is: where all first ones
@@ -150,7 +152,7 @@ def layouts(config: RunConfig, world_size: int, given: Collection[str]) -> Itera
         base = with_values(config, grid)
         if world_size % base.model_ranks:
             continue
-        tables = [_untold(choices, told) for choices in _others(base, world_size)]
+        tables = [_untold(choices, told) for choices in _others(base, world_size, dtype)]
         plainest = merged(table[0] for table in tables)
         if check(with_values(base, plainest), world_size):
             continue
@@ -205,7 +207,7 @@ def search(
         """Whether it may be among the best, and a run would take it."""
         return timed(one, idles=False).total <= EQUALLY_FAST * best[-1] and not check(one, world_size)
 
-    for base, chosen in layouts(config, world_size, given):
+    for base, chosen in layouts(config, world_size, given, hardware.dtype):
         if not runs(base):
             continue
         tried = []

@@ -4,7 +4,7 @@ A microbatch on a stage: products by their FLOPs, attention by its area and the 
 bytes that a block keeps. Messages by bytes over the slowest link of their group, less what the code hides them under.
 The schedule's own list of computes then runs with these times, and what is left over is the pipeline's.
 
-Contention of two messages and the host's time are not in it.
+The host's calls count where no compute hides them. Contention of two messages is not in it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,14 @@ class StepTime:
     dp: float
     """Gathers of parameters and sums of gradients that nothing hides."""
     pp: float
-    """Messages between stages."""
+    """Hidden states and their gradients on their way between stages that nothing hides."""
     pipeline: float
     """Idle time."""
     uneven: float
     """Waiting for the rank with the most work."""
     optimizer: float
+    cores: float
+    """Waiting for a core that other ranks use."""
 
     @property
     def total(self) -> float:
@@ -63,6 +65,11 @@ class StepTime:
         others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
         name = max(others, key=lambda term: others[term])
         return f"{name} {others[name] / self.total:.0%}"
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which the busiest rank waits neither for a stage nor for a core."""
+        return self.total - self.pipeline - self.cores
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,8 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     passes = 2 * kept["none"]  # each is written once and read once
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
-    whole_block = products + passes + there * layer.has_state  # attention keeps what it gave, a state does not
+    calls = hardware.exposed(hardware.calls, products + passes + there)
+    whole_block = products + passes + calls + there * layer.has_state  # attention keeps what it gave, a state does not
     again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
     if t.mlp_chunk_tokens and t.recompute_granularity != "full":  # which ends where tiles begin
         up = sum(linear.inputs * linear.outputs for linear in layer.mlp.linears(model).values() if linear.cut == "rows")
@@ -138,18 +146,18 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
         exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
     return (
         _Part(
-            work=products + passes,
+            work=products + passes + calls,
             attention=there,
             tp=tensor,
-            cp=swap + max(0.0, sent - hidden * there),
+            cp=swap + hardware.exposed(sent, hidden * there),
             ep=exchange / 2,
         ),
         _Part(
-            work=trained * products + 2 * passes,
+            work=trained * products + 2 * (passes + calls),
             attention=ATTENTION_BACKWARD * back,
             again=again[t.recompute_granularity],
-            tp=tensor * (0.5 + full),
-            cp=swap * (1 + full) + max(0.0, 2 * sent - hidden * ATTENTION_BACKWARD * back),
+            tp=tensor * (1 - hardware.overlap / 2 + full),
+            cp=swap * (1 + full) + hardware.exposed(2 * sent, hidden * ATTENTION_BACKWARD * back),
             ep=exchange / 2,
         ),
     )
@@ -204,25 +212,20 @@ def _stage(
         if t.recompute_granularity == "full":
             backward += _Part(again=seen * frozen_share)
     moved = sum(costs.offloaded_blocks(config, chunks)) * layer_activations(config, t.recompute_granularity)
-    forward += _Part(offload=max(0.0, moved / hardware.host - forward.total))
-    backward += _Part(offload=max(0.0, moved / hardware.host - backward.total))
+    forward += _Part(offload=hardware.exposed(moved / hardware.host, forward.total))
+    backward += _Part(offload=hardware.exposed(moved / hardware.host, backward.total))
     if p.data_parallel_sharding_strategy == "optim_grads_params":
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        forward += _Part(dp=max(0.0, gather - forward.total))
-        backward += _Part(dp=max(0.0, gather + scatter - backward.total))
-    if p.pipeline_model_parallel_size > 1:
-        first, last = _arrivals(config, world_size, hardware, stage)
-        forward, backward = forward + _Part(pp=first), backward + _Part(pp=last)
+        forward += _Part(dp=hardware.exposed(gather, forward.total))
+        backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
+    stages = p.pipeline_model_parallel_size
+    if stages > 1:
+        one = Share(config).residual * t.element_bytes / hardware.link(stages, world_size // stages) + hardware.latency
+        # what the first chunk of the model begins with is nobody's message, nor what the last one's backward does
+        arriving, returning = (one * (len(chunks) - (stage == end)) for end in (0, stages - 1))
+        forward += _Part(pp=hardware.exposed(arriving, forward.total))
+        backward += _Part(pp=hardware.exposed(returning, backward.total))
     return forward, backward
-
-
-def _arrivals(config: RunConfig, world_size: int, hardware: Hardware, stage: int) -> tuple[float, float]:
-    """Seconds in which a microbatch's hidden states, and their gradients, come to a stage; none to the model's ends."""
-    p = config.parallel
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
-    one = sent + hardware.latency
-    return (chunks - (stage == 0)) * one, (chunks - (stage == stages - 1)) * one
 
 
 def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]) -> tuple[float, float]:
@@ -248,7 +251,7 @@ def _once_a_step(
     exposed = 0.0
     if p.data_parallel_sharding_strategy != "optim_grads_params":
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        exposed = max(0.0, scatter - last) + max(0.0, gather - first)
+        exposed = hardware.exposed(scatter, last) + hardware.exposed(gather, first)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
         exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
@@ -304,11 +307,14 @@ def step_time(
     layers = costs.stage_layers(config, world_size)
     parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
     spent = parts[busiest][0] + parts[busiest][1]
-    idle = 0.0
+    span = microbatches * spent.total
     if idles and len(parts) > 1:
         times = [kind_seconds(config, *part) for part in parts]
         spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
-        idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
+        span = max(span, *(stage[-1].stop for stage in spans))
+    # ranks beyond the cores take turns: all of their work is done no sooner than the cores can
+    work = microbatches * sum(part.total for of_stage in parts for part in of_stage) * world_size / len(parts)
+    turns = max(0.0, world_size / hardware.cores - 1)
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
     even, most = spent.attention / sample.shared(config)[0], spent.attention * sample.largest(dp, drawn)
     return StepTime(
@@ -320,9 +326,10 @@ def step_time(
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
         pp=microbatches * spent.pp,
-        pipeline=idle,
+        pipeline=span - microbatches * spent.total,
         uneven=microbatches * (most - even),
         optimizer=optimizer,
+        cores=max(0.0, work / hardware.cores - span) + turns * (exposed + optimizer),
     )
 
 

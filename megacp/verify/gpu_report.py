@@ -12,6 +12,7 @@ import gc
 import json
 import math
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,6 @@ import torch
 
 from megacp.core.backends.apex import describe_apex
 from megacp.core.backends.select import backend_problems
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, Value, flag, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
@@ -91,7 +91,8 @@ class Figure:
     values: Mapping[str, float | None]
 
 
-ReportPart = Callable[[], Sequence[Finding | Figure]]
+ReportPart = Callable[[], Sequence[Any]]
+"""Its results; those of a report are a `Finding` or a `Figure`."""
 
 
 def config_of(sizes: Sizes, dtype: str, **settings: Value) -> RunConfig:
@@ -178,6 +179,25 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
     return findings
 
 
+def timed_steps(rank: int, world: int, config: RunConfig, device: str, mask: str = "causal") -> list[float]:
+    """Seconds of this rank's steps after the first ones: of the clock on a GPU, of the processor on a CPU.
+
+    Rows are planned before, as the loader's threads do in a run.
+    """
+    model = ParallelModel(config, build_grid(config.grid_shape(world), rank, device))
+    rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask)
+    batch = mock_batch(range(model.rows.packs), rules)
+    steps = [[model.plan(batch) for _ in range(config.num_microbatches(world))] for _ in range(CALLS)]
+    clock, found = time.perf_counter if device == "cuda" else time.process_time, []
+    for number, rows in enumerate(steps, 1):
+        begin = clock()
+        model.train(rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(clock() - begin)
+    return found[WARM_UP:]
+
+
 def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layers: str) -> list[Finding | Figure]:
     """Steps of one pack of causal documents of `tokens` on one device; `layers` is a value of `--transformer-impl`.
 
@@ -185,23 +205,11 @@ def training_speed(device: str, sizes: Sizes, tokens: int, recompute: str, layer
     """
     name, kind = f"training, {tokens} tokens, recompute {recompute}, {layers}", torch.device(device)
     chosen: Sizes = {"seq_length": tokens, "recompute_granularity": recompute, "transformer_impl": layers}
-    config = with_values(RunConfig(), {**sizes, **chosen})
+    config = with_values(RunConfig(), {**sizes, **chosen, "global_batch_size": 1})
     if problems := backend_problems(config, kind.type):
         return [Finding(name, None, 0.0, "; ".join(problems))]
-    model = ParallelModel(config, build_grid(GridShape(), 0, device))
+    seconds = statistics.mean(timed_steps(0, 1, config, device))
     batch = mock_batch([0], MockRules(config.model.vocab_size, tokens, mask="causal"))
-    planned = [model.plan(batch) for _ in range(CALLS)]  # as the loader's threads do in a run
-
-    def train(steps: range) -> None:
-        for step in steps:
-            model.train([planned[step]], step + 1, batch.weight_sum, batch.real_tokens)
-        if kind.type == "cuda":
-            torch.cuda.synchronize()
-
-    train(range(WARM_UP))
-    begin = time.perf_counter()
-    train(range(WARM_UP, CALLS))
-    seconds = (time.perf_counter() - begin) / (CALLS - WARM_UP)
     area = int(mask_metadata(batch).cost.sum())
     flops = model_flops(config.model, batch.real_tokens, area).published.training
     values = {

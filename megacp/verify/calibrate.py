@@ -1,0 +1,212 @@
+"""Measure this machine for plans: `megacp-plan calibrate --output here.yaml`, in two minutes.
+
+Short runs of small models, which differ in how much of a step is products, attention, passes, calls of the host and
+messages, are trained as a run trains them. The constants of a plan are then those with which its own arithmetic comes
+nearest to all of them. So nothing that a step spends is left out, and no second model of time exists.
+
+One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share its cores. Their
+processor seconds count, which other programs on the machine move little: a rank that waits spends none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import functools
+import math
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+
+from megacp.core.config.cli import OneLineParser
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.context_parallel.shard import mask_metadata
+from megacp.core.data.mock import MockRules, mock_batch
+from megacp.core.monitor.flops import cuda_peak
+from megacp.plan.hardware import GPUS, NETWORKS, Sheet, hardware_of, nominal_sheet
+from megacp.plan.packs import PackSample, sample_of
+from megacp.plan.report import table
+from megacp.plan.search import CP, PP, TP
+from megacp.plan.times import step_time
+from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
+from megacp.verify.spawn import run_ranks
+
+LAST_BEGIN = 90.0
+"""Seconds after which no run begins."""
+FITTED = [("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")]
+FITTED += [("terms", "calls")]
+"""What the runs determine, by part and name of a sheet."""
+LOOSE = 1e-4
+"""Weight of a factor's logarithm beside a step's relative error: what no run shows stays where it begins."""
+FIT_ROUNDS = 20
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """What is trained for a few steps."""
+
+    values: Sizes
+    ranks: int = 1
+    mask: str = "causal"
+
+    def config(self, dtype: str) -> RunConfig:
+        return with_values(RunConfig(), {**self.values, "dtype": dtype})
+
+    def trained(self, device: str, dtype: str) -> list[list[float]]:
+        """Seconds of the steps of each rank; a GPU's in this process, whose compiler is warm."""
+        if device == "cuda":
+            return [timed_steps(0, 1, self.config(dtype), device, self.mask)]
+        return run_ranks(timed_steps, self.ranks, self.config(dtype), device, self.mask)
+
+    def planned(self, sheet: Sheet) -> float:
+        """Seconds that a plan with these numbers gives its busiest rank."""
+        here = hardware_of(sheet, NETWORKS[0])
+        kernel = here.attention["fused" if self.mask == "causal" else "flex"]
+        here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, kernel))
+        return step_time(self.config(here.dtype), self.ranks, here, self.packs).busy
+
+    @functools.cached_property
+    def packs(self) -> PackSample:
+        """Its row."""
+        config = self.config("float32")
+        row = mock_batch([0], MockRules(config.model.vocab_size, config.data.seq_length, mask=self.mask))
+        return sample_of(config, [mask_metadata(row)])
+
+
+_GPU: Sizes = {**BILLION, "num_layers": 4, "seq_length": 8192, "global_batch_size": 1}
+_NARROW: Sizes = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 16}  # heads as wide
+_CPU: Sizes = {**MIDDLE, "hidden_size": 256, "seq_length": 512, "global_batch_size": 2, "qk_layernorm": "off"}
+_LONG: Sizes = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
+_THIN: Sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}
+RUNS: dict[str, dict[str, ShortRun]] = {
+    "cuda": {
+        "8,192 tokens": ShortRun(_GPU),
+        "32,768 tokens": ShortRun({**_GPU, "seq_length": 32_768}),
+        "mixed masks": ShortRun({**_GPU, "seq_length": 16_384}, mask="mixed"),
+        "narrow": ShortRun({**_GPU, **_NARROW}),
+        "short": ShortRun({**_GPU, **_NARROW, "num_layers": 16, "seq_length": 512}),
+        "wide": ShortRun({**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 64}),
+    },
+    "cpu": {
+        "base": ShortRun(_CPU),
+        "long": ShortRun(_LONG),
+        "wide": ShortRun({**_CPU, "num_layers": 2, "hidden_size": 512, "ffn_hidden_size": 2048}),
+        "thin": ShortRun({**_CPU, **_THIN, "num_layers": 12}),
+        "dp 4": ShortRun({**_CPU, "global_batch_size": 4}, 4),
+        "tp 2 x cp 2": ShortRun({**_LONG, TP: 2, CP: 2}, 4),
+        "tp 2": ShortRun({**_CPU, TP: 2}, 2),
+        "thin, tp 2": ShortRun({**_CPU, **_THIN, TP: 2}, 2),
+        "cp 2": ShortRun({**_LONG, CP: 2}, 2),
+        "dp 2": ShortRun(_CPU, 2),
+        "words": ShortRun({**_CPU, "num_layers": 1, "vocab_size": 16_384}),
+        "mixed masks": ShortRun(_LONG, mask="mixed"),
+        "pp 2": ShortRun({**_CPU, PP: 2, "global_batch_size": 4}, 2),
+    },
+}
+"""Runs by device, the ones that say most first: one that would begin too late is left out."""
+
+
+def measure(device: str, dtype: str) -> dict[str, float]:
+    """Seconds of a step of the runs of a device, on the busiest rank; one that fails is a line, the others go on."""
+    begin, found = time.monotonic(), dict[str, float]()
+    for name, run in RUNS[device].items():
+        if time.monotonic() - begin > LAST_BEGIN:
+            print(f"{name}: left out, {LAST_BEGIN:g} s are over")
+            continue
+        entry = run_part(name, functools.partial(run.trained, device, dtype))
+        if not entry["error"]:
+            found[name] = max(map(statistics.median, entry["results"]))
+        told = entry["error"] or f"{found[name]:.4g} s a step"
+        print(f"{name}: {told} ({time.monotonic() - begin:.0f} s)", flush=True)
+    if not found:
+        raise ValueError(f"no run could be measured on {device}: see the lines above")
+    return found
+
+
+def scaled(sheet: Sheet, factors: Mapping[tuple[str, str], float]) -> Sheet:
+    """The sheet with some numbers multiplied, a list as a whole."""
+    found = copy.deepcopy(sheet)
+    for (part, name), factor in factors.items():
+        value = found[part][name]
+        found[part][name] = [one * factor for one in value] if isinstance(value, list) else value * factor
+    return found
+
+
+def fitted(sheet: Sheet, runs: Sequence[ShortRun], seconds: Sequence[float]) -> Sheet:
+    """The sheet whose plans are nearest to the measured seconds: least squares of relative errors, by Gauss-Newton."""
+    logs, small, units = np.zeros(len(FITTED)), 1e-3, np.eye(len(FITTED))
+
+    def at(point: np.ndarray) -> Sheet:
+        return scaled(sheet, dict(zip(FITTED, np.exp(point).tolist(), strict=True)))
+
+    def errors(point: np.ndarray) -> np.ndarray:
+        trial = at(point)
+        return np.log([run.planned(trial) for run in runs]) - np.log(seconds)
+
+    for _ in range(FIT_ROUNDS):
+        now = errors(logs)
+        slopes = np.stack([(errors(logs + small * unit) - now) / small for unit in units], 1)  # [runs, constants]
+        step = np.linalg.solve(slopes.T @ slopes + LOOSE * units, slopes.T @ now + LOOSE * logs)
+        logs -= np.clip(step, -1, 1)
+    return at(logs)
+
+
+def known_before(device: str, like: str) -> Sheet:
+    """The device's name, memory and peak, links and shares of the GPU that is `like` it, and where a fit begins.
+
+    A CPU has no published peak: utilisation is of what its products reach.
+    """
+    sheet, today = nominal_sheet(), datetime.date.today()
+    own = sheet["gpus"][like]
+    if device == "cuda":
+        dtype, overlap, cores, where = "bfloat16", 1.0, math.inf, f"{torch.cuda.get_device_name()}, links of {like}"
+        memory = float(torch.cuda.mem_get_info()[1])
+        own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
+    else:
+        dtype, overlap, cores, where = "float32", 0.0, float(os.cpu_count() or 1), f"{platform.node()}, a thread a rank"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
+        own |= {"flops": 1e11, "bandwidth": 1e10, "link": 1e9}
+    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {dtype}, {today}, on {where}"}
+    terms = {"dtype": dtype, "calls": 3e-4, "overlap": overlap, "cores": cores}
+    return {**sheet, "gpus": {"here": own}, "terms": terms}
+
+
+def calibrated(device: str, like: str = "h100") -> tuple[Sheet, dict[str, float]]:
+    """The sheet of this machine, and the seconds that it is fitted to."""
+    sheet = known_before(device, like)
+    seconds = measure(device, sheet["terms"]["dtype"])
+    found = fitted(sheet, [RUNS[device][name] for name in seconds], [*seconds.values()])
+    if device == "cpu":
+        found["gpus"]["here"]["flops"] *= found["reached"]["products"]
+        shares = [("reached", name) for name in ("products", "fused", "flex")]
+        found = scaled(found, dict.fromkeys(shares, 1 / found["reached"]["products"]))
+    return found, seconds
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; the exit status."""
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="the file that --gpu takes")
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)")
+    parser.add_argument("--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)")
+    options = parser.parse_args(argv)
+    sheet, measured = calibrated(options.device, options.like)
+    rows = [["run", "s/step", "planned", "planned / measured"]]
+    for name, seconds in measured.items():
+        planned = RUNS[options.device][name].planned(sheet)
+        rows.append([name, f"{seconds:.4g}", f"{planned:.4g}", f"{planned / seconds:.2f}"])
+    text = yaml.safe_dump(sheet, sort_keys=False)
+    print(f"{table(rows)}\n\n{text}", end="")
+    options.output.write_text(text, encoding="utf-8")
+    return 0

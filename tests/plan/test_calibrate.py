@@ -1,0 +1,85 @@
+"""A measured machine: its sheet as `--gpu` takes it, and what its host, cores and dtype are in a plan, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megacp.core.config.run import RunConfig, with_values
+from megacp.plan import command
+from megacp.plan.hardware import Hardware, hardware
+from megacp.plan.packs import PackSample
+from megacp.plan.times import step_time
+from megacp.verify import calibrate
+from megacp.verify.calibrate import RUNS, known_before, scaled
+
+CP, PP = "context_parallel_size", "pipeline_model_parallel_size"
+SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 4, "dtype": "float32"}
+FREE = Hardware(1.0, 1e30, dict.fromkeys(("fused", "flex"), (1e30, 1e30)), 1e30, 1e30, 1e30, 1e30, 0, 1e12, "")
+
+
+def seconds(here: Hardware, world: int = 1, **values: object) -> float:
+    return step_time(with_values(RunConfig(), {**SMALL, **values}), world, here, PackSample()).total
+
+
+def test_the_hosts_calls_count_where_no_compute_hides_them() -> None:
+    """4 packs, 4 blocks, a millisecond forward and two backward; and one more where blocks are computed again."""
+    alone = replace(FREE, calls=1e-3, overlap=0.0)
+    assert seconds(alone) == pytest.approx(4 * 4 * 3e-3)
+    assert seconds(alone, recompute_granularity="full") == pytest.approx(4 * 4 * 4e-3)
+    slow = replace(alone, products=1e9)  # a block takes seconds
+    assert seconds(replace(slow, overlap=1.0)) == pytest.approx(seconds(replace(slow, calls=0.0)))
+    assert seconds(slow) == pytest.approx(seconds(replace(slow, calls=0.0)) + 4 * 4 * 3e-3)
+
+
+def test_ranks_beyond_the_cores_take_turns_and_idle_stages_leave_them_theirs() -> None:
+    one = replace(FREE, calls=1e-3, overlap=0.0, cores=1.0)
+    assert seconds(one, 2) == pytest.approx(seconds(one)) == pytest.approx(2 * seconds(replace(one, cores=2.0), 2))
+    bubble = step_time(with_values(RunConfig(), {**SMALL, PP: 2}), 2, replace(one, cores=2.0), PackSample())
+    assert bubble.pipeline > 0 and bubble.busy == pytest.approx(seconds(one) / 2)
+    assert seconds(one, 2, **{PP: 2}) == pytest.approx(seconds(one))
+
+
+def test_messages_under_computes_count_where_a_rank_does_both() -> None:
+    slow = replace(FREE, products=1e9, attention=dict.fromkeys(FREE.attention, (1e9, 1e9)), inside=1e8)
+    ring = with_values(RunConfig(), {**SMALL, CP: 2})
+    hidden, shown = (step_time(ring, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
+    assert hidden.cp == hidden.dp == 0 < min(shown.cp, shown.dp)
+    # the first of two stages receives gradients of 1,024 tokens of 256 numbers, of four microbatches; the last states
+    piped = with_values(RunConfig(), {**SMALL, PP: 2})
+    hidden, shown = (step_time(piped, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
+    assert hidden.pp == 0 and shown.pp == pytest.approx(4 * 1024 * 256 * 4 / 1e8)
+
+
+@pytest.mark.parametrize(("device", "dtype", "thin"), [("cpu", "float32", "thin"), ("cuda", "bfloat16", "short")])
+def test_a_sheet_comes_near_to_what_was_measured_and_a_plan_takes_it(
+    device: str,
+    dtype: str,
+    thin: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The machine is one with half of the products and twice the calls of what is known before."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *of: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *of: (0, 140 * 2**30))
+    monkeypatch.setattr(calibrate, "FIT_ROUNDS", 4)
+    true = scaled(known_before(device, "h100"), {("reached", "products"): 0.5, ("terms", "calls"): 2.0})
+    runs = {name: RUNS[device][name] for name in ("wide", thin)}
+    monkeypatch.setattr(calibrate, "RUNS", {device: runs})
+    monkeypatch.setattr(calibrate.ShortRun, "trained", lambda run, *of: [[run.planned(true)]])
+    sheet = str(tmp_path / "here.yaml")
+    assert command.main(["calibrate", "--device", device, "--output", sheet]) == 0
+    here = hardware(sheet, "ethernet")
+    for run in runs.values():
+        near = step_time(run.config(dtype), 1, here, PackSample()).total
+        assert near == pytest.approx(run.planned(true), rel=0.01)
+    assert (here.dtype, here.overlap) == (dtype, float(device == "cuda"))
+    sizes = ["--num-layers", "2", "--seq-length", "512", "--global-batch-size", "2", "--vocab-size", "4096"]
+    assert command.main(["--gpu", sheet, "--world-size", "1", *sizes]) == 0
+    said = capsys.readouterr().out
+    assert f"Times measured in {dtype}" in said and "Nominal" not in said and f"dtype: {dtype}" in said
+    assert command.main(["--gpu", "h300", "--world-size", "1", *sizes]) == 2 and "h300" in capsys.readouterr().err
