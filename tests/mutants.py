@@ -53,6 +53,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "each rank compiles with all cores",
         ),
     ],
+    ("train.py", "tests/training/test_start.py"): [
+        ("if manifest.world_size == ranks:", "if False:", "--parallel auto changes the layout of a run that goes on"),
+        ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
+    ],
+    ("plan/auto.py", "tests/training/test_start.py"): [
+        ("if best.gib > here.memory:", "if False:", "--parallel auto starts a layout that does not fit"),
+        ("memory=gib or here.memory", "memory=here.memory", "an A100 of 40 GB is planned as one of 80"),
+    ],
     ("core/backends/native.py", STATES): [
         ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
     ],

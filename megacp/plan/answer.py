@@ -136,7 +136,7 @@ def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, s
     ]
     lines += [table([head, *body], left=2), ""]
     if not fitting:
-        lines.append(f"None fits: the first row needs least. {_smallest_change(found, world_size, hardware)}")
+        lines.append(f"None fits: the first row needs least. {smallest_change(found, world_size, hardware)}")
     peaks = best.memory.peaks
     phase = max(peaks, key=lambda name: peaks[name])
     held = {name: count / 2**30 for name, count in vars(best.memory).items()}
@@ -148,7 +148,7 @@ def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, s
     return "\n".join(lines) + "\n"
 
 
-def _smallest_change(found: Sequence[Candidate], world_size: int, hardware: Hardware) -> str:
+def smallest_change(found: Sequence[Candidate], world_size: int, hardware: Hardware) -> str:
     """How many GPUs as these hold one of the layouts, by more data-parallel ranks; else the row that fits."""
     smallest = {one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)}
     for factor in (2, 4, 8, 16):

@@ -76,6 +76,12 @@ def _choices(config: RunConfig, world_size: int) -> tuple[list[Sequence[Choice]]
     return sizes, others
 
 
+def fields_chosen(config: RunConfig) -> set[str]:
+    """Fields of which a search tries values."""
+    kinds = itertools.chain(*_choices(config, 1))
+    return {name for choices in kinds for choice in choices for name in choice}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A legal layout, what it needs, and what it takes."""

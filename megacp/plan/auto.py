@@ -1,0 +1,53 @@
+"""`--parallel auto`: the plan's layout for the ranks that a run has, as if flags had said it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+from megacp.core.checks import check
+from megacp.core.config.run import RunConfig
+from megacp.core.storage.wording import human_bytes
+from megacp.plan.answer import smallest_change, words
+from megacp.plan.hardware import GPUS, Hardware, hardware
+from megacp.plan.packs import PackSample, sample_packs
+from megacp.plan.search import legal, search
+
+
+def sheet_of(device: str, gib: float | None) -> tuple[Hardware, str]:
+    """What is known of a device by the name that it gives itself, with the memory it has; and what to call that.
+
+    One that the sheet has no row of, a CPU too, counts as the default of `megacp-plan`.
+    """
+    known = next((gpu for gpu in GPUS if gpu in device.lower().replace("-", " ").split()), None)
+    here = hardware(known or "h100", "infiniband")
+    times = f"nominal times of {known}" if known else f"nominal times of h100, as no sheet has {device}"
+    return dataclasses.replace(here, memory=gib or here.memory), times
+
+
+def laid_out(
+    config: RunConfig,
+    world_size: int,
+    given: Collection[str],
+    device: tuple[str, float | None],
+    problems: Callable[[RunConfig], list[str]],
+) -> tuple[RunConfig, str]:
+    """The config with the first layout that fits of those without `problems`, and a line that tells it. ValueError with
+    what would have to change where there is none.
+
+    The same flags, packs and device give the same layout, so that ranks need no message.
+    """
+    here, times = sheet_of(*device)
+    sample = sample_packs(config) if config.data.data_path is not None else PackSample()
+    found = [one for one in search(config, world_size, given, here, sample) if not problems(one.config)]
+    if not found:
+        smaller = (ranks for ranks in range(world_size - 1, 0, -1) if any(legal(config, ranks, given)))
+        head = f"--parallel auto: no layout of {world_size} ranks takes these flags, one of {next(smaller, 0)} does"
+        raise ValueError("\n".join([head, *(f"  - {why}" for why in check(config, world_size) + problems(config))]))
+    best = found[0]
+    memory = f"{human_bytes(best.memory.total)} of {human_bytes(here.memory * 2**30)}"
+    if best.gib > here.memory:
+        change = smallest_change(found, world_size, here)
+        raise ValueError(f"--parallel auto: of {len(found):,} layouts none fits, the smallest needs {memory}. {change}")
+    said = f"{words(best.config, world_size)}; {memory}, {best.time.total:.3g} s a step by {times}"
+    return best.config, f"--parallel auto on {world_size} ranks: {said}"
