@@ -53,10 +53,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "each rank compiles with all cores",
         ),
     ],
-    ("train.py", "tests/training/test_start.py"): [
-        ("if manifest.world_size == ranks:", "if False:", "--parallel auto changes the layout of a run that goes on"),
-        ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
-    ],
     ("plan/auto.py", "tests/training/test_start.py"): [
         ("if best.gib > here.memory:", "if False:", "--parallel auto starts a layout that does not fit"),
         ("memory=gib or here.memory", "memory=here.memory", "an A100 of 40 GB is planned as one of 80"),
@@ -756,6 +752,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
     ],
     ("train.py", "tests/training/test_start.py"): [
+        ("if manifest.world_size == ranks:", "if False:", "--parallel auto changes the layout of a run that goes on"),
+        ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
         ("(ValueError if run.returncode == REFUSED else RuntimeError)", "ValueError", "a failure is a refusal"),
