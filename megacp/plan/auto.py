@@ -41,8 +41,11 @@ def laid_out(
     sample = sample_packs(config) if config.data.data_path is not None else PackSample()
     found = [one for one in search(config, world_size, given, here, sample) if not problems(one.config)]
     if not found:
-        smaller = (ranks for ranks in range(world_size - 1, 0, -1) if any(legal(config, ranks, given)))
-        head = f"--parallel auto: no layout of {world_size} ranks takes these flags, one of {next(smaller, 0)} does"
+        head = f"--parallel auto: no layout of {world_size} ranks takes these flags"
+        for ranks in range(world_size - 1, 0, -1):
+            if any(not problems(one) for one, _ in legal(config, ranks, given)):
+                head += f", one of {ranks} does"
+                break
         raise ValueError("\n".join([head, *(f"  - {why}" for why in check(config, world_size) + problems(config))]))
     best = found[0]
     memory = f"{human_bytes(best.memory.total)} of {human_bytes(here.memory * 2**30)}"

@@ -127,7 +127,7 @@ def legal(config: RunConfig, world_size: int, given: Collection[str]) -> Iterato
     rest = [merged(product) for product in itertools.product(*(_untold(choices, told) for choices in others[0]))]
     for grid in map(merged, grids):
         base = with_values(config, grid)
-        if world_size % base.model_ranks:
+        if math.gcd(world_size, base.model_ranks) != base.model_ranks:  # 0 ranks too
             continue
         idle, seen = _idle(base), list[Choice]()
         for whole in rest:

@@ -234,6 +234,7 @@ def test_a_run_that_goes_on_with_as_many_ranks_keeps_its_layout_and_else_is_plan
     ("ranks", "flags", "gib", "told"),
     [
         (3, ["--num-layers", "2"], 80.0, ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"]),
+        (2, ["--tensor-model-parallel-size", "0"], 80.0, ["--tensor-model-parallel-size", "got 0"]),
         (2, ["--recompute-granularity", "full"], 6e-4, ["629 KiB", "8 GPUs"]),
     ],
 )
