@@ -105,13 +105,32 @@ class StateMemory:
     """Shards in the model's dtype, for a checkpoint."""
 
 
-def stage_state(
-    config: RunConfig, chunks: Sequence[range], world_size: int, kept: int, whole: int, last_work: int
-) -> StateMemory:
-    """The state of a rank. `kept` are the bytes of a block's activations that backward has let go of when the block
-    before it computes. `whole` are those of the block that is just done. In both places its gradients may stand.
-    `last_work` are the bytes that the last block's backward needs beyond what it keeps.
+@dataclass(frozen=True)
+class BlockBackward:
+    """Bytes of a block: the work of its backward beyond what it keeps, what that is, and all that it has when done."""
+
+    work: int
+    kept: int
+    whole: int
+
+
+def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0, own: int = 0) -> int:
+    """Most that a block's backward needs above all that is kept, of which the blocks behind it in its chunk have let
+    theirs go. Their last gradients may stand, `behind`, or its `own` in the place of all that it had.
     """
+    most = 0
+    for blocks in chunks:
+        gone = standing = 0
+        for block in reversed(blocks):
+            most = max(most, block.work - gone + max(standing, own - block.whole))
+            gone, standing = gone + block.kept, behind
+    return most
+
+
+def stage_state(
+    config: RunConfig, chunks: Sequence[range], world_size: int, blocks: Sequence[Sequence[BlockBackward]]
+) -> StateMemory:
+    """The state of a rank, of chunks with these `blocks`."""
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
     instances = config.parallel.num_distributed_optimizer_instances
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
@@ -145,9 +164,9 @@ def stage_state(
             gathered=gathered * size,
             gathered_head=head * size,
             # all gradients of a block with their wide copy, which stays until those of the next block are all there
-            unreduced=max(0, block * (size + wide) - whole, block * wide - kept + down * size),
+            unreduced=most_at_work(blocks, block * wide + down * size, block * (size + wide)) - most_at_work(blocks),
             # beside the wide copy: what it was made from and this rank's part; then the last block at work
-            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + last_work)
+            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + blocks[-1][-1].work)
             if table
             else 0,
             update=copies,
@@ -286,11 +305,8 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     p, granularity = config.parallel, config.training.recompute_granularity
     size = config.training.element_bytes
     blocks = [layer for layers in chunks for layer in layers]
-    # blocks of several kinds count as their mean, and the one at work as the largest
-    layer, whole = (
-        -(-sum(layer_activations(config, name, block) for block in blocks) // len(blocks))
-        for name in (granularity, "none")
-    )
+    # blocks of several kinds count as their mean, but for the one at work
+    layer = -(-sum(layer_activations(config, granularity, block) for block in blocks) // len(blocks))
     held, rows, _ = most_held(config, stage, world_size)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
@@ -308,12 +324,22 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
-    works = [block_work(config, block) for block in blocks]
+    in_backward = [
+        [
+            BlockBackward(
+                block_work(config, block),
+                layer_activations(config, granularity, block) * (not any(counts)),
+                layer_activations(config, "none", block),
+            )
+            for block in layers
+        ]
+        for layers in chunks
+    ]
     return RankMemory(
-        **vars(stage_state(config, chunks, world_size, layer, whole, works[-1])),
+        **vars(stage_state(config, chunks, world_size, in_backward)),
         activations=activations,
         messages=messages * Share(config).residual * size,
-        block=max(works) + (head_gradient(config) if shared else 0),
+        block=most_at_work(in_backward) + (head_gradient(config) if shared else 0),
         vision=vision,
         head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),
