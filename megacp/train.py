@@ -148,13 +148,12 @@ def _laid_out(config: RunConfig, given: Collection[str], world: launch.World) ->
     from megacp.plan import auto, search
 
     config, _ = open_sources(with_values(config, {"parallel": "given"}))  # with its vocabulary
-    ranks, fixed = config.world_size if config.dry_run and config.world_size else world.size, {*given, "dtype"}
-    was = ""
+    ranks, fixed, was = config.world_size or world.size, {*given, "dtype"}, ""
     if (before := goes_on_from(config)) is not None:
         folder, manifest, text = before
-        stored = flatten(from_yaml(text))
         was = f"; {folder} is of {manifest.world_size}"
         if manifest.world_size == ranks:
+            stored = flatten(from_yaml(text))
             kept = {name: stored[name] for name in search.fields_chosen(config) - fixed}
             return with_values(config, kept), f"--parallel auto on {ranks} ranks: the layout of {folder}"
     kind = None if config.dry_run else launch.device_type(world)  # a dry run may be of another machine

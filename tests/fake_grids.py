@@ -55,20 +55,25 @@ def checked(grid: tuple[str, list[str]]) -> bool:
     return good
 
 
+def ratio(name: str) -> float:
+    """The dry run of a layout over its step."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    print(f"dry run {found['planned'] / found['peak']:.3f} of {found['peak'] / 2**30:.2f} GiB: {name}", flush=True)
+    return found["planned"] / found["peak"]
+
+
 def layouts() -> bool:
     """Whether the dry run of small models of all kinds, each under another layout, holds what their steps do: within
     5 % each, within 2 % in the median.
     """
     from tests.verify.fake_cases import CASES
 
-    command = [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *CASES]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    found = {one["name"]: one["planned"] / one["peak"] for one in map(json.loads, done.stdout.splitlines())}
-    for name, ratio in found.items():
-        print(f"        dry run {ratio:.3f} of the step: {name}")
-    off = sorted(abs(ratio - 1) for ratio in found.values())
-    print(f"{len(found)} of {len(CASES)} layouts: {statistics.median(off):.2%} in the median, {off[-1]:.2%} at worst")
-    return len(found) == len(CASES) and statistics.median(off) <= 0.02 and off[-1] <= 0.05
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        off = [abs(one - 1) for one in pool.map(ratio, CASES)]
+    print(f"{len(off)} layouts: {statistics.median(off):.2%} in the median, {max(off):.2%} at worst")
+    return statistics.median(off) <= 0.02 and max(off) <= 0.05
 
 
 def main(words: list[str]) -> int:

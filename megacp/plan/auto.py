@@ -15,13 +15,13 @@ from megacp.plan.search import legal, search
 
 
 def sheet_of(device: str, gib: float | None) -> tuple[Hardware, str]:
-    """What is known of a device by the name that it gives itself, with the memory it has; and what to call that.
+    """The row of a device by the name that it gives itself, with the memory it has; and what to call its times.
 
-    One that the sheet has no row of, a CPU too, counts as the default of `megacp-plan`.
+    One without a row, a CPU too, counts as the default of `megacp-plan`.
     """
     known = next((gpu for gpu in GPUS if gpu in device.lower().replace("-", " ").split()), None)
     here = hardware(known or "h100", "infiniband")
-    times = f"nominal times of {known}" if known else f"nominal times of h100, as no sheet has {device}"
+    times = f"nominal times of {known or 'h100'}" + f", as no sheet has {device}" * (known is None)
     return dataclasses.replace(here, memory=gib or here.memory), times
 
 
@@ -32,10 +32,8 @@ def laid_out(
     device: tuple[str, float | None],
     problems: Callable[[RunConfig], list[str]],
 ) -> tuple[RunConfig, str]:
-    """The config with the first layout that fits of those without `problems`, and a line that tells it. ValueError with
-    what would have to change where there is none.
-
-    The same flags, packs and device give the same layout, so that ranks need no message.
+    """The config with the first layout that fits of those without `problems`, and a line that tells it; ValueError with
+    what would have to change. The same flags, packs and device give the same layout.
     """
     here, times = sheet_of(*device)
     sample = sample_packs(config) if config.data.data_path is not None else PackSample()
@@ -46,7 +44,7 @@ def laid_out(
             if any(not problems(one) for one, _ in legal(config, ranks, given)):
                 head += f", one of {ranks} does"
                 break
-        raise ValueError("\n".join([head, *(f"  - {why}" for why in check(config, world_size) + problems(config))]))
+        raise ValueError("\n  - ".join([head, *check(config, world_size), *problems(config)]))
     best = found[0]
     memory = f"{human_bytes(best.memory.total)} of {human_bytes(here.memory * 2**30)}"
     if best.gib > here.memory:

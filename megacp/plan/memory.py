@@ -105,13 +105,8 @@ class StateMemory:
     """Shards in the model's dtype, for a checkpoint."""
 
 
-@dataclass(frozen=True)
-class BlockBackward:
-    """Bytes of a block: the work of its backward beyond what it keeps, what that is, and all that it has when done."""
-
-    work: int
-    kept: int
-    whole: int
+BlockBackward = tuple[int, int, int]
+"""Bytes of a block: the work of its backward beyond what it keeps, what that is, and all that it has when done."""
 
 
 def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0, own: int = 0) -> int:
@@ -121,9 +116,9 @@ def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0, own
     most = 0
     for blocks in chunks:
         gone = standing = 0
-        for block in reversed(blocks):
-            most = max(most, block.work - gone + max(standing, own - block.whole))
-            gone, standing = gone + block.kept, behind
+        for work, kept, whole in reversed(blocks):
+            most = max(most, work - gone + max(standing, own - whole))
+            gone, standing = gone + kept, behind
     return most
 
 
@@ -166,7 +161,7 @@ def stage_state(
             # all gradients of a block with their wide copy, which stays until those of the next block are all there
             unreduced=most_at_work(blocks, block * wide + down * size, block * (size + wide)) - most_at_work(blocks),
             # beside the wide copy: what it was made from and this rank's part; then the last block at work
-            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + blocks[-1][-1].work)
+            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + blocks[-1][-1][0])
             if table
             else 0,
             update=copies,
@@ -324,17 +319,12 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
-    in_backward = [
-        [
-            BlockBackward(
-                block_work(config, block),
-                layer_activations(config, granularity, block) * (not any(counts)),
-                layer_activations(config, "none", block),
-            )
-            for block in layers
-        ]
-        for layers in chunks
-    ]
+
+    def backward(block: int) -> BlockBackward:
+        kept, whole = (layer_activations(config, name, block) for name in (granularity, "none"))
+        return block_work(config, block), kept * (not any(counts)), whole
+
+    in_backward = [[backward(block) for block in layers] for layers in chunks]
     return RankMemory(
         **vars(stage_state(config, chunks, world_size, in_backward)),
         activations=activations,
