@@ -132,3 +132,14 @@ def test_a_run_with_all_its_results_in_blocks_has_the_same_bits(case: str) -> No
     for (losses, weights, none), (same, others, held) in zip(plain, reused, strict=True):
         assert losses == same and not any(none) and 0 < held[3] <= held[1]
         assert all(torch.equal(x, y) for x, y in zip(weights, others, strict=True))
+
+
+def decayed(rank: int, world_size: int) -> float:
+    """A state that has lost almost all of itself, times one."""
+    state = torch.full((8, 8), 1e-30) * 1e-10
+    return (state @ torch.eye(8)).max().item()
+
+
+def test_what_has_decayed_below_the_normal_numbers_is_zero_on_a_cpu_rank() -> None:
+    """A processor takes up to a hundred times as long for a product with such numbers."""
+    assert run_ranks(decayed, 1) == [0.0]

@@ -19,6 +19,19 @@ SAME: dict[str, Value] = {
     "lr_decay_style": "constant",
 }
 """Beside the sizes of the benchmark: what every peer can be told as well."""
+STATES: dict[str, Value] = {
+    "linear_attention_freq": "4",
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "attention_output_gate": True,
+    "apply_layernorm_1p": True,
+    "qk_layernorm": "head",
+    "norm_epsilon": 1e-6,
+    "hf_model_type": "qwen3_5_text",
+}
+"""Three gated delta rules to a layer of attention, heads of 128."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,7 @@ GRIDS: dict[str, Grid] = {
     "tp 2 x cp 2": Grid(4, {TP: 2, CP: 2}, 2.0),
     "one process, long": Grid(1, LONG, None),
     "cp 2, long": Grid(2, {**LONG, CP: 2}, 1.6),
+    "one process, states": Grid(1, {**LONG, **STATES}, 1.2),
 }
 
 
@@ -90,7 +104,7 @@ PEERS: dict[str, Peer] = {
     "Accelerate": Peer(
         "run_accelerate.py",
         ("accelerate", "transformers"),
-        {**_ONE, "dp 2": {}, "cp 2": {}, "cp 4": {}, "cp 2, long": {}},
+        {**_ONE, "one process, states": {}, "dp 2": {}, "cp 2": {}, "cp 4": {}, "cp 2, long": {}},
     ),
     "Accelerate FSDP2": Peer("run_accelerate.py", ("accelerate", "transformers"), {"dp 2": {"data": "shard"}}),
     "fully_shard": Peer("run_fully_shard.py", ("transformers",), {**_ONE, "dp 2": {}}),

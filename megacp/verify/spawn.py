@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megacp.core.distributed.launch import meet_in_file, steady_heap
+from megacp.core.distributed.launch import meet_in_file, settle_cpu
 
 _GRACE = 2.0
 """Seconds the other ranks get to report their own failure after the first one, and a late rank to write its stack."""
@@ -43,7 +43,7 @@ def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connecti
     """A rank: runs what comes through the pipe until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     gc.freeze()  # what was imported before the fork stays: to walk it would copy its pages into this process
-    steady_heap()
+    settle_cpu()
     torch.set_num_threads(threads)
     with open(f"{folder}/stack_{rank}", "w") as stack:
         meet_in_file(f"{folder}/store", rank, world_size)

@@ -53,8 +53,11 @@ def test_a_gpu_trains_like_the_cpu_in_float64(recompute: str, tile: int) -> None
         np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-7)  # compared after rounding to float32
 
 
-def test_bfloat16_on_a_gpu_stays_near_float64() -> None:
-    losses, _ = train("cuda", dtype="bfloat16")
+@pytest.mark.parametrize("chunk", [0, 32])
+def test_bfloat16_on_a_gpu_stays_near_float64(chunk: int) -> None:
+    """Also where weight gradients are added to wide totals by the product itself, the head's and those of linears."""
+    fused = {"cross_entropy_chunk_tokens": chunk, "gradient_accumulation_fusion": chunk > 0}
+    losses, _ = train("cuda", dtype="bfloat16", **fused)
     expected, _ = train("cpu", dtype="float64")
     assert losses == pytest.approx(expected, rel=2e-2)  # 8 bits of mantissa over two layers
 

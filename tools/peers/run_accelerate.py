@@ -14,7 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from cpu_ring import allow_cpu_kernel
 from stepping import IGNORED, Train, Work, serve, summed, token_loss
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 
 def accelerator_of(work: Work) -> Accelerator:
@@ -36,7 +36,7 @@ def accelerator_of(work: Work) -> Accelerator:
 def build(work: Work) -> Train:
     """The prepared model and its step."""
     accelerator = accelerator_of(work)
-    model = LlamaForCausalLM.from_pretrained(work.weights, attn_implementation="sdpa", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(work.weights, attn_implementation="sdpa", dtype=torch.float32)
     model.config.use_cache = False
     model, optimizer = accelerator.prepare(model, work.optimizer(model.parameters()))
     model.train()

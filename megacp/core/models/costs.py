@@ -228,11 +228,12 @@ def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:
 
 
 def logit_bytes(config: RunConfig) -> int:
-    """Bytes of one token's logits on a rank: softmax and gradient take their place, halves have a wide copy beside."""
-    model, t = config.model, config.training
-    copy = t.accumulation_bytes if t.accumulation_bytes > t.element_bytes else 0
-    rows = vocabulary_rows(model, model.vocab_size, config.parallel.tensor_model_parallel_size)
-    return rows * (t.element_bytes + copy)
+    """Bytes of one token's logits on a rank: softmax and gradient take their place.
+
+    A CPU has a wide copy of halves beside them; on CUDA two kernels read and write the halves themselves.
+    """
+    rows = vocabulary_rows(config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size)
+    return rows * config.training.element_bytes
 
 
 def loss_chunk_tokens(config: RunConfig) -> int:

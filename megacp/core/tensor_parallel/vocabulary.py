@@ -28,6 +28,7 @@ from megacp.core.layers.table import Tensor
 from megacp.core.ops.device import fused, is_compiled
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import LinearOptions, column_product
+from megacp.core.tensor_parallel.weight_gradients import add_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -197,15 +198,14 @@ class _ChunkedLoss(torch.autograd.Function):
 def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
     """Add `grad^T x` to `total[rows, h]`, for `grad[c, rows]` and `x[c, h]`.
 
-    Where the total is wider, products of some rows at a time: together they are as large as wide logits of the chunk,
+    A CPU's product for a wider total is of some rows at a time: together they are as large as wide logits of the chunk,
     which are gone by now.
     """
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.t(), x)
-        return
-    rows = max(1, grad.numel() * total.element_size() // (x.shape[1] * x.element_size()))
+    rows = total.shape[0]
+    if total.dtype != grad.dtype and not total.is_cuda:
+        rows = max(1, grad.numel() * total.element_size() // (x.shape[1] * x.element_size()))
     for part, part_grad in zip(total.split(rows), grad.split(rows, 1), strict=True):
-        part.add_(part_grad.t() @ x)  # [r, c] x [c, h] -> [r, h]
+        add_weight_gradient(part, part_grad, x)  # [r, c] x [c, h] -> [r, h]
 
 
 def _narrowed(total: torch.Tensor, dtype: torch.dtype, block: int = 1 << 22) -> torch.Tensor:

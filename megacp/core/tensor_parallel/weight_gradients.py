@@ -26,9 +26,11 @@ AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """`AddGradient` in torch: one fused product and sum where the dtypes agree, else a product that is added."""
+    """`AddGradient` in torch: one fused product and sum; a CPU adds halves to a wider total in two passes."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)
+    elif total.is_cuda:  # a narrow product in memory, read again and added, takes three times the bytes
+        torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
         total.add_(grad.t() @ x)
 
