@@ -549,6 +549,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("self.backend.dtype)", "self.backend.dtype, self.rotary_factor)", "a window's own angles have YaRN's factor"),
     ],
     ("plan/memory.py", "tests/plan/test_memory.py"): [
+        ("gone + kept, behind", "gone, behind", "blocks that are done count while a larger one works"),
         ("whole, works[-1])", "whole, max(works))", "the largest block runs beside the head's gradient"),
     ],
     ("plan/search.py", "tests/plan/test_search.py"): [
