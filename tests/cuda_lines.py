@@ -22,9 +22,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 WHOLE = ("ops/flex.py", "backends/transformer_engine.py", "backends/thd.py", "backends/apex.py")
-WHOLE += ("context_parallel/fused_states.py",)
+WHOLE += ("ops/cudnn.py", "context_parallel/fused_states.py")
 CUDA = ('"cuda"', "'cuda'", '"nccl"', "'nccl'", "is_compiled(", "on_gpu", "self.stream is None", "stream is not None")
-ELSEWHERE = ("!= 'cuda'", "== 'cpu'", "not is_compiled(", "self.stream is None", "backend == 'gloo'", "through_host")
+CUDA += (".is_cuda",)
+ELSEWHERE = (
+    "!= 'cuda'",
+    "== 'cpu'",
+    "not is_compiled(",
+    "self.stream is None",
+    "backend == 'gloo'",
+    "through_host",
+    "not total.is_cuda",
+)
 CASES = ["4d", "a2a", "a2a+p2p", "interleaved", "on the host", "vision", "float32", "engine p2p", "engine a2a"]
 RUNS = (
     [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *CASES],

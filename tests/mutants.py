@@ -38,6 +38,7 @@ ENGINE = "tests/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
 
 EXPERTS = "tests/expert_parallel"
+CLUSTER = "tests/plan/test_cluster.py"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/backends/support.py", "tests/backends/test_support.py"): [
@@ -560,7 +561,30 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/times.py", "tests/plan/test_search.py"): [
         ("ATTENTION_BACKWARD * back,", "back,", "attention's backward takes as long as its forward"),
         ("gather + scatter - backward.total", "scatter - backward.total", "parameters are gathered once"),
-        ("* sample.needed(cp)", "", "kv_exchange sends all keys"),
+        ("key_values * sample.shared(config)[1]", "key_values * (cp - 1)", "kv_exchange sends all keys"),
+    ],
+    ("plan/cluster.py", CLUSTER): [
+        ("1 - (1 - trouble.slow_ranks) ** ranks", "trouble.slow_ranks", "a group has one rank that may be slow"),
+        (", -1, together).max(-1)", ", -1, together)[..., 0]", "replicas that gather parameters do not wait"),
+        ("hardware.outside / trouble.contention", "hardware.outside", "links are never shared"),
+    ],
+    ("plan/packs.py", CLUSTER): [
+        ("reshape(ranks // group, -1)", "reshape(ranks, -1)", "ranks that swap heads are as uneven as their tokens"),
+        ("one.leave + start, 0)", "one.leave, 0)", "joined packs see each other"),
+    ],
+    ("core/pipeline_parallel/timeline.py", CLUSTER): [
+        ("[action.microbatch] if many", "[0] if many", "all microbatches take the time of the first"),
+    ],
+    ("plan/times.py", "tests/plan/test_published.py"): [
+        ("hardware.ring(tp, 1)", "hardware.link(tp, 1)", "tp over machines has one adapter"),
+        ("link = hardware.ring(", "link = hardware.link(", "sums over machines have one adapter"),
+        ("hops = (ranks - 1) *", "hops =", "a ring takes one hop"),
+    ],
+    ("plan/hardware.py", "tests/plan/test_published.py"): [
+        ("self.outside * together", "self.outside", "a ring enters a machine by one adapter"),
+    ],
+    ("plan/memory.py", "tests/plan/test_published.py"): [
+        ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
     ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
@@ -596,7 +620,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
     ("core/pipeline_parallel/timeline.py", PP): [
-        ("max(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
+        ("later(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
     ],
     ("core/data_parallel/buckets.py", DP): [
         ("(spec.rule, spec.weight_decay, spec", "(spec.rule, spec", "norms share a bucket with what decays"),

@@ -20,6 +20,7 @@ from megacp.core.config.cli import OneLineParser, given_names, parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.manifest import DatasetManifest
 from megacp.plan.answer import as_json, flags, plan_text
+from megacp.plan.cluster import add_flags, asked_trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
 from megacp.plan.packs import PackSample, sample_packs
 from megacp.plan.search import search
@@ -40,6 +41,7 @@ def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
 
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
+    trouble = asked_trouble(own)
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
@@ -53,7 +55,8 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
         own.output.parent.mkdir(parents=True, exist_ok=True)
         own.output.write_text(flags(found[0]), encoding="utf-8")
     tell = as_json if own.json else plan_text
-    return tell(found, config.world_size, here, sample)
+    told = tell(found, config.world_size, here, sample)
+    return told + (drawn_text(found[0].config, config.world_size, here, sample, trouble) if trouble else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--network", choices=NETWORKS, default="infiniband", help="between them (default infiniband)")
     parser.add_argument("--output", type=Path, help="file for the flags of the best layout, which --config takes")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_flags(parser)
     own, rest = parser.parse_known_args(argv)
     try:
         print(_planned(own, rest), end="")

@@ -1,69 +1,130 @@
-"""What the packs of a dataset ask of attention: areas of their masks, and how far documents spread over cp ranks."""
+"""What the packs of a dataset ask of attention: areas of their masks, and how layouts deal them over cp ranks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from megacp.core.config.blend import named_folders
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.balance import mix_of, row_area
+from megacp.core.context_parallel.balance import ALIKE, Mix, mix_of, row_area
+from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
 from megacp.core.models.costs import causal_area
-from megacp.core.ops.mask import Metadata
+from megacp.core.ops.mask import Metadata, once, tile_table
 
-SAMPLE = 64
-"""Packs that are looked at."""
-DRAWN_STEPS = 200
-"""Steps that are drawn of them."""
+SAMPLE, SAMPLE_TOKENS = 64, 2**22
+"""Packs that are looked at, and their tokens: long ones are fewer."""
+DEALT_TOKENS = 2**18
+"""Tokens of the first of them, which are dealt over ranks."""
+ASKED = 16
+"""Ranks whose keys are counted, of many."""
+DRAWN_STEPS, DRAWN_PACKS = 200, 2**22
+"""Steps that are drawn of them, and their packs at the most."""
+CAUSAL = Metadata.of_documents(np.zeros(4096, np.int64))
+"""One document; ranks share a longer one alike."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PackSample:
     """A sample of packs; by default one causal document fills each."""
 
     areas: tuple[float, ...] = (1.0,)
     """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers with attention."""
-    parts: tuple[tuple[float, ...], ...] = ((1.0,),)
-    """Shares of each pack that its documents take."""
+    rows: tuple[Metadata, ...] = (CAUSAL,)
+    """Their masks."""
+    mix: Mix = field(default_factory=lambda: ALIKE)
+    packs: int = 1
+    """How many packs stand in a row, where they are joined."""
 
-    @property
+    @functools.cached_property
     def area(self) -> float:
         """The mean pack's."""
         return float(np.mean(self.areas))
 
-    def needed(self, cp: int) -> float:
-        """Share of the other ranks' keys that a rank's queries see: of a document that spreads over n of `cp` ranks the
-        half of the keys on n - 1 others.
-        """
-        spread = [share * max(0.0, share * cp - 1) for of_pack in self.parts for share in of_pack]
-        return sum(spread) / len(self.parts) / max(1, cp - 1) / 2
+    @once
+    def mean(self) -> PackSample:
+        """All packs as the mean one."""
+        return replace(self, areas=(self.area,))
 
-    def slowest(self, dp: int, microbatches: int, attention: float) -> float:
-        """Work of the busiest of `dp` ranks over the mean one's, in the mean of many steps of drawn packs.
+    @once
+    def each(self) -> list[PackSample]:
+        """Every row alone."""
+        return [replace(self, areas=(area,), rows=(row,)) for area, row in zip(self.areas, self.rows, strict=True)]
 
-        `attention` is the share of a step that grows with the area.
+    @once
+    def joined(self, size: int) -> PackSample:
+        """Rows of so many packs each."""
+        if size == 1:
+            return self
+        starts = range(0, len(self.rows) - size + 1, size)
+        areas = tuple(float(np.mean(self.areas[start : start + size])) for start in starts)
+        return PackSample(areas, tuple(_row(self.rows[start : start + size]) for start in starts), self.mix, size)
+
+    def shared(self, config: RunConfig) -> tuple[float, float]:
+        """Area of the cp rank with the most over the mean one's, and the most keys of others that one's queries see,
+        over its own tokens: in the mean of the rows.
         """
-        if len(self.areas) == 1:
-            return 1.0
-        drawn = np.random.default_rng(0).choice(self.areas, (DRAWN_STEPS, dp, microbatches)).mean(-1)  # [steps, dp]
-        work = 1 - attention + attention * drawn / self.area
-        return float((work.max(1) / work.mean(1)).mean())
+        p, packs = config.parallel, config.training.micro_batch_size
+        ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
+        sizes = p.hierarchical_context_parallel_sizes
+        group = {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.get(p.cp_comm_type, 1)  # shares the heads of a row
+        return self._shared(p.cp_layout, ranks, min(group, ranks), p.cp_comm_type == "kv_exchange")
+
+    @once
+    def _shared(self, name: str, ranks: int, group: int, exchanging: bool) -> tuple[float, float]:
+        if ranks == group:
+            return 1.0, 0.0
+        layout = LAYOUTS.get(name, LAYOUTS["balanced"])  # `auto` finds an even one too
+        areas, keys = [], []
+        for row in self.rows[: max(1, DEALT_TOKENS // len(self.rows[0]))]:
+            missing = (0, layout.padded_length(row, ranks, 1) - len(row))
+            filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))
+            dealt = layout.deal(filled, ranks, self.mix)  # [ranks, t]
+            areas.append(row_area(filled, self.mix)[dealt].reshape(ranks // group, -1).sum(1))
+            asked = dealt[:: -(-ranks // ASKED)] if exchanging else ()
+            keys.append(max((_others(filled, own) for own in asked), default=0.0))
+        return float(np.max(areas, 1).sum() / np.mean(areas, 1).sum()), float(np.mean(keys))
+
+    @once
+    def largest(self, dp: int, microbatches: int) -> float:
+        """Area of the packs of the rank with the most of `dp`, over the mean one's, in the mean of many drawn steps."""
+        steps = max(1, min(DRAWN_STEPS, DRAWN_PACKS // (dp * microbatches)))
+        drawn = np.random.default_rng(0).choice(self.areas, (steps, dp, microbatches)).mean(-1)  # [steps, dp]
+        return float((drawn.max(1) / drawn.mean(1)).mean())
+
+
+def _others(row: Metadata, own: np.ndarray) -> float:
+    """Tokens that the tokens `own` see of the rest of a row, over theirs."""
+    seen = tile_table(row.take(own), row).needed_keys  # [T]
+    return float((seen.sum() - seen[own].sum()) / len(own))
+
+
+def _row(packs: Sequence[Metadata]) -> Metadata:
+    """One row of several."""
+    first = np.cumsum([0, *map(len, packs)])
+    leave = [np.where(one.leave > 0, one.leave + start, 0) for one, start in zip(packs, first, strict=False)]
+    span = [np.where(one.span != 0, one.span + (np.int64(number) << 32), 0) for number, one in enumerate(packs)]
+    return Metadata.of_row(np.concatenate(leave), np.concatenate(span))
+
+
+def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
+    """The sample of packs with these masks."""
+    mix = mix_of(config.model) or ALIKE  # layers with a state ask for no area
+    whole = sum(causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items())
+    kept = tuple(rows)
+    return PackSample(tuple(float(row_area(row, mix).sum() / whole) for row in kept), kept, mix)
 
 
 def sample_packs(config: RunConfig) -> PackSample:
     """A sample of what `--data-path` names first. ValueError where it cannot be read."""
     folder, *_ = named_folders(config.data.data_path)
     packs = PackedDataset(folder)
-    chosen = np.random.default_rng(0).permutation(len(packs))[:SAMPLE]
-    mix = mix_of(config.model)
-    whole = sum(causal_area(config.data.seq_length, reach.window) * layers for reach, layers in mix.items())
-    areas, parts = [], []
-    for number in chosen.tolist():
-        row = collate([packs.pack(number)], config.data.attention_mask, config.data.image_attention)
-        areas.append(float(row_area(Metadata.of_row(row.leave, row.span), mix).sum() / max(1, whole)))
-        lengths = np.bincount(row.document[row.leave > 0])
-        parts.append(tuple((lengths / config.data.seq_length).tolist()))
-    return PackSample(tuple(areas), tuple(parts))
+    count = min(SAMPLE, max(4, SAMPLE_TOKENS // config.data.seq_length))
+    chosen = np.random.default_rng(0).permutation(len(packs))[:count].tolist()
+    rows = (collate([packs.pack(n)], config.data.attention_mask, config.data.image_attention) for n in chosen)
+    return sample_of(config, (Metadata.of_row(row.leave, row.span) for row in rows))

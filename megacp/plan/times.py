@@ -9,16 +9,18 @@ Contention of two messages and the host's time are not in it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megacp.core.checks import packs_in_a_row
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
 from megacp.core.models import costs
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
@@ -98,7 +100,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     )
     tokens, ranks = t.micro_batch_size * config.data.seq_length, tp * cp
     whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
-    flops = layer.flops(model, tokens, int(whole * sample.area))
+    flops = layer.flops(model, tokens, int(whole * sample.area * sample.shared(config)[0]))
     busiest = planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
     products = flops.matmul * busiest / ranks / hardware.products
     narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
@@ -113,7 +115,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size
-    tensor = 4 * (local * (tp - 1) / tp / hardware.link(tp, 1) + hardware.latency) if tp > 1 else 0.0
+    tensor = 4 * (local * (tp - 1) / tp / hardware.ring(tp, 1) + hardware.latency) if tp > 1 else 0.0
     full = t.recompute_granularity == "full"
     message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
     hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
@@ -146,7 +148,7 @@ def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: 
     queries = tokens * model.num_attention_heads * model.head_dim // tp * size
     sent = {
         "a2a": (key_values + 2 * queries) * (cp - 1) / cp,  # and the output back
-        "kv_exchange": key_values * (cp - 1) * sample.needed(cp),
+        "kv_exchange": key_values * sample.shared(config)[1],
     }.get(p.cp_comm_type, key_values * (cp - 1.0))
     messages = cp - 1 if p.cp_comm_type == "p2p" else 2
     return sent / hardware.link(cp, tp) + messages * hardware.latency
@@ -192,10 +194,12 @@ def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Seq
     """Seconds of gathering a stage's parameters over dp x cp, and of summing its gradients there."""
     p, t = config.parallel, config.training
     ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
-    link = hardware.link(ranks, p.tensor_model_parallel_size)
+    link = hardware.ring(ranks, p.tensor_model_parallel_size)
     away = (ranks - 1) / ranks / link
-    trained = stage_parameters(config, chunks, trained=True)
-    return stage_parameters(config, chunks) * t.element_bytes * away, trained * t.accumulation_bytes * away
+    trained, parameters = (stage_parameters(config, chunks, trained=only) for only in (True, False))
+    # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
+    hops = (ranks - 1) * hardware.latency / 4 * -(-parameters // p.ddp_bucket_size)
+    return parameters * t.element_bytes * away + hops, trained * t.accumulation_bytes * away + hops
 
 
 def _once_a_step(
@@ -212,28 +216,61 @@ def _once_a_step(
         exposed = max(0.0, scatter - last) + max(0.0, gather - first)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
-        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.link(instances, stride)
+        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
     # gradient, master weight and two moments are read, three of them and the weight written
     return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
 
 
+def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
+    """The config and its rows, which ranks of all replicas share under dynamic context parallelism, as if of one."""
+    p, replicas = config.parallel, packs_in_a_row(config, world_size)
+    packs = config.training.micro_batch_size * replicas
+    sizes = {"context_parallel_size": p.context_parallel_size * replicas, "micro_batch_size": packs}
+    joined = with_values(config, {**sizes, "dynamic_context_parallel": False}) if replicas > 1 else config
+    return joined, sample.joined(min(packs, len(sample.rows)))
+
+
+def in_lockstep(config: RunConfig, world_size: int) -> int:
+    """Replicas that wait for one another in every microbatch, as they gather parameters or exchange tokens in it."""
+    p, dp = config.parallel, config.data_parallel_size(world_size)
+    # a schedule gathers the one chunk of a stage once a step
+    again = p.pipeline_model_parallel_size == 1 or p.num_virtual_stages_per_pipeline_rank > 1
+    gathers = again and p.data_parallel_sharding_strategy == "optim_grads_params"
+    exchanging = p.expert_model_parallel_size // (p.tensor_model_parallel_size * p.context_parallel_size)
+    return math.gcd(dp, max(1, exchanging, dp // p.num_distributed_optimizer_instances * gathers))
+
+
+def stage_parts(
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, layers: Sequence[Sequence[range]]
+) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
+    """Forward and backward of the stages for one microbatch; the busiest of them, and its `_once_a_step`."""
+    parts = [_stage(config, world_size, hardware, sample, *stage) for stage in enumerate(layers)]
+    busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
+    forward, backward = (part.total for part in parts[busiest])
+    return parts, busiest, *_once_a_step(config, world_size, hardware, layers[busiest], backward, forward)
+
+
+def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
+    """The computes of each stage in a step."""
+    p, microbatches = config.parallel, config.num_microbatches(world_size)
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
+
+
 def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample) -> StepTime:
     """The step of a checked configuration on `world_size` ranks."""
-    p = config.parallel
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    microbatches = config.num_microbatches(world_size)
+    config, sample = one_row(config, world_size, sample)
+    microbatches, dp = config.num_microbatches(world_size), config.data_parallel_size(world_size)
     layers = costs.stage_layers(config, world_size)
-    parts = [_stage(config, world_size, hardware, sample, stage, layers[stage]) for stage in range(stages)]
-    orders = [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
-    spans = timeline(orders, chunks, [_times(config, *part) for part in parts])
-    busiest = max(range(stages), key=lambda stage: sum(part.total for part in parts[stage]))
+    parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
+    times = [kind_seconds(config, *part) for part in parts]
+    spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
     spent = parts[busiest][0] + parts[busiest][1]
     idle = max(0.0, max(stage[-1].stop for stage in spans) - microbatches * spent.total)
-    forward, backward = parts[busiest]
-    exposed, optimizer = _once_a_step(config, world_size, hardware, layers[busiest], backward.total, forward.total)
-    slowest = sample.slowest(config.data_parallel_size(world_size), microbatches, spent.attention / spent.total)
+    drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
+    even, most = spent.attention / sample.shared(config)[0], spent.attention * sample.largest(dp, drawn)
     return StepTime(
-        compute=microbatches * (spent.work + spent.attention),
+        compute=microbatches * (spent.work + even),
         again=microbatches * spent.again,
         offload=microbatches * spent.offload,
         tp=microbatches * spent.tp,
@@ -241,12 +278,12 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
         pipeline=idle,
-        uneven=microbatches * spent.total * (slowest - 1),
+        uneven=microbatches * (most - even),
         optimizer=optimizer,
     )
 
 
-def _times(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
+def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
     """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
     weights = forward.work if config.parallel.pipeline_schedule == "zero_bubble" else 0.0
     weights = min(weights, backward.work / 2)

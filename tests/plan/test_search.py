@@ -12,10 +12,11 @@ import pytest
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.models import costs
+from megacp.core.ops.mask import Metadata
 from megacp.plan import command
 from megacp.plan.answer import flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.packs import PackSample, sample_packs
+from megacp.plan.packs import PackSample, sample_of, sample_packs
 from megacp.plan.search import Candidate, fullest, search
 from megacp.plan.times import step_time
 from megacp.train import dry_run
@@ -95,7 +96,9 @@ def test_messages_count_where_nothing_hides_them() -> None:
     ring = step_time(config, 2, here, PackSample())
     assert ring.cp == pytest.approx(3 * one, rel=1e-6)
     exchanged = with_values(config, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})
-    assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(3 * one / 2, rel=1e-6)
+    assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(3 * one, rel=1e-6)  # one rank needs all
+    apart = sample_of(config, [Metadata.of_documents(np.repeat([0, 1, 2, 3], 256))])
+    assert step_time(exchanged, 2, here, apart).cp == 0
     gathered = costs.model_parameters(config.model) * 4 / 2 / 1e9
     assert ring.dp == pytest.approx(2 * gathered - 3 * one, rel=0.02)
     sharded = with_values(config, {"data_parallel_sharding_strategy": "optim_grads_params"})
@@ -104,12 +107,10 @@ def test_messages_count_where_nothing_hides_them() -> None:
     assert step_time(apart, 2, H100, PackSample()).pipeline > 0 == step_time(config, 2, H100, PackSample()).pipeline
 
 
-def test_documents_that_are_short_need_few_keys_of_others_and_uneven_packs_make_ranks_wait() -> None:
-    assert PackSample().needed(8) == 0.5 and PackSample(parts=((0.25,) * 4,)).needed(4) == 0
-    assert PackSample(parts=((0.5, 0.5),)).needed(4) == pytest.approx(2 * 0.5 * 1 / 3 / 2)
+def test_uneven_packs_make_ranks_wait() -> None:
     uneven = PackSample(areas=(0.2, 1.0))
-    assert PackSample().slowest(8, 1, 0.5) == 1.0 < uneven.slowest(8, 16, 0.5) < uneven.slowest(8, 1, 0.5)
-    assert uneven.slowest(64, 1, 1.0) == pytest.approx(1.0 / 0.6, rel=0.05)  # one of 64 has the largest pack
+    assert PackSample().largest(8, 1) == 1.0 < uneven.largest(8, 16) < uneven.largest(8, 1)
+    assert uneven.largest(64, 1) == pytest.approx(1.0 / 0.6, rel=0.05)  # one of 64 has the largest pack
 
 
 def test_packs_tell_their_areas(tmp_path: Path) -> None:
@@ -117,9 +118,9 @@ def test_packs_tell_their_areas(tmp_path: Path) -> None:
     config = with_values(RunConfig(), {"seq_length": 64, "data_path": str(tmp_path / "data")})
     rows = sample_packs(config)
     assert len(rows.areas) == 3 and all(0 < area <= 1 for area in rows.areas)
-    for area, of_pack in zip(rows.areas, rows.parts, strict=True):
-        longest = max(of_pack) * 64
-        assert costs.causal_area(round(longest)) <= area * costs.causal_area(64) + 1 and sum(of_pack) <= 1
+    for area, row in zip(rows.areas, rows.rows, strict=True):
+        longest = np.bincount(row.document[row.leave > 0]).max()
+        assert costs.causal_area(int(longest)) <= area * costs.causal_area(64) + 1
 
 
 LLAMA3_8B = {
@@ -187,13 +188,16 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
 ) -> None:
     sizes = ["--vocab-size", "4096", "--num-layers", "2", "--seq-length", "512", "--global-batch-size", "4"]
     asked = ["--world-size", "2", *sizes, "--pipeline-model-parallel-size", "1", "--cp-comm-type", "p2p"]
-    assert command.main([*asked, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
+    drawn = ["--simulate", "20", "--slow-ranks", "1", "--slow-factor", "1.5"]
+    assert command.main([*asked, *drawn, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
     said = capsys.readouterr().out
+    assert "20 drawn steps" in said and "slow ranks 5" in said  # about half as long again
     assert " OK " in said and "Longest row" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
-    for wrong, word in ((sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3")):
+    troubles = ([*asked, "--jitter=1", "--json"], "--json"), ([*asked, "--contention=0.5"], "0.5")
+    for wrong, word in (*troubles, (sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3")):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     assert command.main([*asked, *large, "--context-parallel-size", "1", "--recompute-granularity", "full"]) == 0
