@@ -551,7 +551,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("plan/memory.py", "tests/plan/test_memory.py"): [
         ("gone + kept, behind", "gone, behind", "blocks that are done count while a larger one works"),
-        ("whole, works[-1])", "whole, max(works))", "the largest block runs beside the head's gradient"),
+        ("blocks[-1][-1][0])", "max(blocks[-1])[0])", "the largest block runs beside the head's gradient"),
     ],
     ("plan/search.py", "tests/plan/test_search.py"): [
         ("if not check(found, world_size)", "if True", "layouts are shown that no run takes"),
