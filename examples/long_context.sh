@@ -9,7 +9,7 @@
 # (not measured on a GPU). The first row is the default: parameters and gradients are shared over dp x cp, and nothing
 # waits for tensor parallelism.
 #    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  36.7 GiB
-#            weights 4.03, gradients 4.03, optimizer 8.07, table 5.26, activations 14.5, block 2.85, head 3.13 GiB
+#            weights 4.03, gradients 4.03, optimizer 8.07, table 5.26, activations 14.5, block 2.85, head 2.98 GiB
 #    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim               53.9 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."

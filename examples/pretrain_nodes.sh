@@ -6,15 +6,13 @@ set -euo pipefail
 NNODES=${NNODES:?machines of the run}
 HEAD=${HEAD:?address of one machine of the run, the same for all}
 NPROC=${NPROC:-8}
-TP=${TP:-1}
-PP=${PP:-1}
-CP=${CP:-1}
 # How long torchrun waits for ranks that save after SIGTERM before it kills them (its default is 30 s).
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-run=(--tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" --context-parallel-size "$CP" "$@")
+run=(${TP:+--tensor-model-parallel-size "$TP"} ${PP:+--pipeline-model-parallel-size "$PP"}
+    ${CP:+--context-parallel-size "$CP"} "$@")
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}" --world-size "$((NNODES * NPROC))"
 exec torchrun --nnodes "$NNODES" --nproc-per-node "$NPROC" --max-restarts "${MAX_RESTARTS:-3}" \
     --rdzv-id "${RUN_ID:-megacp}" --rdzv-backend c10d --rdzv-endpoint "$HEAD:${MASTER_PORT:-29500}" \

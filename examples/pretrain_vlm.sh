@@ -11,8 +11,8 @@
 #    8 GPUs  TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params  46.5 GiB
 #    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  71.2 GiB
 #    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.7 GiB
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=selective SHARD=optim               56.4 GiB
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim                    33.1 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=selective SHARD=optim               56.2 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim                    32.9 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

@@ -36,7 +36,8 @@ from megacp.core.checks import require
 from megacp.core.config.blend import shown_path
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
 from megacp.core.config.parallel import GridShape
-from megacp.core.config.run import RunConfig, flag, with_values
+from megacp.core.config.run import RunConfig, flag, flatten, with_values
+from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.console import ends_with_its_reader
@@ -44,7 +45,7 @@ from megacp.core.storage.place import place_of
 from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
 from megacp.core.training.stopping import FAILED, STOPPED
-from megacp.core.training.stored import resumes, with_stored_model
+from megacp.core.training.stored import goes_on_from, resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
 from megacp.plan.report import describe
 
@@ -58,9 +59,9 @@ _SECONDS_OF_OTHERS = 60.0
 _HELP, _HELP_ALL = ("-h", "--help"), "--help-all"
 _FIRST_FLAGS = set(
     "data-path valid-data-path seq-length load-hf load-adapter load finetune save save-interval auto-resume num-layers "
-    "hidden-size lora-rank tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size cp-comm-type "
-    "cp-layout train-iters train-epochs global-batch-size lr lr-warmup-iters dtype recompute-granularity eval-interval "
-    "dry-run world-size".split()
+    "hidden-size lora-rank parallel tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+    "cp-comm-type cp-layout train-iters train-epochs global-batch-size lr lr-warmup-iters dtype recompute-granularity "
+    "eval-interval dry-run world-size".split()
 )
 """What --help shows; --help-all shows the rest too."""
 
@@ -104,7 +105,8 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     config, note = with_stored_model(_parsed(arguments, world), given)
     config, weights, other = _started(config, given, world.rank)
     config, length = with_stored_length(config, given, given_flags(arguments))
-    for line in filter(None, (note, other, length) if world.rank == 0 else ()):
+    config, layout = _laid_out(config, given, world)
+    for line in filter(None, (note, other, length, layout) if world.rank == 0 else ()):
         print(line, flush=True)
     if config.dry_run:
         report = dry_run(config)
@@ -133,6 +135,31 @@ def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunC
     converter = importlib.import_module("megacp.huggingface.convert.start")
     found: tuple[RunConfig, Weights, str] = converter.open_start(config, given)
     return found
+
+
+def _laid_out(config: RunConfig, given: Collection[str], world: launch.World) -> tuple[RunConfig, str]:
+    """The config with a layout where --parallel auto asks for one, and a note.
+
+    A run that goes on with as many ranks keeps the layout that it had. Each rank chooses by itself, and one that came
+    to another choice, on another kind of device, is refused with it when ranks compare their flags.
+    """
+    if config.parallel.parallel != "auto":
+        return config, ""
+    from megacp.plan import auto, search
+
+    config, _ = open_sources(with_values(config, {"parallel": "given"}))  # with its vocabulary
+    ranks, fixed, was = config.world_size or world.size, {*given, "dtype"}, ""
+    if (before := goes_on_from(config)) is not None:
+        folder, manifest, text = before
+        was = f"; {folder} is of {manifest.world_size}"
+        if manifest.world_size == ranks:
+            stored = flatten(from_yaml(text))
+            kept = {name: stored[name] for name in search.fields_chosen(config) - fixed}
+            return with_values(config, kept), f"--parallel auto on {ranks} ranks: the layout of {folder}"
+    kind = None if config.dry_run else launch.device_type(world)  # a dry run may be of another machine
+    device: tuple[str, float | None] = launch.device_at_hand(world) if kind else ("h100", None)
+    config, told = auto.laid_out(config, ranks, fixed, device, lambda one: backend_problems(one, kind))
+    return config, told + was
 
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:

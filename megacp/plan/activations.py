@@ -143,6 +143,10 @@ def block_work(config: RunConfig, layer: int = 0) -> int:
     mlps = described.kinds[1:]
     gone = 0 if share.tiled else (sum(kind.kept(share)[0] for kind in mlps) + share.residual) * share.size
     attention = described.mixer.work(share) + share.residual * share.size - gone
+    if described.has_state and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
+        # gradients of the MLP's weights leave with those of all the block; the terms of attention hold enough for them
+        linears = [linear for kind in mlps for linear in kind.linears(config.model).values()]
+        attention += sum(linear.inputs * linear.outputs for linear in linears) // share.tp * share.size
     return again + max(sum(kind.work(share) for kind in mlps), attention)
 
 

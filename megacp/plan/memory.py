@@ -118,21 +118,35 @@ class StateMemory:
     """Shards in the model's dtype, for a checkpoint."""
 
 
-def stage_state(
-    config: RunConfig, chunks: Sequence[range], world_size: int, kept: int, whole: int, last_work: int
-) -> StateMemory:
-    """The state of a rank. `kept` are the bytes of a block's activations that backward has let go of when the block
-    before it computes. `whole` are those of the block that is just done. In both places its gradients may stand.
-    `last_work` are the bytes that the last block's backward needs beyond what it keeps.
+BlockBackward = tuple[int, int, int]
+"""Bytes of a block: the work of its backward beyond what it keeps, what that is, and all that it has when done."""
+
+
+def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0, own: int = 0) -> int:
+    """Most that a block's backward needs above all that is kept, of which the blocks behind it in its chunk have let
+    theirs go. Their last gradients may stand, `behind`, or its `own` in the place of all that it had.
     """
+    most = 0
+    for blocks in chunks:
+        gone = standing = 0
+        for work, kept, whole in reversed(blocks):
+            most = max(most, work - gone + max(standing, own - whole))
+            gone, standing = gone + kept, behind
+    return most
+
+
+def stage_state(
+    config: RunConfig, chunks: Sequence[range], world_size: int, blocks: Sequence[Sequence[BlockBackward]]
+) -> StateMemory:
+    """The state of a rank, of chunks with these `blocks`."""
     size, wide = config.training.element_bytes, config.training.accumulation_bytes
     instances = config.parallel.num_distributed_optimizer_instances
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
-    blocks = [layer for layers in chunks for layer in layers]
+    numbers = [layer for layers in chunks for layer in layers]
     experts, pairs = (
-        sum(of_layers(config.model, blocks, functools.partial(expert_parameters, config.model, ep=ep, pairs=of_pairs)))
+        sum(of_layers(config.model, numbers, functools.partial(expert_parameters, config.model, ep=ep, pairs=of_pairs)))
         for of_pairs in (False, True)
     )
     frozen, alike = "text" in config.frozen_parts, max(1, ranks * tp // ep)
@@ -159,9 +173,9 @@ def stage_state(
             gathered=gathered * size,
             gathered_head=head * size,
             # all gradients of a block with their wide copy, which stays until those of the next block are all there
-            unreduced=max(0, block * (size + wide) - whole, block * wide - kept + down * size),
+            unreduced=most_at_work(blocks, block * wide + down * size, block * (size + wide)) - most_at_work(blocks),
             # beside the wide copy: what it was made from and this rank's part; then the last block at work
-            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + last_work)
+            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + blocks[-1][-1][0])
             if table
             else 0,
             update=copies,
@@ -309,11 +323,9 @@ def stage_memory(
     p, granularity = config.parallel, config.training.recompute_granularity
     size = config.training.element_bytes
     blocks = [layer for layers in chunks for layer in layers]
-    # blocks of several kinds count as their mean, and the one at work as the largest
-    layer, whole = (
-        -(-sum(of_layers(config.model, blocks, functools.partial(layer_activations, config, name))) // len(blocks))
-        for name in (granularity, "none")
-    )
+    # blocks of several kinds count as their mean, but for the one at work
+    kept_by = functools.partial(layer_activations, config, granularity)
+    layer = -(-sum(of_layers(config.model, blocks, kept_by)) // len(blocks))
     held, rows, deferred = at or most_held(config, stage, world_size)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
@@ -331,12 +343,17 @@ def stage_memory(
     # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
-    works = of_layers(config.model, blocks, functools.partial(block_work, config))
+
+    def backward(block: int) -> BlockBackward:
+        kept, whole = (layer_activations(config, name, block) for name in (granularity, "none"))
+        return block_work(config, block), kept * (not any(counts)), whole
+
+    in_backward = [of_layers(config.model, layers, backward) for layers in chunks]
     return RankMemory(
-        **vars(stage_state(config, chunks, world_size, layer, whole, works[-1])),
+        **vars(stage_state(config, chunks, world_size, in_backward)),
         activations=activations,
         messages=messages * Share(config).residual * size,
-        block=max(works) + (head_gradient(config) if shared else 0),
+        block=most_at_work(in_backward) + (head_gradient(config) if shared else 0),
         vision=vision,
         head=head_work(config) + head_gradient(config) if last else 0,
         host=held * (max(counts) * layer - received),

@@ -150,7 +150,7 @@ def layouts(
     told = _told(config, given)
     for grid in map(merged, itertools.product(*(_untold(choices, told) for choices in _sizes(config, world_size)))):
         base = with_values(config, grid)
-        if world_size % base.model_ranks:
+        if math.gcd(world_size, base.model_ranks) != base.model_ranks:  # 0 ranks too
             continue
         tables = [_untold(choices, told) for choices in _others(base, world_size, dtype)]
         plainest = merged(table[0] for table in tables)
@@ -192,9 +192,16 @@ def fullest(config: RunConfig, world_size: int) -> RankMemory:
 
 
 def search(
-    config: RunConfig, world_size: int, given: Collection[str], hardware: Hardware, sample: PackSample
+    config: RunConfig,
+    world_size: int,
+    given: Collection[str],
+    hardware: Hardware,
+    sample: PackSample,
+    problems: Callable[[RunConfig], list[str]] = lambda _: [],
 ) -> list[Candidate]:
     """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first.
+
+    `problems` are those of a machine, where it is at hand.
 
     Left out is what would be slower than the best that fit well even if no stage idled. Nothing that saves memory is
     tried where a layout fits well without, nor all of it where the most does not suffice.
@@ -205,7 +212,9 @@ def search(
 
     def runs(one: RunConfig) -> bool:
         """Whether it may be among the best, and a run would take it."""
-        return timed(one, idles=False).total <= EQUALLY_FAST * best[-1] and not check(one, world_size)
+        if timed(one, idles=False).total > EQUALLY_FAST * best[-1]:
+            return False
+        return not check(one, world_size) and not problems(one)
 
     for base, chosen in layouts(config, world_size, given, hardware.dtype):
         if not runs(base):

@@ -23,6 +23,7 @@ from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values_of_file
 from megacp.huggingface import convert_command
+from megacp.plan.cluster import FLAGS as CLUSTER_FLAGS
 from megacp.prepare import command as prepare_command
 from megacp.train import flags_of
 
@@ -91,7 +92,12 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
     for action in actions:  # which grows by those of the commands below a command
         if isinstance(action, argparse._SubParsersAction):
             actions += [own for command in action.choices.values() for own in command._actions]
-    real = {*others.split(), *undeclared.split(), *(name[2:] for action in actions for name in action.option_strings)}
+    real = {
+        *others.split(),
+        *undeclared.split(),
+        *CLUSTER_FLAGS,
+        *(name[2:] for action in actions for name in action.option_strings),
+    }
     real |= {flag(f"{no}{name}")[2:] for name in fields() for no in ("", "no_")}
     root = Path(__file__).resolve().parents[2]
     text = "".join(path.read_text() for room in ("megacp", "tools", "bench") for path in (root / room).rglob("*.py"))

@@ -20,17 +20,21 @@ import pytest
 from megacp import train
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
+from megacp.core.checks import check
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, with_values
-from megacp.core.distributed.launch import Rendezvous
+from megacp.core.distributed.launch import Rendezvous, World
 from megacp.core.training.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
-from megacp.train import main
+from megacp.plan.answer import words
+from megacp.plan.auto import sheet_of
+from megacp.plan.hardware import hardware
+from megacp.train import main, plan_of
 from tests.checkpoint.test_commit import WORLD
 from tests.data.datasets import random_packs, write_dataset
 from tests.distributed.test_grid import at_once
-from tests.training.runs import TINY, losses, run
+from tests.training.runs import TINY, grid_flags, losses, run
 
 
 def config_of(path: Path, layout: str, cp: int) -> RunConfig:
@@ -190,6 +194,65 @@ def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     lines = capsys.readouterr().err.splitlines()
     step = base / "step_0000002"
     assert lines == [f"error: {step} has --num-layers 4, this run 3", f"{step} has --hidden-size 32, this run 256"]
+
+
+AUTO = [*REST, "--parallel", "auto"]
+
+
+def planned(flags: list[str], ranks: int, rank: int = 0) -> RunConfig:
+    """What a rank would run of --parallel auto."""
+    plan = plan_of(flags, World(rank, ranks, rank, ranks))
+    assert plan is not None and plan.config.parallel.parallel == "given" and check(plan.config, ranks) == []
+    return plan.config
+
+
+def test_a_plan_says_what_no_flag_says_and_all_ranks_come_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*TINY[: TINY.index("--dtype")], *AUTO, *grid_flags(tp=2), "--recompute-granularity", "full"]
+    first = planned(flags, 4)
+    line = capsys.readouterr().out
+    assert planned(flags, 4, 3) == first and capsys.readouterr().out == ""
+    assert line.startswith(f"--parallel auto on 4 ranks: {words(first, 4)}; ") and "no sheet has CPU" in line
+    assert first.grid_shape(4).tp == 2 and first.training.recompute_granularity == "full"
+    assert first.training.dtype == "float32", "no layout"
+    assert "--parallel auto" in check(parse(flags), 4)[0], "a command that plans nothing"
+
+
+def test_a_run_that_goes_on_with_as_many_ranks_keeps_its_layout_and_else_is_planned_again(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = load_checkpoint(base, WORLD).config_yaml.replace("micro_batch_size: 1", "micro_batch_size: 2")
+    change(copied(base, tmp_path), config=stored)
+    flags = [*AUTO, "--load", str(tmp_path), "--recompute-granularity", "none"]
+    assert planned(flags, 1).training.micro_batch_size == 2
+    assert f"on 1 ranks: the layout of {tmp_path}" in capsys.readouterr().out
+    assert planned([*flags, "--finetune"], 1).training.micro_batch_size == 1
+    assert planned(flags, 2).training.micro_batch_size == 1
+    assert "step_0000002 is of 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "gib", "told"),
+    [
+        (3, ["--num-layers", "2"], 80.0, ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"]),
+        (2, ["--tensor-model-parallel-size", "0"], 80.0, ["--tensor-model-parallel-size", "got 0"]),
+        (2, ["--recompute-granularity", "full"], 6e-4, ["629 KiB", "8 GPUs"]),
+    ],
+)
+def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
+    ranks: int, flags: list[str], gib: float, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megacp.core.distributed.launch.device_at_hand", lambda world: ("NVIDIA H200", gib))
+    with pytest.raises(ValueError, match="^--parallel auto") as refused:
+        planned([*TINY, *AUTO, *flags], ranks)
+    assert all(word in str(refused.value) for word in told)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "h100")]
+)
+def test_a_device_is_found_by_its_name_and_has_its_own_memory(name: str, row: str) -> None:
+    here, said = sheet_of(name, 39.5)
+    assert here == dataclasses.replace(hardware(row, "infiniband"), memory=39.5) and (name in said) == ("GH200" in name)
 
 
 def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from megacp.core.distributed.launch import World
 from megacp.core.training.stopping import StopSignal
 from megacp.prepare import command as preprocess
-from megacp.train import main
-from tests.training.runs import TINY, grid_flags, losses, run
+from megacp.train import main, plan_of
+from tests.ranks import run_ranks
+from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 
 
 @pytest.mark.parametrize(
@@ -44,8 +46,13 @@ def test_any_grid_resumes_the_checkpoint_of_another_with_the_same_losses(tmp_pat
     first = [*TINY, "--save", str(tmp_path / "moved"), "--lr-decay-iters", "4", "--train-iters", "2"]
     run(4, [*first, *grid_flags(pp=2), "--num-virtual-stages-per-pipeline-rank", "2"])
     run(4, [*TINY, *grid_flags(tp=2, cp=2), "--save", str(tmp_path / "moved"), "--load", str(tmp_path / "moved")])
-    whole, moved = losses(tmp_path / "whole"), losses(tmp_path / "moved")
-    assert moved == pytest.approx(whole, rel=1e-10)  # float64; only the order of sums differs
+    auto = [*TINY, "--parallel", "auto", "--save", str(tmp_path / "planned"), "--auto-resume"]
+    for ranks, more in ((4, ["--lr-decay-iters", "4", "--train-iters", "2"]), (2, [])):
+        plan = plan_of([*auto, *more], World(size=ranks, local_size=ranks))
+        assert plan is not None and run_ranks(train_on_rank, ranks, plan.config) == [0] * ranks
+    assert "parallel: given" in (tmp_path / "planned" / "step_0000002" / "config.yaml").read_text()
+    for name in ("moved", "planned"):  # float64; only the order of sums differs
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ SEEING = (
 EXPERTS = "--num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 512 --expert-model-parallel-size"
 TERMS = "--moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001"
 CORRECTED = "--moe-router-score-function sigmoid --moe-router-bias-update-rate 0.001"
+STATES = "--linear-attention-freq 2 --linear-num-key-heads 4 --linear-num-value-heads 8 --attention-output-gate"
+WINDOWS = "--window-size 1024 --window-attn-skip-freq 4"
 CASES = {
     "a2a": "--context-parallel-size 4 --cp-comm-type a2a",
     "a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
@@ -53,6 +55,11 @@ CASES = {
     "experts, all sharded": f"{ANY} {FULL} {EXPERTS} 2 {TERMS} {CORRECTED} --recompute-granularity selective",
     "experts, full": f"{CP} {EXPERTS} 4 {CORRECTED} --recompute-granularity full --mlp-chunk-tokens 2048",
     "float32": f"{CP} --dtype float32",
+    "states": f"{TP} {STATES}",
+    "states, all sharded": f"{ANY} {FULL} {STATES} --recompute-granularity selective",
+    "states, full": f"{PP} {STATES} --recompute-granularity full",
+    "windows, interleaved": f"{PP} {CP} {WINDOWS} --num-virtual-stages-per-pipeline-rank 2",
+    "windows, on the host": f"{CP} {FULL} {WINDOWS} --recompute-granularity full --activation-offload 0.99",
 }
 """Flags of runs on 8 GPUs, and 16 for `4d`."""
 ENGINE = {
@@ -81,6 +88,8 @@ def main(names: list[str]) -> None:
         world, mask, flags = 16 if name == "4d" else 8, "mixed", {**CASES, **ENGINE}[name]
         if name in ENGINE:
             mask, flags = "packed", f"{flags} --cp-layout zigzag_document"
+        if name.startswith("states"):  # each branch begins a chunk of its own, which no plan knows of
+            mask = "packed"
         config = parse(f"{BASE} {flags}".split())
         require(config, world, [])
         beside = fake_step.neighbours(config.grid_shape(world), 0)

@@ -53,8 +53,9 @@ class CheckpointManifest:
     serial: int
     """Rises with every checkpoint written to a directory: the newest has the highest."""
     world_size: int
-    """Ranks that wrote it; for people, as `grid`, the sizes of their axes."""
+    """Ranks that wrote it."""
     grid: Mapping[str, int]
+    """Sizes of their axes, for people."""
     files: Mapping[str, FileRecord]
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Small JSON state: samples consumed, optimizer updates, seed."""

@@ -110,6 +110,14 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cpu")
 
 
+def device_at_hand(world: World) -> tuple[str, float]:
+    """What the device of this rank is called, and the GiB that a rank has: of the machine's memory its part of it."""
+    if device_type(world) == "cuda":
+        gpu = torch.cuda.get_device_properties(world.local_rank)
+        return gpu.name, gpu.total_memory / 2**30
+    return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.local_size / 2**30
+
+
 def set_defaults(values: Mapping[str, str]) -> None:
     """Give environment variables of guest packages these values where the user has set none."""
     for name, value in values.items():

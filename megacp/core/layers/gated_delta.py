@@ -63,11 +63,12 @@ def _kept(share: Share) -> tuple[int, int]:
 
 def _work(share: Share) -> int:
     """Bytes for all chunks of C tokens at once: C x C of what is solved or seen, rows of keys and values, maps, states,
-    and gradients; the factors are fitted to measured peaks.
+    and gradients; the factors are fitted to measured peaks. Besides them the gradients of what is read and of its gate.
     """
     keys, values = share.model.linear_key_head_dim, share.model.linear_value_head_dim
     each = CHUNK * (3 * CHUNK + 15 * keys + 8 * values) + 10 * keys * keys // 3 + 3 * keys * values
-    return chunk_heads(share) * each * share.wide_size
+    read = share.tokens * share.model.linear_num_value_heads * values // share.tp
+    return chunk_heads(share) * each * share.wide_size + 2 * read * share.size
 
 
 GATED_DELTA = LayerKind("linear_attention", _linears, (DELTA_PROJECTED, ("output",)), _kept, _work, _others, _mixing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, peek
-from megacp.core.checkpoint.directory import CONFIG_FILE, holds_checkpoints
+from megacp.core.checkpoint.directory import CONFIG_FILE, CheckpointManifest, holds_checkpoints
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
 from megacp.core.storage.place import Place
@@ -52,11 +52,16 @@ def resumes(config: RunConfig) -> bool:
     return checkpoint.auto_resume and checkpoint.save is not None and holds_checkpoints(checkpoint.save)
 
 
-def progress(config: RunConfig) -> tuple[int, int]:
-    """Steps and samples of the checkpoint that a run goes on from, by `peek`; 0 and 0 where it starts anew."""
+def goes_on_from(config: RunConfig) -> tuple[Place, CheckpointManifest, str] | None:
+    """What `peek` finds of the checkpoint that a run goes on from; None where it starts anew."""
     checkpoint = config.checkpoint
     place = checkpoint.save if resumes(config) else None if checkpoint.finetune else checkpoint.load
-    found = peek(place) if place is not None else None
+    return peek(place) if place is not None else None
+
+
+def progress(config: RunConfig) -> tuple[int, int]:
+    """Steps and samples of the checkpoint that a run goes on from; 0 and 0 where it starts anew."""
+    found = goes_on_from(config)
     return (found[1].step, found[1].extra.get("consumed_samples", 0)) if found is not None else (0, 0)
 
 
