@@ -581,6 +581,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("verify/calibrate.py", "tests/plan/test_calibrate.py"): [
         ("logs -= np.clip", "logs += np.clip", "a fit goes away from what was measured"),
     ],
+    ("plan/times.py", "tests/plan/test_published.py"): [
+        ("hardware.ring(tp, 1)", "hardware.link(tp, 1)", "tp over machines has one adapter"),
+        ("link = hardware.ring(", "link = hardware.link(", "sums over machines have one adapter"),
+        ("hops = (ranks - 1) *", "hops =", "a ring takes one hop"),
+    ],
+    ("plan/hardware.py", "tests/plan/test_published.py"): [
+        ("self.outside * together", "self.outside", "a ring enters a machine by one adapter"),
+    ],
+    ("plan/memory.py", "tests/plan/test_published.py"): [
+        ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
+    ],
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("if compute.chunk == 0", "if True", "microbatches of later chunks are counted as rows of images"),
     ],

@@ -59,12 +59,20 @@ class Hardware:
     """Ranks that compute at once, each as fast as one alone; more of them take turns."""
 
     def link(self, ranks: int, stride: int) -> float:
-        """Bytes/s between `ranks` that stand `stride` apart: the slowest link that a ring over them crosses."""
+        """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the slowest link it takes."""
         return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else self.outside
 
     def exposed(self, seconds: float, under: float) -> float:
         """What is left of seconds of the host or a link that go on under `under` seconds of computes."""
         return max(0.0, seconds - self.overlap * under)
+
+    def ring(self, ranks: int, stride: int) -> float:
+        """Bytes/s of a gather or a sum over them: what leaves a machine leaves by the adapters of all its ranks there.
+
+        A ring enters and leaves each machine once, so every adapter carries a part of it (NCCL's channels).
+        """
+        together = max(1, GPUS_OF_A_MACHINE // stride)
+        return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else min(self.inside, self.outside * together)
 
 
 def hardware(gpu: str, network: str) -> Hardware:

@@ -25,7 +25,7 @@ ASKED = 16
 """Ranks whose keys are counted, of many."""
 DRAWN_STEPS, DRAWN_PACKS = 200, 2**22
 """Steps that are drawn of them, and their packs at the most."""
-CAUSAL = Metadata.of_documents(np.zeros(4096, np.int64))
+WHOLE_ROW = Metadata.of_documents(np.zeros(4096, np.int64))
 """One document; ranks share a longer one alike."""
 
 
@@ -35,7 +35,7 @@ class PackSample:
 
     areas: tuple[float, ...] = (1.0,)
     """Allowed (query, key) pairs of each pack over those of one causal document, mean of the layers with attention."""
-    rows: tuple[Metadata, ...] = (CAUSAL,)
+    rows: tuple[Metadata, ...] = (WHOLE_ROW,)
     """Their masks."""
     mix: Mix = field(default_factory=lambda: ALIKE)
     packs: int = 1

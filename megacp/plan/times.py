@@ -126,7 +126,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size
-    tensor = 4 * (local * (tp - 1) / tp / hardware.link(tp, 1) + hardware.latency) if tp > 1 else 0.0
+    tensor = 4 * (local * (tp - 1) / tp / hardware.ring(tp, 1) + hardware.latency) if tp > 1 else 0.0
     full = t.recompute_granularity == "full"
     message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
     hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
@@ -216,10 +216,12 @@ def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Seq
     """Seconds of gathering a stage's parameters over dp x cp, and of summing its gradients there."""
     p, t = config.parallel, config.training
     ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
-    link = hardware.link(ranks, p.tensor_model_parallel_size)
+    link = hardware.ring(ranks, p.tensor_model_parallel_size)
     away = (ranks - 1) / ranks / link
-    trained = stage_parameters(config, chunks, trained=True)
-    return stage_parameters(config, chunks) * t.element_bytes * away, trained * t.accumulation_bytes * away
+    trained, parameters = (stage_parameters(config, chunks, trained=only) for only in (True, False))
+    # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
+    hops = (ranks - 1) * hardware.latency / 4 * -(-parameters // p.ddp_bucket_size)
+    return parameters * t.element_bytes * away + hops, trained * t.accumulation_bytes * away + hops
 
 
 def _once_a_step(
@@ -236,7 +238,7 @@ def _once_a_step(
         exposed = hardware.exposed(scatter, last) + hardware.exposed(gather, first)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
-        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.link(instances, stride)
+        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
     # gradient, master weight and two moments are read, three of them and the weight written
     return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
 

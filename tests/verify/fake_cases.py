@@ -33,7 +33,7 @@ CASES = {
     "a2a+p2p": "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
     "p2p": f"{TP} {CP} --cp-comm-type p2p",
     "all_gather": "--context-parallel-size 4 --cp-comm-type all_gather",
-    "4d": f"{TP} {PP} {ANY}",
+    "4d": f"{TP} {PP} {ANY} --cross-entropy-chunk-tokens 256",
     "interleaved": f"{PP} {TP} --num-virtual-stages-per-pipeline-rank 2",
     "zero bubble": f"{PP} {TP} --pipeline-schedule zero_bubble",
     "gradients sharded": f"{CP} --data-parallel-sharding-strategy optim_grads",
