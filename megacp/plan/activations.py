@@ -29,8 +29,6 @@ pipeline holds; on the device are at least two blocks at once: one at work, and 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from megacp.core.config.run import RunConfig
@@ -56,22 +54,28 @@ class Held(NamedTuple):
 @functools.cache
 def most_held(config: RunConfig, stage: int, world_size: int) -> Held:
     """By the list of what the stage computes."""
+    in_flight, rows, deferred = zip(*(held for _, held in held_over(config, stage, world_size)), strict=True)
+    return Held(max(in_flight), max(rows), None if deferred[0] is None else max(deferred))
+
+
+def held_over(config: RunConfig, stage: int, world_size: int) -> list[tuple[Action, Held]]:
+    """What the stage computes in a step, and what it holds while it does."""
     p = config.parallel
-    chunks = p.num_virtual_stages_per_pipeline_rank
-    sizes = (p.pipeline_model_parallel_size, config.num_microbatches(world_size), chunks)
+    sizes = p.pipeline_model_parallel_size, config.num_microbatches(world_size), p.num_virtual_stages_per_pipeline_rank
     computes = SCHEDULES[p.pipeline_schedule](stage, *sizes)
-    first = [compute for compute in computes if compute.chunk == 0]
     defers = any(compute.kind is Kind.WEIGHTS for compute in computes)
-    return Held(
-        in_flight=_most(computes, Kind.FORWARD, Kind.BACKWARD),
-        rows=_most(first, Kind.FORWARD, Kind.BACKWARD),
-        deferred=_most(computes, Kind.BACKWARD, Kind.WEIGHTS) - 1 if defers else None,  # without the one that runs
-    )
-
-
-def _most(computes: Sequence[Action], begin: Kind, end: Kind) -> int:
-    """Most computes of one kind whose other kind has not run yet."""
-    return max(itertools.accumulate((compute.kind is begin) - (compute.kind is end) for compute in computes))
+    in_flight = rows = deferred = 0
+    found = []
+    for compute in computes:
+        begins, ends = compute.kind is Kind.FORWARD, compute.kind is Kind.BACKWARD
+        in_flight += begins
+        rows += begins and compute.chunk == 0
+        deferred -= compute.kind is Kind.WEIGHTS
+        found.append((compute, Held(in_flight, rows, deferred if defers else None)))
+        in_flight -= ends
+        rows -= ends and compute.chunk == 0
+        deferred += ends
+    return found
 
 
 def layer_deferred(config: RunConfig, layer: int = 0) -> int:

@@ -1,44 +1,148 @@
-"""The text of a plan: the best layouts, where memory and time of the first go, what would change it, its flags."""
+"""What a plan says of the best layouts, once for all forms: a text, JSON, a figure and a page (picture.py)."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 
 import yaml
 
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.layers.table import Share
 from megacp.core.models import costs
 from megacp.core.storage.wording import human_count
-from megacp.plan.hardware import Hardware
+from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.memory import PHASES
 from megacp.plan.packs import PackSample
-from megacp.plan.report import table
-from megacp.plan.search import Candidate, fullest
-from megacp.plan.times import StepTime
+from megacp.plan.report import table, utilisation
+from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fullest, search
 
-BEST = 5
-"""Layouts that are shown."""
 _BAR = 50
 """Characters of a whole bar."""
 
 
-def tokens_a_second(layout: Candidate, world_size: int) -> float:
+@dataclass(frozen=True)
+class Shown:
+    """A layout among the best."""
+
+    layout: Candidate
+    name: str
+    tokens: float
     """Tokens/s of one GPU."""
-    config = layout.config
-    return config.training.global_batch_size * config.data.seq_length / layout.time.total / world_size
+    utilisation: float
+    verdict: str
+    behind: str
+    """What keeps it from being the first."""
+
+    @property
+    def phase(self) -> str:
+        """The phase of a step in which its fullest rank holds most."""
+        peaks = self.layout.memory.peaks
+        return max(peaks, key=lambda name: peaks[name])
+
+    @property
+    def gib(self) -> dict[str, float]:
+        """What that rank holds then."""
+        return {name: getattr(self.layout.memory, name) / 2**30 for name in PHASES[self.phase]}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return vars(self.layout.time)
 
 
-def utilisation(layout: Candidate, world_size: int, hardware: Hardware, sample: PackSample) -> float:
-    """FLOPs of the model, attention's backward counted twice its forward, over what the GPUs could do meanwhile."""
-    config = layout.config
-    packs, length = config.training.global_batch_size, config.data.seq_length
-    areas = [area for area in costs.layer_areas(config.model, length) if area]
-    mean = int(packs * sample.area * sum(areas) / max(1, len(areas)))
-    flops = costs.text_flops(config, packs * length, mean)
-    flops += packs * costs.vision_flops(config, *costs.planned_images(config), published=True)
-    return flops / layout.time.total / world_size / hardware.peak
+@dataclass(frozen=True)
+class Answer:
+    """All that was found for a question: a configuration with the fields that were `given`, on so many GPUs."""
+
+    config: RunConfig
+    world_size: int
+    given: Set[str]
+    hardware: Hardware
+    sample: PackSample
+
+    @functools.cached_property
+    def found(self) -> list[Candidate]:
+        """Layouts in the order of `search`."""
+        return search(self.config, self.world_size, self.given, self.hardware, self.sample)
+
+    @functools.cached_property
+    def best(self) -> list[Shown]:
+        """The first of them."""
+        return [self._shown(layout) for layout in self.found[:BEST]]
+
+    def _shown(self, layout: Candidate) -> Shown:
+        config, seconds = layout.config, layout.time.total
+        return Shown(
+            layout,
+            words(config, self.world_size),
+            config.training.global_batch_size * config.data.seq_length / seconds / self.world_size,
+            utilisation(config, self.world_size, layout.time, self.hardware, self.sample),
+            layout.verdict(self.hardware),
+            behind(layout, self.found[0], self.hardware),
+        )
+
+    def heading(self) -> list[str]:
+        """What was asked, and what the times are made from."""
+        size = human_count(costs.run_parameters(self.config))
+        return [
+            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:g} GiB, rows of "
+            f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention of a causal document",
+            self.hardware.source,
+        ]
+
+    def rows(self) -> list[list[str]]:
+        """The table of the best, its head first."""
+        body = [
+            [
+                str(place),
+                one.name,
+                f"{one.layout.time.total:.3g}",
+                f"{one.tokens:,.0f}",
+                f"{one.utilisation:.0%}",
+                f"{one.layout.gib:.1f}",
+                one.verdict,
+                one.layout.time.binds,
+                one.behind,
+            ]
+            for place, one in enumerate(self.best, 1)
+        ]
+        return [["", "layout", "s/step", "tokens/s/GPU", "MFU", "GiB", "fits", "lost to", "behind 1"], *body]
+
+    def changes(self) -> list[str]:
+        """What would make a layout fit, where none does."""
+        freed = [f"without {flag(name)}: {words(one.config, self.world_size)}" for name, one in self.freed()]
+        return freed + larger(self.found, self.world_size, self.hardware)
+
+    def freed(self) -> list[tuple[str, Candidate]]:
+        """Flags without which, each alone, a layout fits; and that layout."""
+        found = []
+        for name in sorted(fields_chosen(self.config) & self.given):
+            other = search(self.config, self.world_size, self.given - {name}, self.hardware, self.sample)
+            if other and other[0].gib <= self.hardware.memory:
+                found.append((name, other[0]))
+        return found
+
+    def longest(self) -> str:
+        """How long rows may be under the first."""
+        tokens = longest_row(self.found[0], self.world_size, self.hardware)
+        return f"Longest row under 1: {tokens:,} tokens"
+
+
+def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
+    """What keeps a layout from being the first: memory, or the term that grows most; "" for the first."""
+    if layout is best:
+        return ""
+    held, fits = layout.gib - best.gib, layout.gib <= hardware.memory
+    as_fast = layout.time.total <= EQUALLY_FAST * best.time.total
+    if not fits or layout.verdict(hardware) != best.verdict(hardware) or (as_fast and held > 0):
+        return f"{held:+.1f} GiB"
+    first = vars(best.time)
+    more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
+    term = max(more, key=lambda name: more[name])
+    return f"{term} {more[term]:+.2g} s"
 
 
 def words(config: RunConfig, world_size: int) -> str:
@@ -49,40 +153,60 @@ def words(config: RunConfig, world_size: int) -> str:
     if p.num_virtual_stages_per_pipeline_rank > 1:
         found.append(f"{p.num_virtual_stages_per_pipeline_rank} chunks")
     found += ["zero bubble"] * (p.pipeline_schedule == "zero_bubble")
-    found += [str(p.cp_comm_type)] * (p.context_parallel_size > 1)
+    if p.context_parallel_size > 1:
+        sizes = p.hierarchical_context_parallel_sizes
+        found.append(f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}")
     if p.data_parallel_sharding_strategy == "optim_grads_params":
         copies = p.num_distributed_optimizer_instances
         found.append("all sharded" + f" in {copies} copies" * (copies > 1))
     found.append(f"{t.recompute_granularity} recompute" if t.recompute_granularity != "none" else "no recompute")
     found += [f"offload {t.activation_offload:g}"] * (t.activation_offload > 0)
+    found += [f"MLP in {t.mlp_chunk_tokens}"] * (t.mlp_chunk_tokens > 0)
     found += [f"micro batch {t.micro_batch_size}"] * (t.micro_batch_size > 1)
     return ", ".join(found)
 
 
-def bound_by(time: StepTime) -> str:
-    """What a step spends most on beside its work."""
-    others = {name: seconds for name, seconds in vars(time).items() if name != "compute"}
-    name = max(others, key=lambda term: others[term])
-    return f"{name} {others[name] / time.total:.0%}"
+def large(parts: Mapping[str, float]) -> dict[str, float]:
+    """The parts that are a hundredth of all."""
+    return {name: value for name, value in parts.items() if value >= sum(parts.values()) / 100}
 
 
-def bar(parts: dict[str, float], whole: float, unit: str) -> list[str]:
-    """A line for each part that is a hundredth of the whole."""
-    shown = {name: value for name, value in parts.items() if value >= whole / 100}
+def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
+    """A line for each large part; one that is the whole fills it."""
     return [
-        f"  {name:<12}{'#' * round(_BAR * value / whole):<{_BAR}} {value:.3g} {unit}" for name, value in shown.items()
+        f"  {name:<12}{'#' * round(_BAR * value / whole):<{_BAR}} {value:.3g} {unit}"
+        for name, value in large(parts).items()
     ]
 
 
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
-    """Tokens of the longest row, of those twice and half as long, that still fits under this layout."""
+    """Tokens of the longest row, of those twice and half as long, that still fits under this layout; 0: none does."""
     tokens, fits = layout.config.data.seq_length, layout.gib <= hardware.memory
-    while True:
+    while Share(with_values(layout.config, {"seq_length": tokens})).rows > 1:
         trial = tokens * 2 if fits else tokens // 2
-        config = with_values(layout.config, {"seq_length": trial})
-        if (fullest(config, world_size).total <= hardware.memory * 2**30) != fits or Share(config).rows < 2:
+        if _fits(with_values(layout.config, {"seq_length": trial}), world_size, hardware) != fits:
             return tokens if fits else trial
         tokens = trial
+    return 0
+
+
+def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[str]:
+    """GPUs with more memory, more of these by more data-parallel ranks, and shorter rows, that hold a layout."""
+    least = found[0].gib
+    said = [f"{name} GPUs" for name in GPUS if least <= hardware(name, "infiniband").memory]
+    smallest = {one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)}
+    grown = [
+        (world_size * factor, with_values(one, {"global_batch_size": one.training.global_batch_size * factor}))
+        for factor in (2, 4, 8, 16)
+        for one in smallest.values()
+    ]
+    fitting = (f"{ranks:,} GPUs: {words(one, ranks)}" for ranks, one in grown if _fits(one, ranks, here))
+    rows = [f"rows of {tokens:,} tokens"] if (tokens := longest_row(found[0], world_size, here)) else []
+    return [*said[:1], *itertools.islice(fitting, 1), *rows]
+
+
+def _fits(config: RunConfig, ranks: int, here: Hardware) -> bool:
+    return fullest(config, ranks).total <= here.memory * 2**30
 
 
 def flags(layout: Candidate) -> str:
@@ -92,68 +216,31 @@ def flags(layout: Candidate) -> str:
     return yaml.safe_dump(chosen, sort_keys=False) if chosen else "{}\n"
 
 
-def as_json(found: Sequence[Candidate], world_size: int, hardware: Hardware, sample: PackSample) -> str:
+def as_json(answer: Answer) -> str:
     """The first layouts as JSON: flags, seconds and bytes by term."""
     shown = [
         {
-            "flags": dict(one.chosen),
-            "seconds": vars(one.time) | {"total": one.time.total},
-            "bytes": vars(one.memory) | {"total": one.memory.total},
-            "fits": one.verdict(hardware),
-            "tokens_per_second_per_gpu": tokens_a_second(one, world_size),
-            "utilisation": utilisation(one, world_size, hardware, sample),
+            "flags": dict(one.layout.chosen),
+            "seconds": one.seconds | {"total": one.layout.time.total},
+            "bytes": vars(one.layout.memory) | {"total": one.layout.memory.total},
+            "fits": one.verdict,
+            "behind": one.behind,
+            "tokens_per_second_per_gpu": one.tokens,
+            "utilisation": one.utilisation,
         }
-        for one in found[:BEST]
+        for one in answer.best
     ]
     return json.dumps(shown, indent=2) + "\n"
 
 
-def plan_text(found: Sequence[Candidate], world_size: int, hardware: Hardware, sample: PackSample) -> str:
-    """The plan, of layouts in the order of `search`."""
-    best, fitting = found[0], [layout for layout in found if layout.gib <= hardware.memory]
-    config = best.config
-    size = human_count(costs.run_parameters(config))
-    lines = [
-        f"{len(found):,} legal layouts of {size} parameters on {world_size:,} GPUs of {hardware.memory:g} GiB, "
-        f"{len(fitting):,} fit; rows of {config.data.seq_length:,} tokens with {sample.area:.2f} of the attention of a "
-        "causal document",
-        hardware.source,
-        "",
-    ]
-    head = ["", "layout", "s/step", "tokens/s/GPU", "MFU", "GiB", "fits", "lost to"]
-    body = [
-        [
-            str(place),
-            words(one.config, world_size),
-            f"{one.time.total:.3g}",
-            f"{tokens_a_second(one, world_size):,.0f}",
-            f"{utilisation(one, world_size, hardware, sample):.0%}",
-            f"{one.gib:.1f}",
-            one.verdict(hardware),
-            bound_by(one.time),
-        ]
-        for place, one in enumerate(found[:BEST], 1)
-    ]
-    lines += [table([head, *body], left=2), ""]
-    if not fitting:
-        lines.append(f"None fits: the first row needs least. {_smallest_change(found, world_size, hardware)}")
-    peaks = best.memory.peaks
-    phase = max(peaks, key=lambda name: peaks[name])
-    held = {name: count / 2**30 for name, count in vars(best.memory).items()}
-    lines += [f"Memory of the fullest rank under 1, in {phase}, of {hardware.memory:g} GiB:"]
-    lines += bar({name: held[name] for name in PHASES[phase]}, hardware.memory, "GiB")
-    lines += ["", f"A step under 1, of {best.time.total:.3g} s:"]
-    lines += bar(vars(best.time), best.time.total, "s")
-    lines += ["", f"Longest row under 1: {longest_row(best, world_size, hardware):,} tokens", "", flags(best).rstrip()]
+def plan_text(answer: Answer) -> str:
+    """The plan in a screen."""
+    first, memory = answer.best[0], answer.hardware.memory
+    total = first.layout.time.total
+    lines = [*answer.heading(), "", table(answer.rows(), left=2), ""]
+    if first.verdict == "OOM":
+        lines += ["None fits: the first needs least. What would do:", *(f"  {one}" for one in answer.changes()), ""]
+    lines += [f"Memory of the fullest rank under 1, in {first.phase}, of {memory:g} GiB:"]
+    lines += [*bar(first.gib, memory, "GiB"), "", f"A step under 1, of {total:.3g} s:"]
+    lines += [*bar(first.seconds, total, "s"), "", answer.longest(), "", flags(first.layout).rstrip()]
     return "\n".join(lines) + "\n"
-
-
-def _smallest_change(found: Sequence[Candidate], world_size: int, hardware: Hardware) -> str:
-    """How many GPUs as these hold one of the layouts, by more data-parallel ranks; else the row that fits."""
-    smallest = {one.config.parallel.data_parallel_sharding_strategy: one.config for one in reversed(found)}
-    for factor in (2, 4, 8, 16):
-        for config in smallest.values():
-            larger = with_values(config, {"global_batch_size": config.training.global_batch_size * factor})
-            if fullest(larger, world_size * factor).total <= hardware.memory * 2**30:
-                return f"On {world_size * factor:,} GPUs this fits: {words(larger, world_size * factor)}."
-    return f"On these GPUs its rows may have {longest_row(found[0], world_size, hardware):,} tokens."

@@ -18,13 +18,13 @@ from pathlib import Path
 from megacp.core.checks import require
 from megacp.core.config.blend import named_folders
 from megacp.core.config.cli import OneLineParser, given_names, parse
-from megacp.core.config.run import RunConfig, with_values
+from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
-from megacp.plan.answer import as_json, flags, plan_text
+from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import add_flags, asked_trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
-from megacp.plan.packs import PackSample, sample_packs
-from megacp.plan.search import search
+from megacp.plan.packs import sample_packs
+from megacp.plan.picture import page, write_figure
 
 
 def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
@@ -46,18 +46,25 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
-    sample = sample_packs(config) if config.data.data_path is not None else PackSample()
-    here = hardware(own.gpu, own.network)
-    found = search(config, config.world_size, given, here, sample)
-    if not found:
+    if own.documents and (min(own.documents) < 1 or config.data.data_path is not None):
+        lengths = " ".join(map(str, own.documents))
+        raise ValueError(f"--documents {lengths}: lengths of documents, from 1 token on, in place of --data-path")
+    sample = sample_packs(config, own.documents)
+    answer = Answer(config, config.world_size, given, hardware(own.gpu, own.network), sample)
+    if not answer.found:
         require(config, config.world_size)
-        raise ValueError(f"no layout of {config.world_size} ranks takes these flags: give fewer of them")
-    if own.output is not None:
-        own.output.parent.mkdir(parents=True, exist_ok=True)
-        own.output.write_text(flags(found[0]), encoding="utf-8")
-    tell = as_json if own.json else plan_text
-    told = tell(found, config.world_size, here, sample)
-    return told + (drawn_text(found[0].config, config.world_size, here, sample, trouble) if trouble else "")
+        freed = [f"; without {flag(name)} one does" for name, _ in answer.freed()]
+        raise ValueError(f"no layout of {config.world_size} ranks takes these flags{''.join(freed)}")
+    if own.figure is not None:
+        write_figure(answer, own.figure)
+    written = {own.output: lambda: flags(answer.found[0]), own.html: lambda: page(answer)}
+    for path, text in written.items():
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text(), encoding="utf-8")
+    told = as_json(answer) if own.json else plan_text(answer)
+    best = answer.found[0].config
+    return told + (drawn_text(best, answer.world_size, answer.hardware, sample, trouble) if trouble else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     kinds = f"{', '.join(GPUS)}, or a file of `calibrate`"
     parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"of the machines: {kinds} (default h100)")
     parser.add_argument("--network", choices=NETWORKS, default="infiniband", help="between them (default infiniband)")
+    lengths = "tokens of the documents that packs are filled with, drawn alike; without --data-path (one each)"
+    parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)
     parser.add_argument("--output", type=Path, help="file for the flags of the best layout, which --config takes")
+    parser.add_argument("--html", type=Path, help="file for a page: bars of the five best, memory through a step")
+    parser.add_argument("--figure", type=Path, help="file.png for those bars (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_flags(parser)
     try:
@@ -78,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return importlib.import_module("megacp.verify.calibrate").main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
         print(_planned(own, rest), end="")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -10,7 +10,8 @@ sums of gradients from the first microbatch on, and one block's work on top of a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megacp.core.config.run import RunConfig
@@ -19,15 +20,24 @@ from megacp.core.layers.table import Share, tokens_per_rank
 from megacp.core.models.costs import (
     connector_parameters,
     expert_parameters,
+    first_alike,
     layer_parameters,
     logit_bytes,
     loss_chunk_tokens,
+    of_layers,
     offloaded_blocks,
     pair_parameters,
     tower_parameters,
     vocabulary_rows,
 )
-from megacp.plan.activations import block_work, layer_activations, layer_deferred, most_held, vision_activations
+from megacp.plan.activations import (
+    Held,
+    block_work,
+    layer_activations,
+    layer_deferred,
+    most_held,
+    vision_activations,
+)
 
 
 @dataclass(frozen=True)
@@ -61,10 +71,13 @@ def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
         tower, connector = tower_parameters(config, tp), connector_parameters(config, tp)
         trained = tower * ("vision" not in frozen) + connector * ("connector" not in frozen)
         found.append(GatheredPart("vision", tower + connector, trained))
-    for layer in layers:
+
+    def block(layer: int) -> GatheredPart:
         ep = config.parallel.expert_model_parallel_size
-        block, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer, ep)
-        found.append(GatheredPart("block", block.parameters + pairs, block.trained + pairs))
+        whole, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer, ep)
+        return GatheredPart("block", whole.parameters + pairs, whole.trained + pairs)
+
+    found += of_layers(model, layers, block)
     if last:
         found.append(text("chunk", table + model.hidden_size) if shared else text("head", head))
     return found
@@ -117,8 +130,9 @@ def stage_state(
     ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
     ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
+    blocks = [layer for layers in chunks for layer in layers]
     experts, pairs = (
-        sum(expert_parameters(config.model, layer, ep, pairs=of_pairs) for layers in chunks for layer in layers)
+        sum(of_layers(config.model, blocks, functools.partial(expert_parameters, config.model, ep=ep, pairs=of_pairs)))
         for of_pairs in (False, True)
     )
     frozen, alike = "text" in config.frozen_parts, max(1, ranks * tp // ep)
@@ -173,8 +187,8 @@ def _last_weight(config: RunConfig) -> int:
     """Elements of a block's largest last weight on one rank, whose gradient comes first."""
     model, p = config.model, config.parallel
     dense = model.hidden_size * model.ffn_hidden_size // p.tensor_model_parallel_size
-    of_layers = (expert_parameters(model, layer, p.expert_model_parallel_size) for layer in range(model.num_layers))
-    return max(experts // 3 or dense for experts in of_layers)
+    counts = (expert_parameters(model, layer, p.expert_model_parallel_size) for layer in {*first_alike(model)})
+    return max(experts // 3 or dense for experts in counts)
 
 
 def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
@@ -234,6 +248,12 @@ class RankMemory(StateMemory):
         return max(self.peaks.values())
 
 
+def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[Hashable, ...]:
+    """What stages that compute alike have in common: an end of the model, and layers that are alike."""
+    kinds = tuple(tuple(first_alike(config.model)[layer] for layer in layers) for layers in chunks)
+    return stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1, kinds
+
+
 def _loss_in_chunks(config: RunConfig) -> bool:
     return 0 < loss_chunk_tokens(config) < tokens_per_rank(config)
 
@@ -268,36 +288,39 @@ def head_gradient(config: RunConfig) -> int:
     return rows * config.model.hidden_size * each
 
 
-def _deferred(config: RunConfig, stage: int, layers: int, freed: int, world_size: int) -> int:
-    """Bytes of the weight gradients that wait, of chunks with so many layers.
+def _deferred(config: RunConfig, deferred: int | None, layers: int, freed: int) -> int:
+    """Bytes of the weight gradients that wait, of `deferred` chunks with so many layers.
 
     In the first block, the last to run backward, those of the blocks behind it may be more than the `freed` bytes of
     activations that these had on the device.
     """
-    deferred = most_held(config, stage, world_size).deferred
     if deferred is None:
         return 0
-    waiting = max(layer_deferred(config, layer) for layer in range(config.model.num_layers))
+    waiting = max(layer_deferred(config, layer) for layer in {*first_alike(config.model)})
     return deferred * layers * waiting + max(0, (layers - 1) * waiting - freed)
 
 
-def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_size: int) -> RankMemory:
-    """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk)."""
+def stage_memory(
+    config: RunConfig, stage: int, chunks: Sequence[range], world_size: int, at: Held | None = None
+) -> RankMemory:
+    """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk), at most or
+    `at` a moment of the step.
+    """
     p, granularity = config.parallel, config.training.recompute_granularity
     size = config.training.element_bytes
     blocks = [layer for layers in chunks for layer in layers]
     # blocks of several kinds count as their mean, and the one at work as the largest
     layer, whole = (
-        -(-sum(layer_activations(config, name, block) for block in blocks) // len(blocks))
+        -(-sum(of_layers(config.model, blocks, functools.partial(layer_activations, config, name))) // len(blocks))
         for name in (granularity, "none")
     )
-    held, rows, _ = most_held(config, stage, world_size)
+    held, rows, deferred = at or most_held(config, stage, world_size)
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
     received = Share(config).residual * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
     at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
-    activations += _deferred(config, stage, max(map(len, chunks)), (at_once - 1) * layer, world_size)
+    activations += _deferred(config, deferred, max(map(len, chunks)), (at_once - 1) * layer)
     vision = 0
     if stage == 0 and config.vision.vision_num_layers:
         kept, work = vision_activations(config, world_size)
@@ -308,7 +331,7 @@ def stage_memory(config: RunConfig, stage: int, chunks: Sequence[range], world_s
     # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
-    works = [block_work(config, block) for block in blocks]
+    works = of_layers(config.model, blocks, functools.partial(block_work, config))
     return RankMemory(
         **vars(stage_state(config, chunks, world_size, layer, whole, works[-1])),
         activations=activations,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -120,11 +120,28 @@ def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:
     return PackSample(tuple(float(row_area(row, mix).sum() / whole) for row in kept), kept, mix)
 
 
-def sample_packs(config: RunConfig) -> PackSample:
-    """A sample of what `--data-path` names first. ValueError where it cannot be read."""
+def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample:
+    """A sample of what `--data-path` names first, else of packs of documents with stated lengths, else of one causal
+    document each. ValueError where it cannot be read.
+    """
+    count = min(SAMPLE, max(4, SAMPLE_TOKENS // config.data.seq_length))
+    if config.data.data_path is not None:
+        return sample_of(config, _stored(config, count))
+    return sample_of(config, _stated(config.data.seq_length, documents, count)) if documents else PackSample()
+
+
+def _stored(config: RunConfig, count: int) -> Iterator[Metadata]:
     folder, *_ = named_folders(config.data.data_path)
     packs = PackedDataset(folder)
-    count = min(SAMPLE, max(4, SAMPLE_TOKENS // config.data.seq_length))
-    chosen = np.random.default_rng(0).permutation(len(packs))[:count].tolist()
-    rows = (collate([packs.pack(n)], config.data.attention_mask, config.data.image_attention) for n in chosen)
-    return sample_of(config, (Metadata.of_row(row.leave, row.span) for row in rows))
+    for number in np.random.default_rng(0).permutation(len(packs))[:count].tolist():
+        row = collate([packs.pack(number)], config.data.attention_mask, config.data.image_attention)
+        yield Metadata.of_row(row.leave, row.span)
+
+
+def _stated(tokens: int, documents: Sequence[int], count: int) -> Iterator[Metadata]:
+    """Packs of documents that are drawn from those lengths; the last one of a pack is cut off."""
+    rng = np.random.default_rng(0)
+    for _ in range(count):
+        ends = np.minimum(np.cumsum(rng.choice(documents, -(-tokens // min(documents)))), tokens)
+        leave = np.repeat(ends, np.diff(ends, prepend=0))  # [tokens]
+        yield Metadata.of_row(leave, np.zeros_like(leave))

@@ -17,7 +17,12 @@ from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations, memory
+from megacp.plan.hardware import Hardware, hardware
+from megacp.plan.packs import PackSample, sample_packs
+from megacp.plan.times import StepTime, step_time
 
+EXPECTED_ON = ("h100", "infiniband")
+"""Machines for which a dry run tells the time."""
 _SHOWN = 6
 """Rows at each end of a table that is too long."""
 
@@ -171,24 +176,51 @@ def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
     return bubble(timeline(orders, chunks, [times] * stages))
 
 
+def step_work(config: RunConfig, sample: PackSample) -> tuple[float, float]:
+    """FLOPs of a step of text and of vision as MFU is published: attention's backward counts twice its forward."""
+    packs, length = config.training.global_batch_size, config.data.seq_length
+    seeing = packs * costs.vision_flops(config, *costs.planned_images(config), published=True)
+    return costs.text_flops(config, packs * length, _mean_area(config, sample)), seeing
+
+
+def _mean_area(config: RunConfig, sample: PackSample) -> int:
+    """Allowed pairs of the packs of a step, of a layer with attention."""
+    areas = [area for area in costs.layer_areas(config.model, config.data.seq_length) if area]
+    return int(config.training.global_batch_size * sample.area * sum(areas) / max(1, len(areas)))
+
+
+def utilisation(config: RunConfig, world_size: int, time: StepTime, hardware: Hardware, sample: PackSample) -> float:
+    """FLOPs of the model over what the GPUs could do meanwhile."""
+    return sum(step_work(config, sample)) / time.total / world_size / hardware.peak
+
+
+def _expected(config: RunConfig, world_size: int, sample: PackSample) -> str:
+    """Seconds of a step, MFU and what binds, as a plan has them."""
+    if config.training.dtype != "bfloat16":
+        return f"unknown for {config.training.dtype}: give --dtype bfloat16"
+    here = hardware(*EXPECTED_ON)
+    time = step_time(config, world_size, here, sample)
+    used = utilisation(config, world_size, time, here, sample)
+    machine = " with ".join(EXPECTED_ON)
+    return f"{time.total:.3g} s on {machine} (nominal), MFU {used:.0%}, lost to {time.binds}"
+
+
 def _step(config: RunConfig, world_size: int) -> str:
-    t, length = config.training, config.data.seq_length
+    t, length, sample = config.training, config.data.seq_length, sample_packs(config)
     tokens = t.global_batch_size * length
-    areas = [area for area in costs.layer_areas(config.model, length) if area]  # of layers with attention
-    area = t.global_batch_size * sum(areas) // max(1, len(areas))
-    work_of_text = costs.text_flops(config, tokens, area)
-    seeing = t.global_batch_size * costs.vision_flops(config, *costs.planned_images(config), published=True)
-    flops = costs.model_flops(config.model, tokens, area)
-    share = flops.attention * (1 + PUBLISHED_BACKWARD) / work_of_text
+    text, seeing = step_work(config, sample)
+    flops = costs.model_flops(config.model, tokens, _mean_area(config, sample))
+    share = flops.attention * (1 + PUBLISHED_BACKWARD) / text
     plural = "s" if t.micro_batch_size > 1 else ""
     rows = [
         ["packs", f"{t.global_batch_size:,} of {length:,} tokens = {human_count(tokens)} tokens"],
         ["microbatches", f"{config.num_microbatches(world_size):,} a rank, {t.micro_batch_size} pack{plural} each"],
         ["tokens on a rank", f"{tokens_per_rank(config):,} a microbatch"],
-        ["model FLOPs", f"{human_count(work_of_text, 'FLOP')} ({share:.0%} attention, one document a pack)"],
+        ["model FLOPs", f"{human_count(text, 'FLOP')} ({share:.0%} attention, {sample.area:.2f} of a whole pack's)"],
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
-        ["a rank's share", f"{human_count((work_of_text + seeing) / world_size, 'FLOP')}"],
+        ["a rank's share", f"{human_count((text + seeing) / world_size, 'FLOP')}"],
         ["pipeline bubble", f"{_bubble(config, world_size, flops):.1%} of the ideal time"],
+        ["expected", _expected(config, world_size, sample)],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]
     return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

@@ -1,21 +1,22 @@
 """All layouts of a model on so many ranks that a run would take: what a rank holds under each, and how long a step is.
 
-A layout is a configuration: what the user gave stays, and every other choice of `CHOICES` is tried. Legal is what a
+A layout is a configuration: what the user gave stays, and every other choice of the tables is tried. Legal is what a
 run's own checks say.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megacp.core.checks import check
 from megacp.core.config.run import RunConfig, Value, flatten, with_values
 from megacp.core.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
-from megacp.plan.memory import RankMemory, stage_memory
+from megacp.plan.memory import RankMemory, stage_kind, stage_memory
 from megacp.plan.packs import PackSample
 from megacp.plan.times import StepTime, step_time
 
@@ -23,6 +24,8 @@ TIGHT = 0.9
 """Share of a GPU's memory that a plan may fill and still be `OK`: the rest is for communicators and fragments."""
 EQUALLY_FAST = 1.01
 """Steps that differ by less are equally fast."""
+BEST = 5
+"""Layouts that are shown."""
 Choice = Mapping[str, Value]
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
@@ -30,50 +33,68 @@ EP = "expert_model_parallel_size"
 _TRANSPORTS: tuple[Choice, ...] = (
     {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"},
     {"cp_comm_type": "p2p", "cp_layout": "zigzag_document"},
+    {"cp_comm_type": "p2p", "cp_layout": "balanced"},
+    {"cp_comm_type": "all_gather", "cp_layout": "zigzag_document"},
     {"cp_comm_type": "a2a", "cp_layout": "contiguous"},
 )
-_SCHEDULES: tuple[Choice, ...] = (
-    {"num_virtual_stages_per_pipeline_rank": 1, "pipeline_schedule": "1f1b"},
-    {"num_virtual_stages_per_pipeline_rank": 2, "pipeline_schedule": "1f1b"},
-    {"num_virtual_stages_per_pipeline_rank": 4, "pipeline_schedule": "1f1b"},
-    {"num_virtual_stages_per_pipeline_rank": 1, "pipeline_schedule": "zero_bubble"},
-)
-_RECOMPUTED: tuple[Choice, ...] = (
-    {"recompute_granularity": "none", "activation_offload": 0.0, "mlp_chunk_tokens": 0},
-    {"recompute_granularity": "selective", "activation_offload": 0.0, "mlp_chunk_tokens": 0},
-    {"recompute_granularity": "full", "activation_offload": 0.0, "mlp_chunk_tokens": 0},
-    {"recompute_granularity": "full", "activation_offload": 0.99, "mlp_chunk_tokens": 8192},
+_GROUPS = (2, 4, 8)
+"""Ranks that swap heads under `a2a+p2p`."""
+_SCHEDULES: tuple[Choice, ...] = tuple(
+    {"num_virtual_stages_per_pipeline_rank": chunks, "pipeline_schedule": name}
+    for name, counts in (("1f1b", (1, 2, 3, 4, 6, 8)), ("zero_bubble", (1, 2)))
+    for chunks in counts
 )
 _STRATEGIES: tuple[Choice, ...] = tuple(
     {"data_parallel_sharding_strategy": name} for name in ("optim", "optim_grads_params")
 )
+_SAVINGS: tuple[Choice, ...] = tuple(
+    {"recompute_granularity": granularity, "activation_offload": offload, "mlp_chunk_tokens": tile}
+    for granularity in ("none", "selective", "full")
+    for offload in (0.0, 0.5, 0.99)
+    for tile in (0, 16384, 8192, 4096)
+)
+"""What saves memory and makes no step shorter: nothing of it first, all of it last."""
+_NOTHING: tuple[Choice, ...] = ({},)
 
 
-def _sizes(name: str, count: int) -> list[Choice]:
+def _divisors(name: str, count: int) -> list[Choice]:
     """The numbers that divide a count."""
     return [{name: size} for size in range(1, count + 1) if count % size == 0]
 
 
-def _choices(config: RunConfig, world_size: int, dtype: str) -> tuple[list[Sequence[Choice]], list[Sequence[Choice]]]:
-    """What is tried of the sizes of a grid, and of all else."""
-    experts = config.model.num_experts
-    sizes: list[Sequence[Choice]] = [
-        _sizes(TP, min(world_size, GPUS_OF_A_MACHINE)),
-        _sizes(PP, min(world_size, config.model.num_layers)),
-        _sizes(CP, world_size),
-        _sizes(EP, experts or 1),
+def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
+    """What is tried of the sizes of a grid."""
+    return [
+        _divisors(TP, min(world_size, GPUS_OF_A_MACHINE)),
+        _divisors(PP, min(world_size, config.model.num_layers)),
+        _divisors(CP, world_size),
+        _divisors(EP, config.model.num_experts or 1),
     ]
-    machines = {1, max(1, world_size // GPUS_OF_A_MACHINE)}
-    others: list[Sequence[Choice]] = [
-        _SCHEDULES,
-        _TRANSPORTS,
+
+
+def _others(base: RunConfig, world_size: int, dtype: str = "bfloat16") -> list[Sequence[Choice]]:
+    """What is tried of all else on a grid, but for `_SAVINGS`; nothing of what does not act there."""
+    p = base.parallel
+    cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
+    pairs = [(swapping, cp // swapping) for swapping in _GROUPS if cp % swapping == 0 and swapping < cp]
+    hierarchies: list[Choice] = [
+        {"cp_comm_type": "a2a+p2p", "cp_layout": "zigzag_document", "hierarchical_context_parallel_sizes": pair}
+        for pair in pairs
+    ]
+    return [
+        _SCHEDULES if p.pipeline_model_parallel_size > 1 else _NOTHING,
+        [*_TRANSPORTS, *hierarchies] if cp > 1 else _NOTHING,
         _STRATEGIES,
-        [{"num_distributed_optimizer_instances": count} for count in sorted(machines)],
-        _RECOMPUTED,
-        [{"micro_batch_size": size} for size in (1, 2, 4)],
+        [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
+        [{"micro_batch_size": size} for size in (1, 2, 4)] if cp == 1 else _NOTHING,  # ranks of cp share a row already
         [{"dtype": dtype}],
     ]
-    return sizes, others
+
+
+def fields_chosen(config: RunConfig) -> set[str]:
+    """Fields of which a search tries values."""
+    tables = [*_sizes(config, 1), *_others(with_values(config, {PP: 2, CP: 4}), 8), _SAVINGS]
+    return {name for choices in tables for choice in choices for name in choice}
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,12 @@ class Candidate:
     """What was not given."""
     memory: RankMemory
     """What its fullest rank holds."""
-    time: StepTime
+    timed: Callable[[RunConfig], StepTime]
+
+    @functools.cached_property
+    def time(self) -> StepTime:
+        """Found when it is asked for: the order of those that do not fit needs none."""
+        return self.timed(self.config)
 
     @property
     def gib(self) -> float:
@@ -95,12 +121,15 @@ class Candidate:
         """`OK`, `TIGHT` or `OOM`."""
         return "OK" if self.gib <= TIGHT * hardware.memory else "TIGHT" if self.gib <= hardware.memory else "OOM"
 
-    def order(self, hardware: Hardware) -> tuple[int, float, float]:
-        """The best is the fastest of those that fit, of equally fast ones that with the least memory; of those that do
-        not fit it is the smallest.
+    def order(self, hardware: Hardware) -> tuple[int, float, float, float]:
+        """The best is the fastest of those that fit, of equally fast ones that with the least on the host, then with
+        the least memory; of those that do not fit it is the smallest.
         """
         verdict = ("OK", "TIGHT", "OOM").index(self.verdict(hardware))
-        return verdict, round(math.log(self.time.total, EQUALLY_FAST)) if verdict < 2 else 0, self.gib
+        if verdict == 2:
+            return verdict, 0.0, 0.0, self.gib
+        speed = round(math.log(self.time.total, EQUALLY_FAST))
+        return verdict, speed, self.config.training.activation_offload, self.gib
 
 
 def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
@@ -110,29 +139,34 @@ def _untold(choices: Sequence[Choice], told: Choice) -> list[Choice]:
     return [choice for place, choice in enumerate(rest) if choice not in rest[:place]]
 
 
-def legal(
+def layouts(
     config: RunConfig, world_size: int, given: Collection[str], dtype: str = "bfloat16"
 ) -> Iterator[tuple[RunConfig, Choice]]:
-    """Every layout that a run would take and that differs from those before it, with what was chosen.
+    """Layouts that a run might take, with what was chosen, before anything saves memory.
 
-    Sizes are tried first, and a product of them that has no place on the ranks is left at once.
+    Sizes are tried first. A table of choices begins with one that is legal wherever any of it is: where all first ones
+    are not, no other is tried; and a choice that is not beside all other first ones is left out.
     """
-    told = {name: value for name, value in flatten(config).items() if name in given}
-    sizes, *others = _choices(config, world_size, dtype)
-    grids = itertools.product(*(_untold(choices, told) for choices in sizes))
-    rest = [merged(product) for product in itertools.product(*(_untold(choices, told) for choices in others[0]))]
-    for grid in map(merged, grids):
+    told = _told(config, given)
+    for grid in map(merged, itertools.product(*(_untold(choices, told) for choices in _sizes(config, world_size)))):
         base = with_values(config, grid)
         if world_size % base.model_ranks:
             continue
-        idle, seen = _idle(base), list[Choice]()
-        for whole in rest:
-            choice = {name: value for name, value in whole.items() if name not in idle}
-            if choice not in seen:
-                seen.append(choice)
-                found = with_values(base, choice)
-                if not check(found, world_size):
-                    yield found, {**grid, **choice}
+        tables = [_untold(choices, told) for choices in _others(base, world_size, dtype)]
+        plainest = merged(table[0] for table in tables)
+        if check(with_values(base, plainest), world_size):
+            continue
+
+        def fails(choice: Choice, base: RunConfig = base, plainest: Choice = plainest) -> bool:
+            return bool(check(with_values(base, {**plainest, **choice}), world_size))
+
+        legal = [[table[0], *itertools.filterfalse(fails, table[1:])] for table in tables]
+        for rest in map(merged, itertools.product(*legal)):
+            yield with_values(base, rest), {**grid, **rest}
+
+
+def _told(config: RunConfig, given: Collection[str]) -> Choice:
+    return {name: value for name, value in flatten(config).items() if name in given}
 
 
 def merged(choices: Iterable[Choice]) -> dict[str, Value]:
@@ -140,27 +174,54 @@ def merged(choices: Iterable[Choice]) -> dict[str, Value]:
     return {name: value for choice in choices for name, value in choice.items()}
 
 
-def _idle(base: RunConfig) -> set[str]:
-    """Fields that act on nothing on this grid; ranks of cp share a row, and then two rows."""
-    p, alone = base.parallel, merged([])
-    if p.pipeline_model_parallel_size == 1:
-        alone |= _SCHEDULES[0]
-    alone |= _TRANSPORTS[0] if p.context_parallel_size == 1 else {"micro_batch_size": 1}
-    return {*alone}
+def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
+    """The stage whose ranks hold most, and what one does."""
+    found, seen = dict[int, RankMemory](), set[Hashable]()
+    for stage, chunks in enumerate(stage_layers(config, world_size)):
+        kind = stage_kind(config, stage, chunks)
+        # of stages alike the first has the most microbatches in flight, the last the most weight gradients that wait
+        if kind not in seen or config.parallel.pipeline_schedule == "zero_bubble":
+            found[stage] = stage_memory(config, stage, chunks, world_size)
+        seen.add(kind)
+    return max(found.items(), key=lambda one: one[1].total)
 
 
 def fullest(config: RunConfig, world_size: int) -> RankMemory:
     """What the rank holds that holds most."""
-    stages = enumerate(stage_layers(config, world_size))
-    return max((stage_memory(config, *stage, world_size) for stage in stages), key=lambda memory: memory.total)
+    return fullest_stage(config, world_size)[1]
 
 
 def search(
     config: RunConfig, world_size: int, given: Collection[str], hardware: Hardware, sample: PackSample
 ) -> list[Candidate]:
-    """All legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first."""
-    found = [
-        Candidate(one, chosen, fullest(one, world_size), step_time(one, world_size, hardware, sample))
-        for one, chosen in legal(config, world_size, given, hardware.dtype)
-    ]
-    return sorted(found, key=lambda one: one.order(hardware))
+    """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first.
+
+    Left out is what would be slower than the best that fit well even if no stage idled. Nothing that saves memory is
+    tried where a layout fits well without, nor all of it where the most does not suffice.
+    """
+    savings = _untold(_SAVINGS, _told(config, given))
+    timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
+    found, best = dict[Hashable, Candidate](), [math.inf] * BEST
+
+    def runs(one: RunConfig) -> bool:
+        """Whether it may be among the best, and a run would take it."""
+        return timed(one, idles=False).total <= EQUALLY_FAST * best[-1] and not check(one, world_size)
+
+    for base, chosen in layouts(config, world_size, given, hardware.dtype):
+        if not runs(base):
+            continue
+        tried = []
+        for place in (0, *range(len(savings) - 1, 0, -1)):  # none, then all, then what is between
+            one = with_values(base, savings[place])
+            if place and not runs(one):
+                continue
+            tried.append(Candidate(one, {**chosen, **savings[place]}, fullest(one, world_size), timed))
+            if tried[-1].verdict(hardware) == ("OOM" if place else "OK"):
+                break
+        # of layouts that differ in how tokens are dealt, and in what saves memory, one is shown
+        alike = frozenset(choice for choice in chosen.items() if choice[0] != "cp_layout")
+        tried += [found[alike]] if alike in found else []
+        found[alike] = min(reversed(tried), key=lambda one: one.order(hardware))
+        fitting = [one.time.total for one in found.values() if one.verdict(hardware) == "OK"]
+        best = sorted([*fitting, *[math.inf] * BEST])[:BEST]
+    return sorted(found.values(), key=lambda one: one.order(hardware))

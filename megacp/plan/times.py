@@ -24,7 +24,7 @@ from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 from megacp.core.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
-from megacp.plan.memory import stage_parameters
+from megacp.plan.memory import stage_kind, stage_parameters
 from megacp.plan.packs import PackSample
 
 
@@ -45,7 +45,7 @@ class StepTime:
     dp: float
     """Gathers of parameters and sums of gradients that nothing hides."""
     pp: float
-    """Hidden states and their gradients on their way between stages that nothing hides."""
+    """Messages between stages."""
     pipeline: float
     """Idle time."""
     uneven: float
@@ -63,6 +63,13 @@ class StepTime:
     def busy(self) -> float:
         """Seconds in which the busiest rank waits neither for a stage nor for a core."""
         return self.total - self.pipeline - self.cores
+
+    @property
+    def binds(self) -> str:
+        """What a step spends most on beside its work."""
+        others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
+        name = max(others, key=lambda term: others[term])
+        return f"{name} {others[name] / self.total:.0%}"
 
 
 @dataclass(frozen=True)
@@ -123,14 +130,17 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     calls = hardware.exposed(hardware.calls, products + passes + there)
     whole_block = products + passes + calls + there * layer.has_state  # attention keeps what it gave, a state does not
     again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
+    if t.mlp_chunk_tokens and t.recompute_granularity != "full":  # which ends where tiles begin
+        up = sum(linear.inputs * linear.outputs for linear in layer.mlp.linears(model).values() if linear.cut == "rows")
+        tiles = 2.0 * tokens * up + layer.mlp.mixing(model, tokens, 0).matmul * busiest
+        again[t.recompute_granularity] += tiles / ranks / hardware.products
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size
     tensor = 4 * (local * (tp - 1) / tp / hardware.ring(tp, 1) + hardware.latency) if tp > 1 else 0.0
     full = t.recompute_granularity == "full"
-    message = _context(config, hardware, sample, tokens // cp) if not layer.has_state else 0.0
-    hidden = (1 - 1 / cp) if p.cp_comm_type == "p2p" else 0.0
-    swaps = p.cp_comm_type in ("a2a", "a2a+p2p")  # heads, which a block that is computed again does once more
+    # heads are swapped once more where a block is computed again; K/V are sent again in backward, with gradients
+    swap, sent, hidden = _context(config, hardware, sample, tokens // cp) if not layer.has_state else (0.0, 0.0, 0.0)
     exchange = 0.0
     if layer.mlp is MOE and p.expert_model_parallel_size > 1:
         exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
@@ -139,7 +149,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
             work=products + passes + calls,
             attention=there,
             tp=tensor,
-            cp=hardware.exposed(message, hidden * there),
+            cp=swap + hardware.exposed(sent, hidden * there),
             ep=exchange / 2,
         ),
         _Part(
@@ -147,26 +157,33 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
             attention=ATTENTION_BACKWARD * back,
             again=again[t.recompute_granularity],
             tp=tensor * (1 - hardware.overlap / 2 + full),
-            cp=hardware.exposed(2 * message, hidden * ATTENTION_BACKWARD * back) + full * swaps * message,
+            cp=swap * (1 + full) + hardware.exposed(2 * sent, hidden * ATTENTION_BACKWARD * back),
             ep=exchange / 2,
         ),
     )
 
 
-def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> float:
-    """Seconds of the messages of attention's forward in a layer, of `tokens` on a rank."""
+def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> tuple[float, float, float]:
+    """Seconds of attention's forward in a layer, of `tokens` on a rank: of swapping heads, and of sending K/V; and the
+    share of attention under which the latter hide.
+    """
     model, p = config.model, config.parallel
     tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
     if cp == 1:
-        return 0.0
-    key_values = 2 * tokens * model.query_groups * model.head_dim // tp * size
+        return 0.0, 0.0, 0.0
+    hierarchy = p.hierarchical_context_parallel_sizes
+    heads, ring = {"a2a": (cp, 1), "a2a+p2p": hierarchy or (1, cp)}.get(p.cp_comm_type, (1, cp))
+    groups = model.query_groups // tp
+    key_values = 2 * tokens * math.lcm(groups, heads) * model.head_dim * size  # copied until heads divide
     queries = tokens * model.num_attention_heads * model.head_dim // tp * size
-    sent = {
-        "a2a": (key_values + 2 * queries) * (cp - 1) / cp,  # and the output back
-        "kv_exchange": key_values * sample.shared(config)[1],
-    }.get(p.cp_comm_type, key_values * (cp - 1.0))
-    messages = cp - 1 if p.cp_comm_type == "p2p" else 2
-    return sent / hardware.link(cp, tp) + messages * hardware.latency
+    swap = sent = 0.0
+    if heads > 1:  # q, k and v, and the output back
+        swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.link(heads, tp) + 2 * hardware.latency
+    if ring > 1:
+        blocks = sample.shared(config)[1] if p.cp_comm_type == "kv_exchange" else ring - 1
+        messages = ring - 1 if p.cp_comm_type.endswith("p2p") else 2
+        sent = key_values * blocks / hardware.link(ring, tp * heads) + messages * hardware.latency
+    return swap, sent, 1 - 1 / ring if p.cp_comm_type.endswith("p2p") else 0.0
 
 
 def _stage(
@@ -174,11 +191,10 @@ def _stage(
 ) -> tuple[_Part, _Part]:
     """Forward and backward of all of a stage for one microbatch."""
     p, t = config.parallel, config.training
-    kinds = costs.nameless_layers(config.model)
-    alike = Counter(kinds[number] for layers in chunks for number in layers)
+    alike = Counter(costs.first_alike(config.model)[layer] for layers in chunks for layer in layers)
     forward = backward = _Part()
     for layer, count in alike.items():
-        there, back = _layer(config, hardware, sample, kinds.index(layer))
+        there, back = _layer(config, hardware, sample, layer)
         forward, backward = forward + there.times(count), backward + back.times(count)
     ranks = p.tensor_model_parallel_size * p.context_parallel_size
     if stage == p.pipeline_model_parallel_size - 1:
@@ -202,14 +218,19 @@ def _stage(
         gather, scatter = _sharded(config, world_size, hardware, chunks)
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
-    stages = p.pipeline_model_parallel_size
-    if stages > 1:
-        one = Share(config).residual * t.element_bytes / hardware.link(stages, world_size // stages) + hardware.latency
-        # what the first chunk of the model begins with is nobody's message, nor what the last one's backward does
-        arriving, returning = (one * (len(chunks) - (stage == end)) for end in (0, stages - 1))
-        forward += _Part(pp=hardware.exposed(arriving, forward.total))
-        backward += _Part(pp=hardware.exposed(returning, backward.total))
+    if p.pipeline_model_parallel_size > 1:
+        first, last = _arrivals(config, world_size, hardware, stage)
+        forward, backward = forward + _Part(pp=first), backward + _Part(pp=last)
     return forward, backward
+
+
+def _arrivals(config: RunConfig, world_size: int, hardware: Hardware, stage: int) -> tuple[float, float]:
+    """Seconds in which a microbatch's hidden states, and their gradients, come to a stage; none to the model's ends."""
+    p = config.parallel
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
+    one = sent + hardware.latency
+    return (chunks - (stage == 0)) * one, (chunks - (stage == stages - 1)) * one
 
 
 def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]) -> tuple[float, float]:
@@ -266,7 +287,10 @@ def stage_parts(
     config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, layers: Sequence[Sequence[range]]
 ) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
     """Forward and backward of the stages for one microbatch; the busiest of them, and its `_once_a_step`."""
-    parts = [_stage(config, world_size, hardware, sample, *stage) for stage in enumerate(layers)]
+    kinds = [stage_kind(config, *stage) for stage in enumerate(layers)]
+    alike = dict(zip(kinds, enumerate(layers), strict=True))
+    known = {kind: _stage(config, world_size, hardware, sample, *stage) for kind, stage in alike.items()}
+    parts = [known[kind] for kind in kinds]
     busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
     forward, backward = (part.total for part in parts[busiest])
     return parts, busiest, *_once_a_step(config, world_size, hardware, layers[busiest], backward, forward)
@@ -279,16 +303,20 @@ def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
     return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
 
 
-def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample) -> StepTime:
-    """The step of a checked configuration on `world_size` ranks."""
+def step_time(
+    config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, *, idles: bool = True
+) -> StepTime:
+    """The step of a checked configuration on `world_size` ranks; not shorter than one in which no stage `idles`."""
     config, sample = one_row(config, world_size, sample)
     microbatches, dp = config.num_microbatches(world_size), config.data_parallel_size(world_size)
     layers = costs.stage_layers(config, world_size)
     parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
-    times = [kind_seconds(config, *part) for part in parts]
-    spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
     spent = parts[busiest][0] + parts[busiest][1]
-    span = max(stage[-1].stop for stage in spans)
+    span = microbatches * spent.total
+    if idles and len(parts) > 1:
+        times = [kind_seconds(config, *part) for part in parts]
+        spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
+        span = max(span, *(stage[-1].stop for stage in spans))
     # ranks beyond the cores take turns: all of their work is done no sooner than the cores can
     work = microbatches * sum(part.total for of_stage in parts for part in of_stage) * world_size / len(parts)
     turns = max(0.0, world_size / hardware.cores - 1)
@@ -303,7 +331,7 @@ def step_time(config: RunConfig, world_size: int, hardware: Hardware, sample: Pa
         ep=microbatches * spent.ep,
         dp=microbatches * spent.dp + exposed,
         pp=microbatches * spent.pp,
-        pipeline=max(0.0, span - microbatches * spent.total),
+        pipeline=span - microbatches * spent.total,
         uneven=microbatches * (most - even),
         optimizer=optimizer,
         cores=max(0.0, work / hardware.cores - span) + turns * (exposed + optimizer),

@@ -20,23 +20,20 @@ from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.vision.decoding import load_pixels, rules_from_dict, video_pixels
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.storage.files import write_atomically
+from megacp.core.storage.page import page_head
 from megacp.prepare.describe import document_parts, learned_of_pack, pack_documents, pack_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 _THUMBNAIL = 224
 """Pixels of the longer side of an image."""
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 62em; padding: 0 1em; color: #222; }
-h1 { font-size: 1.3em; } h2 { font-size: 1.05em; margin: 2em 0 .3em; border-top: 1px solid #ccc; padding-top: .6em; }
-h3 { font-size: .95em; margin: .6em 0 .2em; font-weight: 600; }
 .text { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; margin: 0; }
 .branch { border-left: 4px solid #b8c8e8; padding-left: 1em; margin: .5em 0 .5em 1em; }
 mark { background: #bfe8bf; color: inherit; } .unit { background: #ffe2b0; padding: 0 .3em; margin-right: .2em; }
-.note, figcaption { color: #666; } img { image-rendering: pixelated; max-width: 100%; }
-.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: .5em; } figure { margin: 0; }
+img { image-rendering: pixelated; max-width: 100%; }
+.grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(20em, 1fr)); gap: .5em; }
 svg { margin-left: .5em; } rect { fill: #bfe8bf80; stroke: #286; vector-effect: non-scaling-stroke; }
 """
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write_page(path: str | os.PathLike[str], dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> None:
@@ -46,10 +43,8 @@ def write_page(path: str | os.PathLike[str], dataset: PackedDataset, index: int,
 
 def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[str]:
     pack, manifest = pack_of(dataset, index), dataset.manifest
-    title = escape(f"Pack {index} of {dataset.directory}")
-    yield f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}"><style>{_STYLE}</style></head><body>'
-    yield f"<h1>{title}</h1><p>{len(pack.segments)} documents, {len(pack.tokens)} tokens of {manifest.seq_length}, "
+    yield page_head(f"Pack {index} of {dataset.directory}", _STYLE)
+    yield f"<p>{len(pack.segments)} documents, {len(pack.tokens)} tokens of {manifest.seq_length}, "
     yield f"{learned_of_pack(pack)} learned. <mark>Marked</mark> text is learned; "
     yield '<span class="unit">boxes</span> are images and frames.</p>'
     rules = None if manifest.image_rules is None else rules_from_dict(manifest.image_rules)

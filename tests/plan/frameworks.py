@@ -143,7 +143,7 @@ def peak(row: Row, here: Hardware) -> float:
         held += memory.activations * kept / layer_activations(config, "none")
         held += NARROW_GRADIENT * stage_parameters(config, chunks)
         ((parts, *_), *_) = stage_parts(config, row.gpus, here, ONE, [chunks])
-        if sum(part.total for part in parts) > block_seconds(row) * len(chunks[0]):
+        if sum(part.total - part.pp for part in parts) > block_seconds(row) * len(chunks[0]):
             held += KEPT_GATHERED * tokens * model.hidden_size * (1 - 1 / row.tp) * size * len(chunks[0])
         found.append(held + (stage == row.pp - 1) * KEPT_LOGIT * tokens * model.vocab_size / row.tp)
     return max(found) / 2**30
@@ -156,8 +156,9 @@ def step(row: Row, here: Hardware) -> float:
     wait = 4 * WAIT * max(0, row.tp // GPUS_OF_A_MACHINE - 1)  # a block's messages, one way
     send = tokens * model.hidden_size * size / row.tp / here.link(row.pp, row.dp * row.tp) if row.pp > 1 else 0.0
     parts, *_ = stage_parts(config, row.gpus, here, ONE, [[layers or range(1)] for layers in stages])
-    # no message of tensor parallelism hides in backward; the loss passes over wide logits too
-    seconds = [[forward.total, backward.total - backward.tp + forward.tp] for forward, backward in parts]
+    # no message of tensor parallelism hides in backward, stages wait for `send`; the loss passes over wide logits too
+    both_ways = [(forward, dataclasses.replace(backward, tp=forward.tp)) for forward, backward in parts]
+    seconds = [[part.total - part.pp for part in ways] for ways in both_ways]
     seconds[-1][0] += LOSS_PASSES * WIDE * tokens * model.vocab_size / row.tp / here.bandwidth
     times = []
     for layers, own in zip(stages, seconds, strict=True):

@@ -26,6 +26,8 @@ from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
+from megacp.plan.moments import moments
+from megacp.plan.search import fullest_stage
 from tests.reference.schedule_simulator import simulate
 from tests.reference.training import BALANCE, GEMMA, GPT_OSS, MAMBA2, QWEN3_5, SIGMOID
 
@@ -182,6 +184,28 @@ def test_a_stage_holds_what_it_does_when_all_run_their_lists(name: str, stages: 
     # chunks take turns in groups of as many microbatches as there are stages
     assert held[0].rows == min(batch, stages if chunks == 1 else 2 * stages)
     assert (held[0].deferred is None) == (name == "1f1b" or chunks == 1)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {PP: 4},
+        {PP: 2, CHUNKS: 2, "activation_offload": 0.5},
+        {PP: 4, "pipeline_schedule": "zero_bubble"},
+        {CP: 4, "data_parallel_sharding_strategy": "optim_grads_params", "recompute_granularity": "full"},
+    ],
+)
+def test_a_step_moment_by_moment_comes_to_what_is_planned_for_a_rank(values: dict) -> None:
+    config, totals = config_of(**values), []
+    for index, layers in enumerate(costs.stage_layers(config, 4)):
+        steps, planned = moments(config, index, 4), memory.stage_memory(config, index, layers, 4)
+        totals.append(planned.total)
+        assert max(moment.total for moment in steps) == planned.total
+        assert all(sum(moment.parts.values()) == moment.total for moment in steps)
+        assert [moment.name for moment in steps[-2:]] == ["optimizer", "checkpoint"]
+        in_flight = max(moment.parts["activations"] for moment in steps)
+        assert in_flight == planned.activations >= steps[0].parts["activations"] > 0
+    assert fullest_stage(config, 4)[1].total == max(totals)
 
 
 KEYS, QUERIES = 128 * 2 * 32, 128 * 256

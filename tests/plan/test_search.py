@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import statistics
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megacp.core.backends.select import backend_problems
+from megacp.core.checks import require
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.models import costs
 from megacp.core.ops.mask import Metadata
 from megacp.plan import command
-from megacp.plan.answer import flags, longest_row, words
+from megacp.plan.answer import Answer, behind, flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.packs import PackSample, sample_of, sample_packs
-from megacp.plan.search import Candidate, fullest, search
+from megacp.plan.search import Candidate, fullest, layouts, search
 from megacp.plan.times import step_time
 from megacp.train import dry_run
 from megacp.verify.gpu_report import BILLION
 from tests.data.datasets import random_packs, write_dataset
+from tests.huggingface.convert.models import made
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 8, "dry_run": True}
@@ -36,32 +40,66 @@ def found_for(world: int, given: dict, here: Hardware = H100, **values: object) 
 def test_what_is_found_is_what_a_run_takes_and_holds_as_much_as_its_dry_run_says(tmp_path: Path) -> None:
     given = {"recompute_granularity": "full", "activation_offload": 0.0}
     found = found_for(2, given)
-    assert len({words(layout.config, 2) for layout in found}) == len(found) > 10
+    assert len({words(layout.config, 2) for layout in found}) == len(found) > 4
     for layout in (found[0], found[-1]):
         (tmp_path / "best.yaml").write_text(flags(layout))
         own = [f"--{name.replace('_', '-')}={value}" for name, value in (SMALL | given).items() if name != "dry_run"]
         config = parse(["--config", str(tmp_path / "best.yaml"), *own, "--dry-run", "--world-size", "2"])
-        assert "2 ranks" in dry_run(config) and fullest(config, 2) == layout.memory
+        assert f"{layout.time.total:.3g} s on h100" in dry_run(config) and fullest(config, 2) == layout.memory
+
+
+def test_what_is_legal_for_a_plan_passes_a_runs_own_checks() -> None:
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64, "moe_router_topk": 2, PP: 2, TP: 1}
+    found = found_for(4, {**experts, "num_layers": 2}, Hardware(**{**vars(H100), "memory": 0.03}))
+    assert len(found) > 10
+    for layout in found:
+        require(layout.config, 4, backend_problems(layout.config, None))
 
 
 def test_given_flags_stay_and_the_rest_is_tried() -> None:
-    found = found_for(8, {TP: 2, "cp_comm_type": "p2p", "data_parallel_sharding_strategy": "optim"})
-    assert {layout.config.parallel.tensor_model_parallel_size for layout in found} == {2}
-    assert {layout.config.parallel.cp_comm_type for layout in found} == {"p2p"}
-    assert {layout.config.parallel.context_parallel_size for layout in found} == {1, 2, 4}
-    assert {layout.config.training.recompute_granularity for layout in found} == {"none", "selective", "full"}
+    given = {TP: 2, "cp_layout": "zigzag_document", "data_parallel_sharding_strategy": "optim"}
+    config = with_values(RunConfig(), {**SMALL, **given})
+    tried = [one.parallel for one, _ in layouts(config, 16, {*SMALL, *given})]
+    assert {one.tensor_model_parallel_size for one in tried} == {2}
+    assert {one.context_parallel_size for one in tried} == {1, 2, 4, 8}
+    assert {one.cp_comm_type for one in tried if one.context_parallel_size > 1} == {"p2p", "all_gather", "a2a+p2p"}
+    assert {one.hierarchical_context_parallel_sizes for one in tried} == {None, (2, 2), (2, 4), (4, 2)}
+    assert {one.num_virtual_stages_per_pipeline_rank for one in tried} == {1, 2}
+    assert {layout.config.parallel.cp_layout for layout in found_for(8, given)} == {"zigzag_document"}
 
 
-def test_more_memory_never_makes_fewer_layouts_fit_and_the_fastest_that_fits_is_first() -> None:
-    gib, fitting = (0.02, 0.04, 1.0), []
-    for memory in gib:
+def test_more_memory_never_makes_fewer_layouts_fit_or_the_best_slower() -> None:
+    """And what saves memory is taken where there is little of it."""
+    fitting, seconds, savings = [], [], []
+    for memory in (0.02, 0.03, 0.04, 1.0):
         here = Hardware(**{**vars(H100), "memory": memory})
         found = found_for(4, {PP: 1, CP: 2, "cp_comm_type": "p2p"}, here)
         verdicts = [layout.verdict(here) for layout in found]
         assert verdicts == sorted(verdicts, key=("OK", "TIGHT", "OOM").index)
-        fitting.append(sum(verdict != "OOM" for verdict in verdicts))
-    assert 0 <= fitting[0] < fitting[1] < fitting[2] == len(found)
-    assert found[0].time.total <= 1.01 * min(layout.time.total for layout in found)
+        fitting.append(sum(verdict == "OK" for verdict in verdicts))
+        seconds += [one.time.total for one in found[: fitting[-1]]][:1]
+        savings.append(found[0].chosen["recompute_granularity"])
+    assert 0 == fitting[0] < fitting[1] < fitting[2] < fitting[3] and seconds == sorted(seconds, reverse=True)
+    assert (savings[0], savings[-1]) == ("full", "none")
+
+
+def test_a_flag_that_alone_forbids_what_fits_is_named() -> None:
+    """Two ranks of which each holds all parameters: nothing that saves activations is enough, tp 2 is."""
+    given = {PP: 1, CP: 1, TP: 1, "recompute_granularity": "none", "data_parallel_sharding_strategy": "optim"}
+    here = Hardware(**{**vars(H100), "memory": 0.05})
+    config = with_values(RunConfig(), {**SMALL, **given})
+    answer = Answer(config, 2, frozenset({*SMALL, *given}), here, PackSample())
+    assert answer.best[0].verdict == "OOM" and [name for name, _ in answer.freed()] == [TP]
+    assert answer.changes()[0].startswith("without --tensor-model-parallel-size: tp 2")
+
+
+def test_a_layout_loses_by_memory_or_by_the_term_that_grows_most() -> None:
+    first, *others = found_for(4, {PP: 1, "cp_comm_type": "p2p"})
+    said = [behind(one, first, H100) for one in (first, *others)]
+    assert said[0] == "" and all(said[1:])
+    one = others[-1]
+    more = {name: seconds - vars(first.time)[name] for name, seconds in vars(one.time).items()}
+    assert said[-1].startswith(max(more, key=more.__getitem__)) and one.time.total > 1.01 * first.time.total
 
 
 def test_a_longest_row_fits_and_twice_as_long_a_one_does_not() -> None:
@@ -86,6 +124,8 @@ def test_a_step_of_one_rank_is_its_products_attention_and_passes() -> None:
     )
     half = step_time(config, 1, here, PackSample(areas=(0.5,)))
     assert time.total - half.total == pytest.approx((pairs / 5e11 + 2.5 * pairs / 2e11) / 2)
+    tiles = step_time(with_values(config, {"mlp_chunk_tokens": 256}), 1, here, PackSample())  # gate and up again
+    assert tiles.again == pytest.approx(2 * tokens * 4 * 2 * 256 * model.ffn_hidden_size / 1e12)
 
 
 def test_messages_count_where_nothing_hides_them() -> None:
@@ -94,6 +134,15 @@ def test_messages_count_where_nothing_hides_them() -> None:
     config = with_values(RunConfig(), {**SMALL, "num_query_groups": 2, "global_batch_size": 1, CP: 2})
     one = 4 * 2 * 512 * 2 * 32 * 4 / 1e9  # layers, K and V, tokens, heads and their width, bytes
     ring = step_time(config, 2, here, PackSample())
+    # q of 8 heads, k and v there, the output back, of half the heads; in backward the same the other way
+    swapped = 4 * (2 * 2 + 2 * 8) * 512 * 32 * 4 / 2 / 1e9
+    heads = with_values(config, {"cp_comm_type": "a2a", "cp_layout": "contiguous"})
+    assert step_time(heads, 2, here, PackSample()).cp == pytest.approx(2 * swapped, rel=1e-6)
+    again = with_values(heads, {"recompute_granularity": "full"})
+    assert step_time(again, 2, here, PackSample()).cp == pytest.approx(3 * swapped, rel=1e-6)
+    both = {CP: 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)}
+    sent = step_time(with_values(config, both), 4, here, PackSample()).cp
+    assert sent == pytest.approx(2 * swapped / 2 + 3 * one / 2, rel=1e-6)
     assert ring.cp == pytest.approx(3 * one, rel=1e-6)
     exchanged = with_values(config, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})
     assert step_time(exchanged, 2, here, PackSample()).cp == pytest.approx(3 * one, rel=1e-6)  # one rank needs all
@@ -105,6 +154,9 @@ def test_messages_count_where_nothing_hides_them() -> None:
     assert step_time(sharded, 2, here, PackSample()).dp == pytest.approx(3 * gathered - 3 * one, rel=0.02)
     apart = with_values(config, {CP: 1, PP: 2, "global_batch_size": 4})
     assert step_time(apart, 2, H100, PackSample()).pipeline > 0 == step_time(config, 2, H100, PackSample()).pipeline
+    # four arrive at the last stage one after another, which then waits for the last one's gradient at the first
+    passed, sent = step_time(apart, 2, here, PackSample()), 1024 * 256 * 4 / 1e9
+    assert (passed.pp, passed.pipeline) == pytest.approx((4 * sent, sent), rel=1e-6)
 
 
 def test_uneven_packs_make_ranks_wait() -> None:
@@ -121,6 +173,8 @@ def test_packs_tell_their_areas(tmp_path: Path) -> None:
     for area, row in zip(rows.areas, rows.rows, strict=True):
         longest = np.bincount(row.document[row.leave > 0]).max()
         assert costs.causal_area(int(longest)) <= area * costs.causal_area(64) + 1
+    stated = sample_packs(with_values(config, {"data_path": None}), [24])  # two of 24 tokens and one of 16 that is cut
+    assert stated.area == pytest.approx((2 * 300 + 136) / 2080) and len(stated.rows) == 64
 
 
 LLAMA3_8B = {
@@ -183,26 +237,61 @@ def test_the_sheet_has_a_source_for_every_gpu() -> None:
         assert "datasheet" in own.source and own.products < own.peak and own.outside < own.inside
 
 
+class _Page(HTMLParser):
+    """What of a page could load something, and how many bars and areas it has."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads, self.drawn = list[str](), [0, 0]
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.loads += [tag] * (tag in ("script", "link", "img") or not {"src", "href"}.isdisjoint(dict(attrs)))
+        self.drawn[0] += ("class", "bar") in attrs
+        self.drawn[1] += tag == "polygon"
+
+
 def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--vocab-size", "4096", "--num-layers", "2", "--seq-length", "512", "--global-batch-size", "4"]
+    none = ["--documents", "0"]
     asked = ["--world-size", "2", *sizes, "--pipeline-model-parallel-size", "1", "--cp-comm-type", "p2p"]
+    written = ["--output", str(tmp_path / "plans" / "best.yaml"), "--html", str(tmp_path / "plans" / "best.html")]
     drawn = ["--simulate", "20", "--slow-ranks", "1", "--slow-factor", "1.5"]
-    assert command.main([*asked, *drawn, "--gpu", "a100", "--output", str(tmp_path / "plans" / "best.yaml")]) == 0
-    said = capsys.readouterr().out
+    assert command.main([*asked, *drawn, "--gpu", "a100", *written]) == 0
+    said, text = capsys.readouterr().out, (tmp_path / "plans" / "best.html").read_text()
+    best = next(line for line in said.splitlines() if line.startswith("  1  ")).split("  ")
+    assert all(cell.strip() in text for cell in best) and (page := _Page(text)).loads == []
+    assert page.drawn == [2 * sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
     assert "20 drawn steps" in said and "slow ranks 5" in said  # about half as long again
     assert " OK " in said and "Longest row" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
     troubles = ([*asked, "--jitter=1", "--json"], "--json"), ([*asked, "--contention=0.5"], "0.5")
-    for wrong, word in (*troubles, (sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3")):
+    wrongs = (sizes, "--world-size"), ([*asked, "--tensor-model-parallel-size", "3"], "3"), ([*asked, *none], "0")
+    for wrong, word in (*troubles, *wrongs):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     assert command.main([*asked, *large, "--context-parallel-size", "1", "--recompute-granularity", "full"]) == 0
-    assert (
-        "None fits" in (out := capsys.readouterr().out)
-        and "4 GPUs this fits: dp 4, all sharded" in out
-        and " OOM " in out
-    )
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("None fits", " OOM ", "h200 GPUs", "4 GPUs: dp 4, all sharded"))
+
+
+@pytest.mark.slow  # transformers and matplotlib are imported
+def test_a_folder_of_a_model_and_packs_become_flags_and_a_figure_in_one_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    made("Qwen3", vocab_size=100).save_pretrained(tmp_path / "hf")
+    write_dataset(tmp_path / "packs", [random_packs(np.random.default_rng(0), 3)], seq_length=64)
+    start = ["--load-hf", str(tmp_path / "hf"), "--data-path", str(tmp_path / "packs")]
+    asked = [*start, "--world-size", "4", "--pipeline-model-parallel-size", "2"]
+    written = ["--output", str(tmp_path / "best.yaml"), "--figure", str(tmp_path / "best.png")]
+    assert command.main([*asked, *written]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and "rows of 64 tokens" in lines[0] and lines[-1] == "dtype: bfloat16"
+    config = parse([*start, "--config", str(tmp_path / "best.yaml"), "--dry-run"])
+    assert config.training.dtype == "bfloat16" and (tmp_path / "best.png").read_bytes()[:4] == b"\x89PNG"
+    assert command.main([*asked, "--documents", "8"]) == 2 and "--documents 8" in capsys.readouterr().err

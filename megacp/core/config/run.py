@@ -114,7 +114,7 @@ class FieldInfo:
     range: Range | None
     """Allowed values of a number. None is allowed beside them where the type has it."""
 
-    @property
+    @functools.cached_property
     def words(self) -> list[str]:
         """The words that the field may hold, beside a number or instead of it."""
         literals = (part for part in union_types(self.hint) if typing.get_origin(part) is typing.Literal)

@@ -9,18 +9,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.model import VOCABULARY_MULTIPLE, ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.config.vision import POOLED_PATCHES
 from megacp.core.layers.moe import planned_load
-from megacp.core.layers.stack import Layer, layers_of, model_tensors, pair_tensors
+from megacp.core.layers.stack import layers_of, model_tensors, pair_tensors
 from megacp.core.layers.table import EXPERTS, Flops, Tensor, tokens_per_rank
 from megacp.core.layers.vision import VISION_KINDS, connector_tensors, tower_tensors
 from megacp.core.pipeline_parallel.partition import partition
 
+Counted = TypeVar("Counted")
 LOSS_WORK = 2**29
 """Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
 
@@ -37,25 +39,34 @@ def layer_areas(model: ModelConfig, tokens: int) -> list[int]:
 
 
 @functools.cache
-def _sizes(model: ModelConfig, described: Layer, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _sizes(model: ModelConfig, layer: int, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Parameters of a layer on one rank, and of its low-rank pairs: all, and those of experts."""
 
     def sums(tensors: Iterator[Tensor]) -> tuple[int, int]:
         sizes = [(tensor.local_size(tp, ep), tensor.reduced_over == EXPERTS) for tensor in tensors]
         return sum(size for size, _ in sizes), sum(size for size, of_experts in sizes if of_experts)
 
+    described = layers_of(model)[layer]
     return sums(described.tensors(model)), sums(described.pairs(model))
 
 
 @functools.cache
-def nameless_layers(model: ModelConfig) -> tuple[Layer, ...]:
-    """The layers without their names: those that are alike are equal."""
-    return tuple(dataclasses.replace(layer, name="") for layer in layers_of(model))
+def first_alike(model: ModelConfig) -> tuple[int, ...]:
+    """For each layer the first that is like it but for its name."""
+    nameless = [dataclasses.replace(layer, name="") for layer in layers_of(model)]
+    return tuple(map(nameless.index, nameless))
+
+
+def of_layers(model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]) -> list[Counted]:
+    """`count(layer)` of each, found once for those that are alike."""
+    alike = [first_alike(model)[layer] for layer in layers]
+    known = {layer: count(layer) for layer in set(alike)}
+    return [known[layer] for layer in alike]
 
 
 def _sizes_of(model: ModelConfig, layer: int, tp: int, ep: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Layers that are alike are counted once: one may have a thousand tensors of experts."""
-    return _sizes(model, nameless_layers(model)[layer], tp, ep)
+    return _sizes(model, first_alike(model)[layer], tp, ep)
 
 
 def layer_parameters(model: ModelConfig, tp: int = 1, layer: int = 0, ep: int = 1) -> int:
@@ -194,11 +205,14 @@ def run_stage_costs(config: RunConfig, world_size: int) -> tuple[list[float], fl
     model, tokens = config.model, config.data.seq_length
     head = head_flops(model, tokens)
     last = head.passing if "text" in config.frozen_parts else head.training
-    blocks = [block_flops(config, tokens, area, layer) for layer, area in enumerate(layer_areas(model, tokens))]
+    areas = layer_areas(model, tokens)
+    every = range(model.num_layers)
+    blocks = of_layers(model, every, lambda layer: block_flops(config, tokens, areas[layer], layer))
     if model.num_experts > 0:
         more = Flops(2.0 * tokens * (planned_load(config) - 1) * model.moe_router_topk / model.num_experts, 0.0)
         factor = more.passing if "text" in config.frozen_parts else more.training
-        blocks = [cost + factor * expert_parameters(model, layer) for layer, cost in enumerate(blocks)]
+        experts = of_layers(model, every, lambda layer: expert_parameters(model, layer))
+        blocks = [cost + factor * count for cost, count in zip(blocks, experts, strict=True)]
     factor, sharers = encoders(config, world_size)
     seeing = vision_flops(config, *planned_images(config)) * factor * config.parallel.context_parallel_size / sharers
     first = 2.0 * tokens * model.hidden_size + seeing
@@ -212,8 +226,13 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
     """
     num_stages = config.parallel.pipeline_model_parallel_size
     num_chunks = config.parallel.num_virtual_stages_per_pipeline_rank
-    ranges = partition(*run_stage_costs(config, world_size), num_stages * num_chunks)
+    blocks, first, last = run_stage_costs(config, world_size)
+    ranges = _known_cut(tuple(blocks), first, last, num_stages * num_chunks)
     return [ranges[stage::num_stages] for stage in range(num_stages)]
+
+
+_known_cut = functools.cache(partition)
+"""Most layouts of a model cut it as one before them."""
 
 
 def offloaded_blocks(config: RunConfig, chunks: Sequence[range]) -> list[int]:

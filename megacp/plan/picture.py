@@ -1,0 +1,107 @@
+"""A plan as a figure and as a page: bars of the best layouts, and the memory of the first through a step."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from pathlib import Path
+
+from megacp.core.storage.page import page_head
+from megacp.plan.answer import Answer, flags, large
+from megacp.plan.moments import moments
+from megacp.plan.search import fullest_stage
+
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6b7280", "#1b1f24", "#b8c8e8")
+"""Palette of Okabe and Ito, which stays distinct under common colour blindness."""
+_STYLE = """
+body { max-width: 80em; } table { border-collapse: collapse; font-size: .9em; } pre { background: #eee; }
+td { text-align: right; padding: .1em .6em; } td:nth-child(2) { text-align: left; }
+i { padding: 0 .5em; margin: 0 .3em 0 1em; } svg { width: 100%; height: 18em; background: #eee; }
+.bar { display: flex; height: 1.2em; background: #eee; margin-bottom: .4em; }
+"""
+
+
+def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]]:
+    """Title, a bar for each layout, and the value at its right end: seconds of a step, and GiB."""
+    slowest = max(one.layout.time.total for one in answer.best)
+    most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
+    return [
+        ("A step, s", [large(one.seconds) for one in answer.best], slowest),
+        (f"Memory, of {answer.hardware.memory:g} GiB", [large(one.gib) for one in answer.best], most),
+    ]
+
+
+def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """A colour for each part that some bar has."""
+    names = dict.fromkeys(name for bar in bars for name in bar)
+    return dict(zip(names, itertools.cycle(_COLORS), strict=False))
+
+
+def write_figure(answer: Answer, path: Path) -> None:
+    """Write the bars as a PNG. ValueError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(f"--figure needs {error.name}: pip install 'megacp[log]'") from error
+    figure = Figure(figsize=(12, 1.5 + len(answer.best)), layout="constrained")
+    places = range(len(answer.best), 0, -1)  # the first on top
+    for axes, (title, bars, end) in zip(figure.subplots(2), _panels(answer), strict=True):
+        lefts = [0.0] * len(bars)
+        for part, color in _colors(bars).items():
+            widths = [bar.get(part, 0.0) for bar in bars]
+            axes.barh(places, widths, left=lefts, color=color, label=part.replace("_", " "))
+            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+        axes.set(title=title, xlim=(0, end), yticks=places, yticklabels=[one.name for one in answer.best])
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def page(answer: Answer) -> str:
+    """The plan as a page of HTML."""
+    return "".join(_page(answer))
+
+
+def _page(answer: Answer) -> Iterator[str]:
+    yield page_head(f"Plan for {answer.world_size:,} GPUs", _STYLE)
+    yield from (f"<p>{escape(line)}</p>" for line in answer.heading())
+    rows = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in answer.rows()]
+    yield f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"
+    for title, bars, end in _panels(answer):
+        colors = _colors(bars)
+        yield f"<h2>{title}</h2>{_key(colors)}"
+        for place, (one, bar) in enumerate(zip(answer.best, bars, strict=True), 1):
+            yield f'<div>{place} <span class="note">{escape(one.name)}</span></div><div class="bar">'
+            for part, value in bar.items():
+                style = f"width:{value / end:.2%};background:{colors[part]}"
+                yield f'<div title="{part} {value:.3g}" style="{style}"></div>'
+            yield "</div>"
+    yield from _timeline(answer)
+    yield f"<h2>Flags of 1</h2><p>{answer.longest()}</p><pre>{escape(flags(answer.found[0]))}</pre></body></html>\n"
+
+
+def _key(colors: Mapping[str, str]) -> str:
+    """Names beside their colours."""
+    names = (f'<i style="background:{color}"></i>{name.replace("_", " ")}' for name, color in colors.items())
+    return f"<p>{''.join(names)}</p>"
+
+
+def _timeline(answer: Answer) -> Iterator[str]:
+    """Memory of the fullest rank under the first layout, compute by compute."""
+    config = answer.found[0].config
+    stage, _ = fullest_stage(config, answer.world_size)
+    steps = moments(config, stage, answer.world_size)
+    peak = max(steps, key=lambda moment: moment.total)
+    end = max(answer.hardware.memory * 2**30, peak.total)
+    colors = _colors(moment.parts for moment in steps)
+    yield f"<h2>Memory of stage {stage} through a step of 1, of {end / 2**30:g} GiB</h2>{_key(colors)}"
+    yield f'<svg viewBox="0 0 {len(steps)} 1" preserveAspectRatio="none">'
+    for part in reversed(colors):  # each with all below it, and those in front
+        below = [*colors][: [*colors].index(part) + 1]
+        heights = [1 - sum(moment.parts[name] for name in below) / end for moment in steps]
+        line = " ".join(f"{at},{height:.4f} {at + 1},{height:.4f}" for at, height in enumerate(heights))
+        yield f'<polygon fill="{colors[part]}" points="0,1 {line} {len(steps)},1"/>'
+    at = steps.index(peak)
+    yield f'<rect x="{at}" width="1" y="0" height="{1 - peak.total / end:.4f}" fill="#D55E00"/></svg>'
+    yield f"<p>Most is held in {peak.name} ({at + 1} of {len(steps)}): {peak.total / 2**30:.1f} GiB.</p>"
