@@ -62,10 +62,6 @@ class Hardware:
         """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the slowest link it takes."""
         return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else self.outside
 
-    def exposed(self, seconds: float, under: float) -> float:
-        """What is left of seconds of the host or a link that go on under `under` seconds of computes."""
-        return max(0.0, seconds - self.overlap * under)
-
     def ring(self, ranks: int, stride: int) -> float:
         """Bytes/s of a gather or a sum over them: what leaves a machine leaves by the adapters of all its ranks there.
 
@@ -73,6 +69,10 @@ class Hardware:
         """
         together = max(1, GPUS_OF_A_MACHINE // stride)
         return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else min(self.inside, self.outside * together)
+
+    def exposed(self, seconds: float, under: float) -> float:
+        """What is left of seconds of the host or a link that go on under `under` seconds of computes."""
+        return max(0.0, seconds - self.overlap * under)
 
 
 def hardware(gpu: str, network: str) -> Hardware:

@@ -72,7 +72,7 @@ def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
     ]
 
 
-def _others(base: RunConfig, world_size: int, dtype: str = "bfloat16") -> list[Sequence[Choice]]:
+def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
     """What is tried of all else on a grid, but for `_SAVINGS`; nothing of what does not act there."""
     p = base.parallel
     cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
@@ -93,7 +93,7 @@ def _others(base: RunConfig, world_size: int, dtype: str = "bfloat16") -> list[S
 
 def fields_chosen(config: RunConfig) -> set[str]:
     """Fields of which a search tries values."""
-    tables = [*_sizes(config, 1), *_others(with_values(config, {PP: 2, CP: 4}), 8), _SAVINGS]
+    tables = [*_sizes(config, 1), *_others(with_values(config, {PP: 2, CP: 4}), 8, ""), _SAVINGS]
     return {name for choices in tables for choice in choices for name in choice}
 
 

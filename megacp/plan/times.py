@@ -45,7 +45,7 @@ class StepTime:
     dp: float
     """Gathers of parameters and sums of gradients that nothing hides."""
     pp: float
-    """Messages between stages."""
+    """Hidden states and their gradients on their way between stages that nothing hides."""
     pipeline: float
     """Idle time."""
     uneven: float
@@ -60,16 +60,16 @@ class StepTime:
         return sum(vars(self).values())
 
     @property
-    def busy(self) -> float:
-        """Seconds in which the busiest rank waits neither for a stage nor for a core."""
-        return self.total - self.pipeline - self.cores
-
-    @property
     def binds(self) -> str:
         """What a step spends most on beside its work."""
         others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
         name = max(others, key=lambda term: others[term])
         return f"{name} {others[name] / self.total:.0%}"
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which the busiest rank waits neither for a stage nor for a core."""
+        return self.total - self.pipeline - self.cores
 
 
 @dataclass(frozen=True)
@@ -218,19 +218,14 @@ def _stage(
         gather, scatter = _sharded(config, world_size, hardware, chunks)
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
-    if p.pipeline_model_parallel_size > 1:
-        first, last = _arrivals(config, world_size, hardware, stage)
-        forward, backward = forward + _Part(pp=first), backward + _Part(pp=last)
+    stages = p.pipeline_model_parallel_size
+    if stages > 1:
+        one = Share(config).residual * t.element_bytes / hardware.link(stages, world_size // stages) + hardware.latency
+        # what the first chunk of the model begins with is nobody's message, nor what the last one's backward does
+        arriving, returning = (one * (len(chunks) - (stage == end)) for end in (0, stages - 1))
+        forward += _Part(pp=hardware.exposed(arriving, forward.total))
+        backward += _Part(pp=hardware.exposed(returning, backward.total))
     return forward, backward
-
-
-def _arrivals(config: RunConfig, world_size: int, hardware: Hardware, stage: int) -> tuple[float, float]:
-    """Seconds in which a microbatch's hidden states, and their gradients, come to a stage; none to the model's ends."""
-    p = config.parallel
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    sent = Share(config).residual * config.training.element_bytes / hardware.link(stages, world_size // stages)
-    one = sent + hardware.latency
-    return (chunks - (stage == 0)) * one, (chunks - (stage == stages - 1)) * one
 
 
 def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]) -> tuple[float, float]:

@@ -48,6 +48,10 @@ def test_messages_under_computes_count_where_a_rank_does_both() -> None:
     ring = with_values(RunConfig(), {**SMALL, CP: 2})
     hidden, shown = (step_time(ring, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
     assert hidden.cp == hidden.dp == 0 < min(shown.cp, shown.dp)
+    # the first of two stages receives gradients of 1,024 tokens of 256 numbers, of four microbatches; the last states
+    piped = with_values(RunConfig(), {**SMALL, PP: 2})
+    hidden, shown = (step_time(piped, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
+    assert hidden.pp == 0 and shown.pp == pytest.approx(4 * 1024 * 256 * 4 / 1e8)
 
 
 @pytest.mark.parametrize(("device", "dtype", "thin"), [("cpu", "float32", "thin"), ("cuda", "bfloat16", "short")])
