@@ -46,9 +46,11 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
-    if own.documents and (min(own.documents) < 1 or config.data.data_path is not None):
+    longest, packed = config.data.seq_length, config.data.data_path is not None
+    if own.documents and (packed or not 1 <= min(own.documents) <= max(own.documents) <= longest):
         lengths = " ".join(map(str, own.documents))
-        raise ValueError(f"--documents {lengths}: lengths of documents, from 1 token on, in place of --data-path")
+        rule = f"lengths of 1 to --seq-length {longest} tokens, in place of --data-path"
+        raise ValueError(f"--documents {lengths}: {rule}")
     sample = sample_packs(config, own.documents)
     answer = Answer(config, config.world_size, given, hardware(own.gpu, own.network), sample)
     if not answer.found:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.moe import MOE, exchange_bytes, planned_load
+from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, planned_load
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.core.models import costs
@@ -125,6 +125,8 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     whole_mlp = with_values(config, {"mlp_chunk_tokens": 0})  # a tile passes over as many bytes
     kept = {name: layer_activations(whole_mlp, name, number) / hardware.bandwidth for name in ("none", "selective")}
     passes = 2 * kept["none"]  # each is written once and read once
+    if layer.mlp is MOE:  # a token's rows are copied to its experts, weighted and copied back
+        passes += 6 * expert_rows(Share(config)) * model.hidden_size * size / hardware.bandwidth
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
 
     calls = hardware.exposed(hardware.calls, products + passes + there)
@@ -211,6 +213,9 @@ def _stage(
         forward, backward = forward + _Part(work=seen * frozen_share), backward + _Part(work=seen * (1 - frozen_share))
         if t.recompute_granularity == "full":
             backward += _Part(again=seen * frozen_share)
+    # gradients are added to their wide sums
+    trained = stage_parameters(config, chunks, trained=True)
+    backward += _Part(work=trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth)
     moved = sum(costs.offloaded_blocks(config, chunks)) * layer_activations(config, t.recompute_granularity)
     forward += _Part(offload=hardware.exposed(moved / hardware.host, forward.total))
     backward += _Part(offload=hardware.exposed(moved / hardware.host, backward.total))
@@ -255,8 +260,10 @@ def _once_a_step(
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
         exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
-    # gradient, master weight and two moments are read, three of them and the weight written
-    return exposed, share * (4 + 3) * t.accumulation_bytes / hardware.bandwidth
+    # the norm reads gradients; then they, master weights and two moments are read, three of them and weights written;
+    # the next step begins with gradients of zero
+    passed = share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes) + trained * t.accumulation_bytes
+    return exposed, passed / hardware.bandwidth
 
 
 def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:

@@ -83,8 +83,8 @@ class ShortRun:
         return sample_of(config, [mask_metadata(row)])
 
 
-_GPU: Sizes = {**BILLION, "num_layers": 4, "seq_length": 8192, "global_batch_size": 1}
-_NARROW: Sizes = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 16}  # heads as wide
+_GPU: Sizes = {**BILLION, "num_layers": 4, "num_attention_heads": 16, "seq_length": 8192, "global_batch_size": 4}
+_NARROW: Sizes = {"hidden_size": 1024, "ffn_hidden_size": 2048, "num_attention_heads": 8}  # heads as wide
 _CPU: Sizes = {**MIDDLE, "hidden_size": 256, "seq_length": 512, "global_batch_size": 2, "qk_layernorm": "off"}
 _LONG: Sizes = {**_CPU, "num_layers": 2, "seq_length": 2048, "global_batch_size": 1}
 _THIN: Sizes = {"hidden_size": 64, "ffn_hidden_size": 128, "seq_length": 64}
@@ -92,10 +92,10 @@ RUNS: dict[str, dict[str, ShortRun]] = {
     "cuda": {
         "8,192 tokens": ShortRun(_GPU),
         "32,768 tokens": ShortRun({**_GPU, "seq_length": 32_768}),
-        "mixed masks": ShortRun({**_GPU, "seq_length": 16_384}, mask="mixed"),
+        "mixed masks": ShortRun({**_GPU, "seq_length": 32_768}, mask="mixed"),
         "narrow": ShortRun({**_GPU, **_NARROW}),
         "short": ShortRun({**_GPU, **_NARROW, "num_layers": 16, "seq_length": 512}),
-        "wide": ShortRun({**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 64}),
+        "wide": ShortRun({**_GPU, "num_layers": 2, "hidden_size": 4096, "num_attention_heads": 32}),
     },
     "cpu": {
         "base": ShortRun(_CPU),
