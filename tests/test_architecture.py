@@ -385,20 +385,20 @@ def test_every_public_name_is_used_outside_the_tests() -> None:
 
 
 LINES = {
-    "megacp": 37_640,
-    "megacp/core": 22_310,
+    "megacp": 38_760,
+    "megacp/core": 22_370,
     "megacp/prepare": 5_748,
     "megacp/huggingface": 6_340,
-    "megacp/verify": 1_420,
-    "megacp/plan": 1_480,
-    "bench tools": 2_940,
-    "tests": 36_430,
+    "megacp/verify": 1_640,
+    "megacp/plan": 2_290,
+    "bench tools": 3_130,
+    "tests": 37_260,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (160, 23_600)}
+REACHED = {"megacp.train": (166, 24_560)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
-WORDS_OF_DOCS = 13_110
-FLAGS = 146
+WORDS_OF_DOCS = 13_600
+FLAGS = 147
 """Of a training run."""
 CIRCLES = 0
 """Groups of folders that know each other, a folder and one inside it too."""

@@ -139,6 +139,8 @@ def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
     as_fast = layout.time.total <= EQUALLY_FAST * best.time.total
     if not fits or layout.verdict(hardware) != best.verdict(hardware) or (as_fast and held > 0):
         return f"{held:+.1f} GiB"
+    if as_fast and layout.config.training.activation_offload > best.config.training.activation_offload:
+        return "more on the host"
     first = vars(best.time)
     more = {term: seconds - first[term] for term, seconds in vars(layout.time).items()}
     term = max(more, key=lambda name: more[name])
