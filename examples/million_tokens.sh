@@ -7,7 +7,7 @@
 # Memory of one rank, of a step on fake tensors (not measured on a GPU; communicators and fragments come on top):
 #     python tools/check_gpu.py --fake --mask mixed $(bash examples/million_tokens.sh --flags)
 #    8 GPUs, any mask       32.0 GiB
-# With COMM=kv_exchange LAYOUT=balanced 43.0 GiB for mask mixed, 56.2 GiB for one causal document.
+# With COMM=kv_exchange LAYOUT=balanced 44.0 GiB for mask mixed, 59.3 GiB for one causal document.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}
