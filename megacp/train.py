@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.outcome import reason_of
 from megacp.core.checkpoint.weights import Weights
-from megacp.core.checks import require
+from megacp.core.checks import check, require
 from megacp.core.config.blend import shown_path
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
 from megacp.core.config.parallel import GridShape
@@ -149,15 +149,18 @@ def _laid_out(config: RunConfig, given: Collection[str], world: launch.World) ->
 
     config, _ = open_sources(with_values(config, {"parallel": "given"}))  # with its vocabulary
     ranks, fixed, was = config.world_size or world.size, {*given, "dtype"}, ""
+    kind = None if config.dry_run else launch.device_type(world)  # a dry run may be of another machine
+    at_hand = kind or launch.device_type(world) == "cuda"
+    device: tuple[str, float | None] = launch.device_at_hand(world) if at_hand else ("h100", None)
     if (before := goes_on_from(config)) is not None:
         folder, manifest, text = before
         was = f"; {folder} is of {manifest.world_size}"
-        if manifest.world_size == ranks:
-            stored = flatten(from_yaml(text))
-            kept = {name: stored[name] for name in search.fields_chosen(config) - fixed}
-            return with_values(config, kept), f"--parallel auto on {ranks} ranks: the layout of {folder}"
-    kind = None if config.dry_run else launch.device_type(world)  # a dry run may be of another machine
-    device: tuple[str, float | None] = launch.device_at_hand(world) if kind else ("h100", None)
+        stored = flatten(from_yaml(text))
+        kept = with_values(config, {name: stored[name] for name in search.fields_chosen(config) - fixed})
+        if manifest.world_size == ranks and not check(kept, ranks) and auto.fits(kept, ranks, device):
+            return kept, f"--parallel auto on {ranks} ranks: the layout of {folder}"
+    if world.rank == 0:
+        print(f"--parallel auto: a layout of {ranks} ranks is planned", flush=True)
     config, told = auto.laid_out(config, ranks, fixed, device, lambda one: backend_problems(one, kind))
     return config, told + was
 

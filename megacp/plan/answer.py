@@ -128,7 +128,7 @@ class Answer:
     def longest(self) -> str:
         """How long rows may be under the first."""
         tokens = longest_row(self.found[0], self.world_size, self.hardware)
-        return f"Longest row under 1: {tokens:,} tokens"
+        return f"Rows of {tokens:,} tokens fit under 1, twice as long ones do not" if tokens else "No row fits under 1"
 
 
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
@@ -158,9 +158,9 @@ def words(config: RunConfig, world_size: int) -> str:
     if p.context_parallel_size > 1:
         sizes = p.hierarchical_context_parallel_sizes
         found.append(f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}")
-    if p.data_parallel_sharding_strategy == "optim_grads_params":
-        copies = p.num_distributed_optimizer_instances
-        found.append("all sharded" + f" in {copies} copies" * (copies > 1))
+    found += ["all sharded"] * (p.data_parallel_sharding_strategy == "optim_grads_params")
+    copies = p.num_distributed_optimizer_instances
+    found += [f"{copies} copies of the optimizer"] * (copies > 1)
     found.append(f"{t.recompute_granularity} recompute" if t.recompute_granularity != "none" else "no recompute")
     found += [f"offload {t.activation_offload:g}"] * (t.activation_offload > 0)
     found += [f"MLP in {t.mlp_chunk_tokens}"] * (t.mlp_chunk_tokens > 0)
@@ -176,7 +176,7 @@ def large(parts: Mapping[str, float]) -> dict[str, float]:
 def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
     """A line for each large part; one that is the whole fills it."""
     return [
-        f"  {name:<12}{'#' * round(_BAR * value / whole):<{_BAR}} {value:.3g} {unit}"
+        f"  {name:<12}{'#' * min(_BAR, round(_BAR * value / whole)):<{_BAR}} {value:.3g} {unit}"
         for name, value in large(parts).items()
     ]
 

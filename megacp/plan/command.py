@@ -35,13 +35,21 @@ def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
         # the converter is an extra: a plan without the flag reaches no file of megacp.huggingface
         converter = importlib.import_module("megacp.huggingface.convert.start")
         config, *_ = converter.open_start(config, given)
-    if config.data.data_path is not None and "seq_length" not in given:
+    if config.checkpoint.load is not None or config.checkpoint.auto_resume:
+        stored = importlib.import_module("megacp.core.training.stored")  # which imports torch
+        config, _ = stored.with_stored_model(config, given)
+    if config.data.data_path is not None:
         manifest = DatasetManifest.read(named_folders(config.data.data_path)[0])
-        config = with_values(config, {"seq_length": manifest.seq_length})
+        length = config.data.seq_length if "seq_length" in given else manifest.seq_length
+        words = config.model.vocab_size or manifest.tokenizer.vocab_size
+        config = with_values(config, {"seq_length": length, "vocab_size": words})
+    if config.model.vocab_size == 0:
+        raise ValueError("--vocab-size is 0: give it, or --data-path or --load-hf, which know it")
     return config, given
 
 
-def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
+def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
+    """The text, and whether a layout fits; one that does not is not written as flags of a run."""
     trouble = asked_trouble(own)
     config, given = _asked(arguments)
     if config.world_size is None:
@@ -59,18 +67,21 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> str:
         raise ValueError(f"no layout of {config.world_size} ranks takes these flags{''.join(freed)}")
     if own.figure is not None:
         write_figure(answer, own.figure)
-    written = {own.output: lambda: flags(answer.found[0]), own.html: lambda: page(answer)}
+    best = answer.found[0]
+    fits = best.gib <= answer.hardware.memory
+    written = {own.output if fits else None: lambda: flags(best), own.html: lambda: page(answer)}
     for path, text in written.items():
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")
     told = as_json(answer) if own.json else plan_text(answer)
-    best = answer.found[0].config
-    return told + (drawn_text(best, answer.world_size, answer.hardware, sample, trouble) if trouble else "")
+    if trouble:
+        told += drawn_text(best.config, answer.world_size, answer.hardware, sample, trouble)
+    return told, fits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status."""
+    """Run the command line; the exit status, 1 where no layout fits."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -90,8 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # it trains: a plan without the word reaches no file of megacp.verify
             return importlib.import_module("megacp.verify.calibrate").main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
-        print(_planned(own, rest), end="")
+        text, fits = _planned(own, rest)
+        print(text, end="")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return 0 if fits else 1

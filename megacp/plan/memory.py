@@ -283,12 +283,8 @@ def head_work(config: RunConfig) -> int:
     residual, whole = tokens * model.hidden_size * size // (tp if p.sequence_parallel else 1), 0
     if p.sequence_parallel and tp > 1:
         whole = tokens * model.hidden_size * size
-    chunk, each = tokens, size * vocabulary_rows(model, model.vocab_size, tp)
-    if _loss_in_chunks(config):
-        chunk = loss_chunk_tokens(config)
-        if head_gradient(config):  # products that are added to it are as large as wide logits, which CUDA never has
-            each = logit_bytes(config)
-    return 2 * residual + (2 * whole or residual) + chunk * each
+    chunk = loss_chunk_tokens(config) if _loss_in_chunks(config) else tokens
+    return 2 * residual + (2 * whole or residual) + chunk * logit_bytes(config)
 
 
 def head_gradient(config: RunConfig) -> int:

@@ -124,7 +124,7 @@ def sample_packs(config: RunConfig, documents: Sequence[int] = ()) -> PackSample
     """A sample of what `--data-path` names first, else of packs of documents with stated lengths, else of one causal
     document each. ValueError where it cannot be read.
     """
-    count = min(SAMPLE, max(4, SAMPLE_TOKENS // config.data.seq_length))
+    count = min(SAMPLE, max(4, SAMPLE_TOKENS // max(1, config.data.seq_length)))
     if config.data.data_path is not None:
         return sample_of(config, _stored(config, count))
     return sample_of(config, _stated(config.data.seq_length, documents, count)) if documents else PackSample()

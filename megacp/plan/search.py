@@ -84,7 +84,7 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
     return [
         _SCHEDULES if p.pipeline_model_parallel_size > 1 else _NOTHING,
         [*_TRANSPORTS, *hierarchies] if cp > 1 else _NOTHING,
-        _STRATEGIES,
+        _STRATEGIES if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size else _NOTHING,
         [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
         [{"micro_batch_size": size} for size in (1, 2, 4)] if cp == 1 else _NOTHING,  # ranks of cp share a row already
         [{"dtype": dtype}],
@@ -93,7 +93,8 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
 
 def fields_chosen(config: RunConfig) -> set[str]:
     """Fields of which a search tries values."""
-    tables = [*_sizes(config, 1), *_others(with_values(config, {PP: 2, CP: 4}), 8, ""), _SAVINGS]
+    grids = (with_values(config, {PP: 2, CP: cp}) for cp in (1, 4))
+    tables = [*_sizes(config, 1), *(table for grid in grids for table in _others(grid, 16, "")), _SAVINGS]
     return {name for choices in tables for choice in choices for name in choice}
 
 

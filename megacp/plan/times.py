@@ -61,10 +61,10 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """What a step spends most on beside its work."""
+        """What a step spends most on beside its work; "" where that is less than a hundredth."""
         others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
         name = max(others, key=lambda term: others[term])
-        return f"{name} {others[name] / self.total:.0%}"
+        return f"{name} {others[name] / self.total:.0%}" if others[name] >= self.total / 100 else ""
 
     @property
     def busy(self) -> float:

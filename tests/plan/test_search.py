@@ -265,7 +265,7 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     assert all(cell.strip() in text for cell in best) and (page := _Page(text)).loads == []
     assert page.drawn == [2 * sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
     assert "20 drawn steps" in said and "slow ranks 5" in said  # about half as long again
-    assert " OK " in said and "Longest row" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
+    assert " OK " in said and "tokens fit under 1" in said and (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
@@ -279,7 +279,9 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     for wrong, word in (*troubles, *wrongs):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
-    assert command.main([*asked, *large, "--context-parallel-size", "1", "--recompute-granularity", "full"]) == 0
+    unwritten = ["--output", str(tmp_path / "none.yaml"), "--context-parallel-size", "1"]
+    assert command.main([*asked, *large, *unwritten, "--recompute-granularity", "full"]) == 1
+    assert not (tmp_path / "none.yaml").exists()
     said = capsys.readouterr().out
     assert all(word in said for word in ("None fits", " OOM ", "h200 GPUs", "4 GPUs: dp 4, all sharded"))
 

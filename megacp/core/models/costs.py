@@ -24,7 +24,7 @@ from megacp.core.pipeline_parallel.partition import partition
 
 Counted = TypeVar("Counted")
 LOSS_WORK = 2**29
-"""Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`."""
+"""Most bytes of logits and their gradient under `--cross-entropy-chunk-tokens auto`, of halves on CUDA."""
 
 
 def causal_area(tokens: int, window: int = 0) -> int:
