@@ -809,7 +809,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
     ],
     ("train.py", "tests/training/test_start.py"): [
-        ("if manifest.world_size == ranks and", "if False and", "--parallel auto changes the layout of a run that goes on"),
+        ("if manifest.world_size == ranks and", "if False and", "a run that goes on gets another layout"),
         ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
