@@ -5,6 +5,7 @@ import json
 import os
 import random
 import secrets
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,14 @@ def what_stays_is_walked_once() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def numbers_below_the_normal_ones() -> Iterator[None]:
+    """A test whose process was a CPU rank for a while leaves them zero."""
+    yield
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_flush_denormal(False)
 
 
 @pytest.fixture(autouse=True, scope="session")
