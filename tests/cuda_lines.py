@@ -124,7 +124,7 @@ def _compiled(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and (
             any("fused" in ast.unparse(one) for one in node.decorator_list)
-            or node.name in ("rule", "_rule", "flex_backward")
+            or node.name in ("rule", "_rule", "flex_backward", "trace")
         ):
             yield from range(node.lineno, (node.end_lineno or 0) + 1)
 
