@@ -6,6 +6,7 @@ import json
 import statistics
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.models import costs
 from megacp.core.ops.mask import Metadata
 from megacp.plan import command
+from megacp.plan import search as search_room
 from megacp.plan.answer import Answer, behind, flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.packs import PackSample, sample_of, sample_packs
@@ -66,6 +68,16 @@ def test_given_flags_stay_and_the_rest_is_tried() -> None:
     assert {one.hierarchical_context_parallel_sizes for one in tried} == {None, (2, 2), (2, 4), (4, 2)}
     assert {one.num_virtual_stages_per_pipeline_rank for one in tried} == {1, 2}
     assert {layout.config.parallel.cp_layout for layout in found_for(8, given)} == {"zigzag_document"}
+
+
+def test_what_acts_on_nothing_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule of one stage, and what saves memory where there is enough."""
+    chosen = [one for _, one in layouts(with_values(RunConfig(), {**SMALL, PP: 1}), 4, {*SMALL, PP})]
+    assert not any("pipeline_schedule" in one for one in chosen)
+    tried = mock.Mock(wraps=search_room.fullest)
+    monkeypatch.setattr(search_room, "fullest", tried)
+    found_for(4, {PP: 1})
+    assert {call.args[0].training.recompute_granularity for call in tried.mock_calls} == {"none"}
 
 
 def test_more_memory_never_makes_fewer_layouts_fit_or_the_best_slower() -> None:
