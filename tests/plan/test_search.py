@@ -289,7 +289,8 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
         ([*asked, "--tensor-model-parallel-size", "3"], "3"),
         ([*asked, *none], "0"),
     )
-    for wrong, word in (*troubles, *wrongs):
+    wordless = (["--world-size", "2"], "--vocab-size"), ([*asked, "--seq-length", "0"], "got 0")
+    for wrong, word in (*troubles, *wordless, *wrongs):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     unwritten = ["--output", str(tmp_path / "none.yaml"), "--context-parallel-size", "1"]
