@@ -1,7 +1,7 @@
 """Steps of layouts on this machine's CPU beside the seconds of a plan that was calibrated on it (`--only plan`).
 
-The sheet is measured first, on other sizes (megacp/verify/calibrate.py). Then the layouts take turns, one step each.
-Beside the seconds of a step stand the processor seconds of its busiest rank, which other programs move little.
+Steps of the layouts take turns with those of `megacp-plan calibrate`, which are of other sizes, since this machine is
+faster in one minute than in the next (megacp/verify/calibrate.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megacp.plan.hardware import NETWORKS, hardware_of
 from megacp.plan.packs import PackSample
 from megacp.plan.report import table
 from megacp.plan.times import step_time
-from megacp.verify.calibrate import calibrated
+from megacp.verify.calibrate import RUNS, calibrated
 from megacp.verify.spawn import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
@@ -42,40 +42,41 @@ LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {
     "cp 4": (4, {CP: 4}),
 }
 """Ranks and flags."""
+CALIBRATE = "calibrate: "
 LIMITS = {1: 0.10, 2: 0.15, 4: 0.15}
 """Most relative error of the worst layout, by ranks."""
 
 
 def plan_part(sizes: Mapping[str, Value], rounds: int) -> Part:
     """Median seconds of each layout, planned ones, and what the plan's first choice costs."""
-    here = hardware_of(calibrated("cpu")[0], NETWORKS[0])
     configs = {name: with_values(RunConfig(), {**sizes, **values}) for name, (_, values) in LAYOUTS.items()}
     with ExitStack() as stack:
         pools = {ranks: stack.enter_context(RankPool(ranks)) for ranks in LIMITS}
 
-        def way(name: str) -> Callable[[], list[StepMeasure]]:
-            config = configs[name]
-            rules = MockRules(config.model.vocab_size, config.data.seq_length, "causal", seed=1)
-            return functools.partial(pools[LAYOUTS[name][0]].run, measure_rank, config, rules)
+        def way(ranks: int, config: RunConfig, mask: str = "causal") -> Callable[[], list[StepMeasure]]:
+            rules = MockRules(config.model.vocab_size, config.data.seq_length, mask, seed=1)
+            return functools.partial(pools[ranks].run, measure_rank, config, rules)
 
-        steps = take_turns({name: way(name) for name in LAYOUTS}, rounds + 1)
+        ways = {name: way(LAYOUTS[name][0], config) for name, config in configs.items()}
+        for name, run in RUNS["cpu"].items():
+            ways[f"{CALIBRATE}{name}"] = way(run.ranks, run.config("float32"), run.mask)
+        steps = take_turns(ways, rounds + 1)
+
+    seconds = {
+        name: statistics.median(max(rank.wall for rank in step) for step in found[1:]) for name, found in steps.items()
+    }
+    measured = {name: seconds[f"{CALIBRATE}{name}"] for name in RUNS["cpu"]}
+    here = hardware_of(calibrated("cpu", measured), NETWORKS[0])
     rows: list[dict[str, Any]] = []
     for name, (ranks, _) in LAYOUTS.items():
-        time = step_time(configs[name], ranks, here, PackSample())
-        rows.append({"layout": name, "ranks": ranks})
-        for clock, planned in (("wall", time.total), ("cpu", time.busy)):
-            found = statistics.median(max(getattr(rank, clock) for rank in step) for step in steps[name][1:])
-            rows[-1] |= {clock: found, f"planned {clock}": planned, f"{clock} ratio": planned / found}
-        # the cores are taken in turns; a pipeline's idle time is not in it
-        work = statistics.median(sum(rank.cpu for rank in step) for step in steps[name][1:]) / here.cores
-        rows[-1]["cpu on the cores"] = max(work, rows[-1]["cpu"])
-    pick = min(rows, key=lambda row: row["planned wall"])
+        planned, found = step_time(configs[name], ranks, here, PackSample()).total, seconds[name]
+        rows.append({"layout": name, "ranks": ranks, "s": found, "planned s": planned, "ratio": planned / found})
     goals = []
-    for clock, cost in (("wall", "wall"), ("cpu", "cpu on the cores")):
-        for ranks, limit in LIMITS.items():
-            worst = max(abs(row[f"{clock} ratio"] - 1) for row in rows if row["ranks"] == ranks)
-            goals.append(Goal(f"{ranks} ranks, {clock} seconds: the worst plan is off by", worst, limit))
-        what = f"{pick['layout']}, the plan's choice, over the best in {clock} seconds"
-        goals.append(Goal(what, pick[cost] / min(row[cost] for row in rows), 1.05))
+    for ranks, limit in LIMITS.items():
+        worst = max(abs(row["ratio"] - 1) for row in rows if row["ranks"] == ranks)
+        goals.append(Goal(f"{ranks} ranks: the worst plan is off by", worst, limit))
+    pick = min(rows, key=lambda row: row["planned s"])
+    over = pick["s"] / min(row["s"] for row in rows)
+    goals.append(Goal(f"{pick['layout']}, the plan's choice, over the best", over, 1.05))
     texts = ([f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()] for row in rows)
     return Part({"plan": rows}, goals, table([list(rows[0]), *texts]))

@@ -48,10 +48,6 @@ class Shown:
         """What that rank holds then."""
         return {name: getattr(self.layout.memory, name) / 2**30 for name in PHASES[self.phase]}
 
-    @property
-    def seconds(self) -> dict[str, float]:
-        return vars(self.layout.time)
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -223,7 +219,7 @@ def as_json(answer: Answer) -> str:
     shown = [
         {
             "flags": dict(one.layout.chosen),
-            "seconds": one.seconds | {"total": one.layout.time.total},
+            "seconds": vars(one.layout.time) | {"total": one.layout.time.total},
             "bytes": vars(one.layout.memory) | {"total": one.layout.memory.total},
             "fits": one.verdict,
             "behind": one.behind,
@@ -244,5 +240,5 @@ def plan_text(answer: Answer) -> str:
         lines += ["None fits: the first needs least. What would do:", *(f"  {one}" for one in answer.changes()), ""]
     lines += [f"Memory of the fullest rank under 1, in {first.phase}, of {memory:g} GiB:"]
     lines += [*bar(first.gib, memory, "GiB"), "", f"A step under 1, of {total:.3g} s:"]
-    lines += [*bar(first.seconds, total, "s"), "", answer.longest(), "", flags(first.layout).rstrip()]
+    lines += [*bar(vars(first.layout.time), total, "s"), "", answer.longest(), "", flags(first.layout).rstrip()]
     return "\n".join(lines) + "\n"

@@ -56,7 +56,9 @@ class Hardware:
     overlap: float = 1.0
     """Share of a compute under which its host and its links work on."""
     cores: float = math.inf
-    """Ranks that compute at once, each as fast as one alone; more of them take turns."""
+    """Ranks that compute at once; more of them take turns."""
+    beside: float = 1.0
+    """How many times as long a rank takes where others share the caches and the memory of its machine."""
 
     def link(self, ranks: int, stride: int) -> float:
         """Bytes/s of a rank that sends to others of `ranks` that stand `stride` apart: by the slowest link it takes."""

@@ -50,7 +50,8 @@ class GatheredPart:
     trained: int
 
 
-def chunk_parts(config: RunConfig, layers: range) -> list[GatheredPart]:
+@functools.lru_cache(2**12)
+def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
     """The parts of the model chunk that holds `layers`, in the order of the forward pass.
 
     A table that is embedding and head of one chunk belongs to the chunk, with the final norm.

@@ -27,7 +27,7 @@ def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]
     slowest = max(one.layout.time.total for one in answer.best)
     most = max(answer.hardware.memory, *(one.layout.gib for one in answer.best))
     return [
-        ("A step, s", [large(one.seconds) for one in answer.best], slowest),
+        ("A step, s", [large(vars(one.layout.time)) for one in answer.best], slowest),
         (f"Memory, of {answer.hardware.memory:g} GiB", [large(one.gib) for one in answer.best], most),
     ]
 

@@ -9,6 +9,7 @@ The host's calls count where no compute hides them. Contention of two messages i
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.core.models import costs
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
-from megacp.core.pipeline_parallel.timeline import timeline
+from megacp.core.pipeline_parallel.timeline import Span, timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
 from megacp.plan.memory import stage_kind, stage_parameters
@@ -65,11 +66,6 @@ class StepTime:
         others = {name: seconds for name, seconds in vars(self).items() if name != "compute"}
         name = max(others, key=lambda term: others[term])
         return f"{name} {others[name] / self.total:.0%}" if others[name] >= self.total / 100 else ""
-
-    @property
-    def busy(self) -> float:
-        """Seconds in which the busiest rank waits neither for a stage nor for a core."""
-        return self.total - self.pipeline - self.cores
 
 
 @dataclass(frozen=True)
@@ -314,17 +310,16 @@ def step_time(
     layers = costs.stage_layers(config, world_size)
     parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
     spent = parts[busiest][0] + parts[busiest][1]
-    span = microbatches * spent.total
+    span, turns = microbatches * spent.total, max(0.0, world_size / hardware.cores - 1)
+    waiting = turns * span if len(parts) == 1 else 0.0
     if idles and len(parts) > 1:
         times = [kind_seconds(config, *part) for part in parts]
         spans = timeline(orders(config, world_size), config.parallel.num_virtual_stages_per_pipeline_rank, times)
         span = max(span, *(stage[-1].stop for stage in spans))
-    # ranks beyond the cores take turns: all of their work is done no sooner than the cores can
-    work = microbatches * sum(part.total for of_stage in parts for part in of_stage) * world_size / len(parts)
-    turns = max(0.0, world_size / hardware.cores - 1)
+        waiting = _turns(spans, hardware.cores * len(parts) / world_size) if turns else 0.0
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
     even, most = spent.attention / sample.shared(config)[0], spent.attention * sample.largest(dp, drawn)
-    return StepTime(
+    found = StepTime(
         compute=microbatches * (spent.work + even),
         again=microbatches * spent.again,
         offload=microbatches * spent.offload,
@@ -336,8 +331,20 @@ def step_time(
         pipeline=span - microbatches * spent.total,
         uneven=microbatches * (most - even),
         optimizer=optimizer,
-        cores=max(0.0, work / hardware.cores - span) + turns * (exposed + optimizer),
+        cores=waiting + turns * (exposed + optimizer),
     )
+    return StepTime(*(seconds * (hardware.beside if world_size > 1 else 1.0) for seconds in vars(found).values()))
+
+
+def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
+    """Seconds by which a pipeline is longer where only so many stages compute at once and more of them take turns."""
+    computes = [span for stage in spans for span in stage]
+    edges = sorted([*((span.start, 1) for span in computes), *((span.stop, -1) for span in computes)])
+    at_once, found = 0, 0.0
+    for (start, change), (stop, _) in itertools.pairwise(edges):
+        at_once += change
+        found += (stop - start) * max(0.0, at_once / cores - 1)
+    return found
 
 
 def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:

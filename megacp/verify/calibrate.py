@@ -4,8 +4,7 @@ Short runs of small models, which differ in how much of a step is products, atte
 messages, are trained as a run trains them. The constants of a plan are then those with which its own arithmetic comes
 nearest to all of them. So nothing that a step spends is left out, and no second model of time exists.
 
-One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share its cores. Their
-processor seconds count, which other programs on the machine move little: a rank that waits spends none.
+One GPU shows no links: theirs stay those of `--like`. Ranks of a CPU have one thread each and share its cores.
 """
 
 from __future__ import annotations
@@ -44,11 +43,13 @@ from megacp.verify.spawn import run_ranks
 LAST_BEGIN = 90.0
 """Seconds after which no run begins."""
 FITTED = [("reached", name) for name in ("products", "fused", "flex", "bandwidth", "link", "latency")]
-FITTED += [("terms", "calls")]
+FITTED += [("terms", "calls"), ("terms", "beside")]
 """What the runs determine, by part and name of a sheet."""
 LOOSE = 1e-4
 """Weight of a factor's logarithm beside a step's relative error: what no run shows stays where it begins."""
 FIT_ROUNDS = 20
+COMPUTED_IN = {"cuda": "bfloat16", "cpu": "float32"}
+"""What runs compute in."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class ShortRun:
         return run_ranks(timed_steps, self.ranks, self.config(dtype), device, self.mask)
 
     def planned(self, sheet: Sheet) -> float:
-        """Seconds that a plan with these numbers gives its busiest rank."""
+        """Seconds of a plan with these numbers."""
         here = hardware_of(sheet, NETWORKS[0])
         kernel = here.attention["fused" if self.mask == "causal" else "flex"]
         here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, kernel))
-        return step_time(self.config(here.dtype), self.ranks, here, self.packs).busy
+        return step_time(self.config(here.dtype), self.ranks, here, self.packs).total
 
     @functools.cached_property
     def packs(self) -> PackSample:
@@ -116,9 +117,9 @@ RUNS: dict[str, dict[str, ShortRun]] = {
 """Runs by device, the ones that say most first: one that would begin too late is left out."""
 
 
-def measure(device: str, dtype: str) -> dict[str, float]:
-    """Seconds of a step of the runs of a device, on the busiest rank; one that fails is a line, the others go on."""
-    begin, found = time.monotonic(), dict[str, float]()
+def measured(device: str) -> dict[str, float]:
+    """Seconds of a step of the runs of a device; one that fails is a line, the others go on."""
+    begin, found, dtype = time.monotonic(), dict[str, float](), COMPUTED_IN[device]
     for name, run in RUNS[device].items():
         if time.monotonic() - begin > LAST_BEGIN:
             print(f"{name}: left out, {LAST_BEGIN:g} s are over")
@@ -169,28 +170,27 @@ def known_before(device: str, like: str) -> Sheet:
     sheet, today = nominal_sheet(), datetime.date.today()
     own = sheet["gpus"][like]
     if device == "cuda":
-        dtype, overlap, cores, where = "bfloat16", 1.0, math.inf, f"{torch.cuda.get_device_name()}, links of {like}"
+        overlap, cores, where = 1.0, math.inf, f"{torch.cuda.get_device_name()}, links of {like}"
         memory = float(torch.cuda.mem_get_info()[1])
-        own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
+        own["flops"] = cuda_peak(torch.device(device), COMPUTED_IN[device]) or own["flops"]
     else:
-        dtype, overlap, cores, where = "float32", 0.0, float(os.cpu_count() or 1), f"{platform.node()}, a thread a rank"
+        overlap, cores, where = 0.0, float(os.cpu_count() or 1), f"{platform.node()}, a thread a rank"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
         own |= {"flops": 1e11, "bandwidth": 1e10, "link": 1e9}
-    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {dtype}, {today}, on {where}"}
-    terms = {"dtype": dtype, "calls": 3e-4, "overlap": overlap, "cores": cores}
+    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {COMPUTED_IN[device]}, {today}, on {where}"}
+    terms = {"dtype": COMPUTED_IN[device], "calls": 3e-4, "overlap": overlap, "cores": cores, "beside": 1.0}
     return {**sheet, "gpus": {"here": own}, "terms": terms}
 
 
-def calibrated(device: str, like: str = "h100") -> tuple[Sheet, dict[str, float]]:
-    """The sheet of this machine, and the seconds that it is fitted to."""
+def calibrated(device: str, seconds: Mapping[str, float], like: str = "h100") -> Sheet:
+    """The sheet of this machine, from seconds of the runs by their names."""
     sheet = known_before(device, like)
-    seconds = measure(device, sheet["terms"]["dtype"])
     found = fitted(sheet, [RUNS[device][name] for name in seconds], [*seconds.values()])
     if device == "cpu":
         found["gpus"]["here"]["flops"] *= found["reached"]["products"]
         shares = [("reached", name) for name in ("products", "fused", "flex")]
         found = scaled(found, dict.fromkeys(shares, 1 / found["reached"]["products"]))
-    return found, seconds
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
@@ -201,9 +201,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)")
     parser.add_argument("--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)")
     options = parser.parse_args(argv)
-    sheet, measured = calibrated(options.device, options.like)
+    found = measured(options.device)
+    sheet = calibrated(options.device, found, options.like)
     rows = [["run", "s/step", "planned", "planned / measured"]]
-    for name, seconds in measured.items():
+    for name, seconds in found.items():
         planned = RUNS[options.device][name].planned(sheet)
         rows.append([name, f"{seconds:.4g}", f"{planned:.4g}", f"{planned / seconds:.2f}"])
     text = yaml.safe_dump(sheet, sort_keys=False)

@@ -180,7 +180,7 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
 
 
 def timed_steps(rank: int, world: int, config: RunConfig, device: str, mask: str = "causal") -> list[float]:
-    """Seconds of this rank's steps after the first ones: of the clock on a GPU, of the processor on a CPU.
+    """Seconds of this rank's steps after the first ones.
 
     Rows are planned before, as the loader's threads do in a run.
     """
@@ -188,13 +188,13 @@ def timed_steps(rank: int, world: int, config: RunConfig, device: str, mask: str
     rules = MockRules(config.model.vocab_size, config.data.seq_length, mask=mask)
     batch = mock_batch(range(model.rows.packs), rules)
     steps = [[model.plan(batch) for _ in range(config.num_microbatches(world))] for _ in range(CALLS)]
-    clock, found = time.perf_counter if device == "cuda" else time.process_time, []
+    found = []
     for number, rows in enumerate(steps, 1):
-        begin = clock()
+        begin = time.perf_counter()
         model.train(rows, number, batch.weight_sum * config.training.global_batch_size, batch.real_tokens)
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(clock() - begin)
+        found.append(time.perf_counter() - begin)
     return found[WARM_UP:]
 
 

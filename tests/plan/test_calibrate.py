@@ -39,8 +39,16 @@ def test_ranks_beyond_the_cores_take_turns_and_idle_stages_leave_them_theirs() -
     one = replace(FREE, calls=1e-3, overlap=0.0, cores=1.0)
     assert seconds(one, 2) == pytest.approx(seconds(one)) == pytest.approx(2 * seconds(replace(one, cores=2.0), 2))
     bubble = step_time(with_values(RunConfig(), {**SMALL, PP: 2}), 2, replace(one, cores=2.0), PackSample())
-    assert bubble.pipeline > 0 and bubble.busy == pytest.approx(seconds(one) / 2)
+    assert bubble.pipeline > 0 and bubble.total - bubble.pipeline == pytest.approx(seconds(one) / 2)
     assert seconds(one, 2, **{PP: 2}) == pytest.approx(seconds(one))
+    # by hand: of three microbatches through four stages, 18 ms, three stages compute at once for 6 ms
+    assert seconds(replace(one, cores=2.0), 4, **{PP: 4, "global_batch_size": 3}) == pytest.approx(21e-3)
+
+
+def test_ranks_slow_those_beside_them() -> None:
+    alone = replace(FREE, calls=1e-3, overlap=0.0)
+    crowded = replace(alone, beside=1.5)
+    assert seconds(crowded) == seconds(alone) and seconds(crowded, 2) == pytest.approx(1.5 * seconds(alone, 2))
 
 
 def test_messages_under_computes_count_where_a_rank_does_both() -> None:

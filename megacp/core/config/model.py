@@ -6,6 +6,7 @@ of ranks.
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -211,7 +212,7 @@ class ModelConfig:
     lora_dropout: Fraction[float] = 0.0
     """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
 
-    @property
+    @functools.cached_property
     def lora_linears(self) -> tuple[str, ...]:
         """Linears with a low-rank pair, in the order of `LINEARS`; names that are none are left out."""
         asked = (self.lora_targets or "q,v").replace(",", " ").split() if self.lora_rank > 0 else ()

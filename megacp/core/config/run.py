@@ -58,7 +58,7 @@ class RunConfig:
         p = self.parallel
         return p.tensor_model_parallel_size * p.pipeline_model_parallel_size * p.context_parallel_size
 
-    @property
+    @functools.cached_property
     def frozen_parts(self) -> tuple[str, ...]:
         """Parts among `text`, `vision` and `connector` whose weights stay; beside low-rank pairs all do."""
         parts = ("text", "vision", "connector")

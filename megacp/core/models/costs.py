@@ -59,7 +59,8 @@ def first_alike(model: ModelConfig) -> tuple[int, ...]:
 
 def of_layers(model: ModelConfig, layers: Iterable[int], count: Callable[[int], Counted]) -> list[Counted]:
     """`count(layer)` of each, found once for those that are alike."""
-    alike = [first_alike(model)[layer] for layer in layers]
+    first = first_alike(model)
+    alike = [first[layer] for layer in layers]
     known = {layer: count(layer) for layer in set(alike)}
     return [known[layer] for layer in alike]
 
