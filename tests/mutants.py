@@ -607,6 +607,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/times.py", "tests/plan/test_calibrate.py"): [
         ("at_once / cores - 1", "at_once / cores - 9", "stages that share cores are as fast as alone"),
         ("= turns * span if", "= 0 * span if", "ranks that share cores are as fast as alone"),
+        ("(flops.matmul - grouped + experts)", "flops.matmul", "experts are as fast as large products"),
+        ("(hardware.beside if world_size > 1 else 1.0)", "1.0", "ranks do not slow one another"),
         ("2 * (passes + calls)", "2 * passes", "the host calls nothing in backward"),
         ("(len(chunks) - (stage == end))", "len(chunks)", "the model's first chunk waits for a message"),
     ],

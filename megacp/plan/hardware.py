@@ -49,6 +49,8 @@ class Hardware:
     """FLOP/s that utilisation is told of."""
     source: str
     """Where the numbers are from, as a sentence."""
+    experts: float = 1.0
+    """Share of the rate of products that those of experts reach."""
     dtype: str = "bfloat16"
     """What training computes in, for which the rates hold."""
     calls: float = 0.0
@@ -106,5 +108,6 @@ def hardware_of(sheet: Sheet, network: str) -> Hardware:
         latency=reached["latency"],
         peak=own["flops"],
         source=own["source"],
+        experts=reached["experts"],
         **sheet.get("terms", {}),
     )

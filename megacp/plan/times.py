@@ -115,7 +115,9 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
     flops = layer.flops(model, tokens, int(whole * sample.area * sample.shared(config)[0]))
     busiest = planned_load(config) if model.num_experts and p.expert_model_parallel_size > 1 else 1.0
-    products = flops.matmul * busiest / ranks / hardware.products
+    grouped = layer.mlp.mixing(model, tokens, 0).matmul  # of experts, each with few rows
+    experts = grouped * busiest / hardware.experts
+    products = (flops.matmul - grouped + experts) / ranks / hardware.products
     narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
     there, back = (flops.attention / ranks / (rate * narrow) for rate in hardware.attention[kernel_of(config)])
     whole_mlp = with_values(config, {"mlp_chunk_tokens": 0})  # a tile passes over as many bytes
@@ -130,8 +132,7 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
     if t.mlp_chunk_tokens and t.recompute_granularity != "full":  # which ends where tiles begin
         up = sum(linear.inputs * linear.outputs for linear in layer.mlp.linears(model).values() if linear.cut == "rows")
-        tiles = 2.0 * tokens * up + layer.mlp.mixing(model, tokens, 0).matmul * busiest
-        again[t.recompute_granularity] += tiles / ranks / hardware.products
+        again[t.recompute_granularity] += (2.0 * tokens * up + experts) / ranks / hardware.products
     # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
     # weights, which hides half of it
     local = tokens // cp * model.hidden_size * size

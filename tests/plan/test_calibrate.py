@@ -51,6 +51,14 @@ def test_ranks_slow_those_beside_them() -> None:
     assert seconds(crowded) == seconds(alone) and seconds(crowded, 2) == pytest.approx(1.5 * seconds(alone, 2))
 
 
+def test_products_of_experts_are_slower() -> None:
+    """By hand: 4 packs, 4 blocks, 1,024 tokens, forward and twice that; two experts of three matrices, and a router."""
+    two = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "hidden_size": 256}
+    full = replace(FREE, products=1e9)
+    more = seconds(replace(full, experts=0.5), **two) - seconds(full, **two)
+    assert more == pytest.approx(4 * 4 * 3 * 2 * 1024 * 256 * (2 * 3 * 64 + 8) / 1e9)
+
+
 def test_messages_under_computes_count_where_a_rank_does_both() -> None:
     slow = replace(FREE, products=1e9, attention=dict.fromkeys(FREE.attention, (1e9, 1e9)), inside=1e8)
     ring = with_values(RunConfig(), {**SMALL, CP: 2})

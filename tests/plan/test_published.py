@@ -90,22 +90,33 @@ def test_two_constants_fit_the_other_half() -> None:
         assert best < min(cost(REACHED * factor, OUTSIDE), cost(REACHED, OUTSIDE * factor))
 
 
+def places(rows: Iterable[Row]) -> dict[tuple[str, int], int]:
+    """Place among the measured of a plan's first choice, what fits well and then the fastest, by model and GPUs."""
+    alike: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in rows:
+        alike[row.model, row.gpus].append(row)
+    found = {}
+    for key, rivals in alike.items():
+        if len(rivals) <= 3:
+            continue
+        first = min(rivals, key=lambda row: (planned(row)[0] > TIGHT * H100.memory, planned(row)[1]))
+        found[key] = sum(row.seconds < first.seconds for row in rivals) + 1
+        print(*key, f"place {found[key]} of {len(rivals)}: dp {first.dp} tp {first.tp} pp {first.pp} {first.shard}")
+    return found
+
+
 @pytest.mark.slow
 def test_the_first_choice_is_among_the_best_three() -> None:
-    """Of each model and number of GPUs, in a plan's order: what fits well, then the fastest.
-
-    On 64 machines every send of a pipeline waited a quarter of a second, which no layout explains.
-    """
-    alike: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    """Where layouts that ran twice, with and without ZeRO, took about as long; others took up to 14 times as long."""
+    twins = defaultdict(list)
     for row in NANOTRON:
-        alike[row.model, row.gpus].append(row)
-    places = {}
-    for key, rows in alike.items():
-        first = min(rows, key=lambda row: (planned(row)[0] > TIGHT * H100.memory, planned(row)[1]))
-        places[key] = sum(row.seconds < first.seconds for row in rows) + 1
-        print(*key, f"place {places[key]} of {len(rows)}: dp {first.dp} tp {first.tp} pp {first.pp} {first.shard}")
-    assert statistics.mean(place <= 3 for place in places.values()) >= 6 / 9
-    assert statistics.mean(place <= 4 for (_, gpus), place in places.items() if gpus < 512) >= 6 / 7
+        twins[replace(row, shard="", tok_s_gpu=0.0, gib=0.0, note="", where="")].append(row)
+    pairs = [pair for pair in twins.values() if len(pair) == 2]
+    calm = [row for pair in pairs for row in pair if row.seconds <= 1.5 * min(twin.seconds for twin in pair)]
+    assert len(calm) > 0.8 * 2 * len(pairs)
+    assert statistics.mean(place <= 3 for place in places(calm).values()) >= 0.8
+    # of all, on 64 machines every send of a pipeline waited a quarter of a second, which no layout explains
+    assert statistics.mean(place <= 3 for place in places(NANOTRON).values()) >= 6 / 9
 
 
 @pytest.mark.parametrize(
