@@ -222,8 +222,10 @@ def _nproc(arguments: Sequence[str]) -> tuple[int, list[str]]:
         raise ValueError(f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag")
     if "--dry-run" in rest:
         return 0, [*rest, "--world-size", str(found.nproc)]
-    with contextlib.redirect_stdout(io.StringIO()):  # the ranks say it again
-        plan_of(rest, launch.World(size=found.nproc, local_size=found.nproc))
+    world = launch.World(size=found.nproc, local_size=found.nproc)
+    if _parsed(rest, world).parallel.parallel != "auto":  # whose plan ranks make at once, and would make again
+        with contextlib.redirect_stdout(io.StringIO()):  # the ranks say it again
+            plan_of(rest, world)
     return found.nproc, rest
 
 

@@ -105,12 +105,8 @@ def kernel_of(config: RunConfig) -> str:
 def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: int) -> tuple[_Part, _Part]:
     """Forward and backward of a block for one microbatch."""
     model, p, t = config.model, config.parallel, config.training
-    layer, tp, cp, size = (
-        layers_of(model)[number],
-        p.tensor_model_parallel_size,
-        p.context_parallel_size,
-        t.element_bytes,
-    )
+    layer, size = layers_of(model)[number], t.element_bytes
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     tokens, ranks = t.micro_batch_size * config.data.seq_length, tp * cp
     whole = t.micro_batch_size * costs.causal_area(config.data.seq_length, layer.window)
     flops = layer.flops(model, tokens, int(whole * sample.area * sample.shared(config)[0]))

@@ -167,18 +167,18 @@ def known_before(device: str, like: str) -> Sheet:
 
     A CPU has no published peak: utilisation is of what its products reach.
     """
-    sheet, today = nominal_sheet(), datetime.date.today()
+    sheet, today, dtype = nominal_sheet(), datetime.date.today(), COMPUTED_IN[device]
     own = sheet["gpus"][like]
     if device == "cuda":
         overlap, cores, where = 1.0, math.inf, f"{torch.cuda.get_device_name()}, links of {like}"
         memory = float(torch.cuda.mem_get_info()[1])
-        own["flops"] = cuda_peak(torch.device(device), COMPUTED_IN[device]) or own["flops"]
+        own["flops"] = cuda_peak(torch.device(device), dtype) or own["flops"]
     else:
         overlap, cores, where = 0.0, float(os.cpu_count() or 1), f"{platform.node()}, a thread a rank"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / cores
         own |= {"flops": 1e11, "bandwidth": 1e10, "link": 1e9}
-    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {COMPUTED_IN[device]}, {today}, on {where}"}
-    terms = {"dtype": COMPUTED_IN[device], "calls": 3e-4, "overlap": overlap, "cores": cores, "beside": 1.0}
+    own |= {"memory": round(memory / 2**30, 1), "source": f"Times measured in {dtype}, {today}, on {where}"}
+    terms = {"dtype": dtype, "calls": 3e-4, "overlap": overlap, "cores": cores, "beside": 1.0}
     return {**sheet, "gpus": {"here": own}, "terms": terms}
 
 

@@ -23,13 +23,18 @@ from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.core.checks import check
 from megacp.core.config.cli import given_names, parse
 from megacp.core.config.run import RunConfig, fields, flag, with_values
+from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed.launch import Rendezvous, World
+from megacp.core.models.costs import run_parameters
+from megacp.core.storage.wording import human_count
 from megacp.core.training.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
+from megacp.plan import command
 from megacp.plan.answer import words
 from megacp.plan.auto import sheet_of
 from megacp.plan.hardware import hardware
+from megacp.plan.search import fullest
 from megacp.train import main, plan_of
 from tests.checkpoint.test_commit import WORLD
 from tests.data.datasets import random_packs, write_dataset
@@ -219,17 +224,28 @@ def test_a_plan_says_what_no_flag_says_and_all_ranks_come_to_it(capsys: pytest.C
 
 
 def test_a_run_that_goes_on_with_as_many_ranks_keeps_its_layout_and_else_is_planned_again(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = load_checkpoint(base, WORLD).config_yaml.replace("micro_batch_size: 1", "micro_batch_size: 2")
     change(copied(base, tmp_path), config=stored)
     flags = [*AUTO, "--load", str(tmp_path), "--recompute-granularity", "none"]
-    assert planned(flags, 1).training.micro_batch_size == 2
+    kept = planned(flags, 1)
+    assert kept.training.micro_batch_size == 2
     assert f"on 1 ranks: the layout of {tmp_path}" in capsys.readouterr().out
     assert planned([*flags, "--finetune"], 1).training.micro_batch_size != 2
     assert planned([*flags, "--micro-batch-size", "4"], 1).training.micro_batch_size == 4
     assert planned(flags, 2).grid_shape(2).dp == 2
     assert "step_0000002 is of 1" in capsys.readouterr().out
+    # on a device that one row a microbatch fills more than half, two do not fit
+    most = fullest(with_values(kept, {"micro_batch_size": 1}), 1).total * 1.2 / 2**30
+    monkeypatch.setattr("megacp.core.distributed.launch.device_at_hand", lambda world: ("CPU", most))
+    assert planned(flags, 1).training.micro_batch_size == 1
+
+
+def test_a_plan_of_a_checkpoint_is_of_its_model(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = from_yaml(load_checkpoint(base, WORLD).config_yaml)
+    assert command.main(["--world-size", "2", "--load", str(base), "--global-batch-size", "2"]) == 0
+    assert capsys.readouterr().out.startswith(f"{human_count(run_parameters(stored))} parameters on 2 GPUs")
 
 
 @pytest.mark.parametrize(
