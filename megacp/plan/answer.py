@@ -124,7 +124,7 @@ class Answer:
     def longest(self) -> str:
         """How long rows may be under the first."""
         tokens = longest_row(self.found[0], self.world_size, self.hardware)
-        return f"Rows of {tokens:,} tokens fit under 1, twice as long ones do not" if tokens else "No row fits under 1"
+        return f"Rows of about {tokens:,} tokens fit under 1, longer ones do not" if tokens else "No row fits under 1"
 
 
 def behind(layout: Candidate, best: Candidate, hardware: Hardware) -> str:
@@ -178,14 +178,18 @@ def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
 
 
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
-    """Tokens of the longest row, of those twice and half as long, that still fits under this layout; 0: none does."""
-    tokens, fits = layout.config.data.seq_length, layout.gib <= hardware.memory
-    while Share(with_values(layout.config, {"seq_length": tokens})).rows > 1:
-        trial = tokens * 2 if fits else tokens // 2
-        if _fits(with_values(layout.config, {"seq_length": trial}), world_size, hardware) != fits:
-            return tokens if fits else trial
-        tokens = trial
-    return 0
+    """Tokens of the longest row that fits under this layout, to an eighth; 0 where none does."""
+
+    def fits(tokens: int) -> bool:
+        return _fits(with_values(layout.config, {"seq_length": tokens}), world_size, hardware)
+
+    tokens, grows = layout.config.data.seq_length, layout.gib <= hardware.memory
+    while grows == fits(tokens):
+        tokens = tokens * 2 if grows else tokens // 2
+        if Share(with_values(layout.config, {"seq_length": tokens})).rows <= 1:
+            return 0
+    shorter = tokens // 2 if grows else tokens
+    return max((shorter * part // 8 for part in range(9, 16) if fits(shorter * part // 8)), default=shorter)
 
 
 def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[str]:

@@ -214,6 +214,9 @@ def _stage(
     backward += _Part(offload=hardware.exposed(moved / hardware.host, backward.total))
     if p.data_parallel_sharding_strategy == "optim_grads_params":
         gather, scatter = _sharded(config, world_size, hardware, chunks)
+        if p.pipeline_model_parallel_size > 1:  # chunks stay for all they do in turn, the only one for the whole step
+            microbatches, turns = config.num_microbatches(world_size), 1 - 1 / len(chunks)
+            gather *= 0.5 / microbatches + turns / p.pipeline_model_parallel_size
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
     stages = p.pipeline_model_parallel_size

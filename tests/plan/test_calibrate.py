@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.models.costs import stage_layers
+from megacp.core.pipeline_parallel.schedules import Kind, one_f_one_b, with_messages, with_parameters
 from megacp.plan import command
 from megacp.plan.hardware import Hardware, hardware
+from megacp.plan.memory import stage_parameters
 from megacp.plan.packs import PackSample
 from megacp.plan.times import step_time
 from megacp.verify import calibrate
 from megacp.verify.calibrate import RUNS, known_before, scaled
 
 CP, PP = "context_parallel_size", "pipeline_model_parallel_size"
+VIRTUAL, SHARDED = "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy"
 SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 4, "dtype": "float32"}
 FREE = Hardware(1.0, 1e30, dict.fromkeys(("fused", "flex"), (1e30, 1e30)), 1e30, 1e30, 1e30, 1e30, 0, 1e12, "")
 
@@ -68,6 +72,18 @@ def test_messages_under_computes_count_where_a_rank_does_both() -> None:
     piped = with_values(RunConfig(), {**SMALL, PP: 2})
     hidden, shown = (step_time(piped, 2, replace(slow, overlap=share), PackSample()) for share in (1.0, 0.0))
     assert hidden.pp == 0 and shown.pp == pytest.approx(4 * 1024 * 256 * 4 / 1e8)
+
+
+@pytest.mark.parametrize(("chunks", "near"), [(1, 1e-9), (2, 0.05)])
+def test_a_stage_gathers_chunks_as_often_as_its_list_says(chunks: int, near: float) -> None:
+    """Two replicas of two stages: half of the last stage arrives, and half of the sums of each microbatch goes."""
+    values = {**SMALL, PP: 2, VIRTUAL: chunks, "global_batch_size": 32, SHARDED: "optim_grads_params"}
+    config = with_values(RunConfig(), values)
+    here = replace(FREE, products=1e9, inside=1e8, overlap=0.0)  # the last stage has most to do
+    actions = with_parameters(with_messages(one_f_one_b(1, 2, 16, chunks), 1, 2, chunks))
+    gathered = sum(action.kind is Kind.UNSHARD for action in actions) / chunks
+    one = stage_parameters(config, stage_layers(config, 4)[1]) * 4 / 2 / 1e8
+    assert step_time(config, 4, here, PackSample()).dp == pytest.approx((gathered + 16) * one, rel=near)
 
 
 @pytest.mark.parametrize(("device", "dtype", "thin"), [("cpu", "float32", "thin"), ("cuda", "bfloat16", "short")])

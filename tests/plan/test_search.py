@@ -114,12 +114,13 @@ def test_a_layout_loses_by_memory_or_by_the_term_that_grows_most() -> None:
     assert said[-1].startswith(max(more, key=more.__getitem__)) and one.time.total > 1.01 * first.time.total
 
 
-def test_a_longest_row_fits_and_twice_as_long_a_one_does_not() -> None:
-    here = Hardware(**{**vars(H100), "memory": 0.5})
+@pytest.mark.parametrize("gib", [0.05, 0.5])
+def test_a_longest_row_fits_and_one_an_eighth_longer_does_not(gib: float) -> None:
+    here = Hardware(**{**vars(H100), "memory": gib})
     layout = found_for(2, {PP: 1, TP: 1}, here)[0]
     tokens = longest_row(layout, 2, here)
-    sizes = [fullest(with_values(layout.config, {"seq_length": n}), 2).total / 2**30 for n in (tokens, 2 * tokens)]
-    assert tokens > 1024 and sizes[0] <= 0.5 < sizes[1]
+    sizes = [fullest(with_values(layout.config, {"seq_length": n}), 2).total / 2**30 for n in (tokens, tokens * 9 // 8)]
+    assert (tokens > 1024) == (gib == 0.5) and sizes[0] <= gib < sizes[1]
 
 
 def test_a_step_of_one_rank_is_its_products_attention_and_passes() -> None:
