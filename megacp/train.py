@@ -157,7 +157,8 @@ def _laid_out(config: RunConfig, given: Collection[str], world: launch.World) ->
         was = f"; {folder} is of {manifest.world_size}"
         stored = flatten(from_yaml(text))
         kept = with_values(config, {name: stored[name] for name in search.fields_chosen(config) - fixed})
-        if manifest.world_size == ranks and not check(kept, ranks) and auto.fits(kept, ranks, device):
+        as_many, here = manifest.world_size == ranks, auto.sheet_of(*device)[0]
+        if as_many and not check(kept, ranks) and search.fits(kept, ranks, here):
             return kept, f"--parallel auto on {ranks} ranks: the layout of {folder}"
     if world.rank == 0:
         print(f"--parallel auto: a layout of {ranks} ranks is planned", flush=True)

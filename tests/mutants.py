@@ -38,7 +38,7 @@ ENGINE = "tests/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
 
 EXPERTS = "tests/expert_parallel"
-CLUSTER = "tests/plan/test_cluster.py"
+CLUSTER, TIMES = "tests/plan/test_cluster.py", "tests/plan/test_times.py"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/backends/support.py", "tests/backends/test_support.py"): [
@@ -557,7 +557,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return bool(check(", "return False and bool(check(", "no choice of a table is left out"),
         ("not check(one, world_size) and not problems(one)", "True", "layouts are shown that no run takes"),
         ("if p.pipeline_model_parallel_size > 1 else _NOTHING", "", "schedules of one stage are layouts of their own"),
-        ('("OOM" if place else "OK")', '"no"', "what saves memory is tried where nothing has to"),
+        ('"OK": well, "OOM"', '"OOM"', "what saves memory is tried where nothing has to"),
+        ("and saved[2] == more[2] for", "for", "tiles that need more rule out none"),
+        ("(less[1] == 0 or less[0] == saved[0])", "True", "what sends much to the host rules out less"),
+        ("if layout.memory.host > limit", "if False", "the host holds all"),
+        ("_divisors(PP, world_size, ", "_divisors(PP, config.model.num_layers, ", "stages divide the layers"),
         ("told.get(name, value) == value", "True", "flags that were given are tried anew"),
     ],
     ("plan/times.py", "tests/plan/test_search.py"): [
@@ -566,7 +570,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("sample.shared(config)[1] if", "ring - 1 if", "kv_exchange sends all keys"),
         ("swap * (1 + full)", "2 * swap", "heads are swapped twice in backward"),
     ],
-    ("plan/moments.py", "tests/plan/test_memory.py"): [
+    ("plan/picture.py", "tests/plan/test_memory.py"): [
         (
             'Kind.BACKWARD: ("table", "backward", "vision")',
             'Kind.BACKWARD: ("forward",)',
@@ -596,11 +600,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("plan/times.py", "tests/plan/test_published.py"): [
         ("hardware.ring(tp, 1)", "hardware.link(tp, 1)", "tp over machines has one adapter"),
-        ("link = hardware.ring(", "link = hardware.link(", "sums over machines have one adapter"),
+        ("hardware.ring(ranks, stride)", "hardware.link(ranks, stride)", "sums over machines have one adapter"),
         ("hops = (ranks - 1) *", "hops =", "a ring takes one hop"),
     ],
     ("plan/hardware.py", "tests/plan/test_published.py"): [
-        ("self.outside * together", "self.outside", "a ring enters a machine by one adapter"),
+        ("* max(1, GPUS_OF_A_MACHINE // stride))", ")", "a ring enters a machine by one adapter"),
     ],
     ("plan/memory.py", "tests/plan/test_published.py"): [
         ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
@@ -611,8 +615,34 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("= turns * span if", "= 0 * span if", "ranks that share cores are as fast as alone"),
         ("(flops.matmul - grouped + experts)", "flops.matmul", "experts are as fast as large products"),
         ("(hardware.beside if world_size > 1 else 1.0)", "1.0", "ranks do not slow one another"),
-        ("2 * (passes + calls)", "2 * passes", "the host calls nothing in backward"),
+        ("2 * (pairs + passes + calls)", "2 * (pairs + passes)", "the host calls nothing in backward"),
         ("(len(chunks) - (stage == end))", "len(chunks)", "the model's first chunk waits for a message"),
+    ],
+    ("plan/times.py", TIMES): [
+        (
+            "in shared_parts(config, chunks, world_size):",
+            "in shared_parts(config, chunks, world_size)[:1]:",
+            "experts stay",
+        ),
+        ('"optim_grads_params" else trained', '"no" else parameters', "frozen weights travel after the step"),
+        ('(3 - ("text" in config.frozen_parts))', "3", "a frozen head has the gradient of its weight"),
+        (
+            'if p.data_parallel_sharding_strategy == "optim_grads":',
+            "if False:",
+            "sums of ZeRO-2 gather in each microbatch",
+        ),
+        ("_Part(work=every - once,", "_Part(work=2 * once,", "a frozen tower runs backward"),
+        ("return sample.causal * (", "return 1.0 * (", "spans and branches take cuDNN's kernel"),
+        ('"all_gather": hardware.ring', '"all_gather": hardware.link', "gathered keys leave by one adapter"),
+    ],
+    ("plan/hardware.py", TIMES): [
+        ("self.outside * (ranks - 1) / away", "self.outside", "all that is sent to all leaves the machine"),
+    ],
+    ("plan/memory.py", TIMES): [
+        ("max(1, ranks * tp // ep), ep", "ranks, ep", "experts are shared as other weights are"),
+    ],
+    ("plan/packs.py", TIMES): [
+        ("not row.span.any() and ", "", "spans of images are causal"),
     ],
     ("plan/hardware.py", "tests/plan/test_calibrate.py"): [
         ("seconds - self.overlap * under", "seconds - under", "a CPU computes and sends at once"),
@@ -814,7 +844,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
     ],
     ("train.py", "tests/training/test_start.py"): [
-        ("if manifest.world_size == ranks and", "if False and", "a run that goes on gets another layout"),
+        ("as_many and not check(kept", "False and not check(kept", "a run that goes on gets another layout"),
         ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),

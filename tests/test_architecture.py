@@ -392,10 +392,10 @@ LINES = {
     "megacp/verify": 1_640,
     "megacp/plan": 2_300,
     "bench tools": 3_130,
-    "tests": 37_310,
+    "tests": 37_490,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
-REACHED = {"megacp.train": (166, 24_560)}
+REACHED = {"megacp.train": (166, 24_570)}
 """At most so many files and lines that a command's imports reach, those inside functions too."""
 WORDS_OF_DOCS = 13_600
 FLAGS = 147

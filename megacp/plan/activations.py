@@ -101,20 +101,15 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
     if granularity == "full":
         return share.residual * share.size + held
     tiled = share.tiled and described.mlp is not MOE
-    parts = (_norms(share, tiled), *(kind.kept(share) for kind in described.kinds))
+    # norms keep their inputs, their outputs and a number a token; but for that of a tiled MLP
+    after, both = (share.model.norm_position == word for word in ("after", "both"))
+    count = 4 if after else 2 * both + (4 - tiled if share.cheap else 2)
+    norms = count * share.residual, (2 + 2 * both - (tiled and not after)) * share.rows
+    parts = (norms, *(kind.kept(share) for kind in described.kinds))
     elements, wide = (sum(numbers) for numbers in zip(*parts, strict=True))
     narrow, dropped = _pairs(share, described)
     masks = dropped + 2 * share.residual * (config.model.hidden_dropout > 0)
     return share.bytes_of(elements + narrow + dropped, wide) + masks + held
-
-
-def _norms(share: Share, tiled: bool) -> tuple[int, int]:
-    """Elements and wide ones that the norms of a block keep: their inputs, their outputs, and a number a token; but for
-    that of a `tiled` MLP.
-    """
-    after, both = (share.model.norm_position == word for word in ("after", "both"))
-    count = 4 if after else 2 * both + (4 - tiled if share.cheap else 2)
-    return count * share.residual, (2 + 2 * both - (tiled and not after)) * share.rows
 
 
 def _pairs(share: Share, described: Layer) -> tuple[int, int]:
@@ -159,12 +154,8 @@ def vision_activations(config: RunConfig, world_size: int) -> tuple[int, int]:
     packs = config.training.micro_batch_size * factor
     crops, pooled = (-(-packs * count // sharers) for count in planned_images(config))
     tower, connector = VISION_KINDS[v.vision_family]
-    kept = work = 0
-    for kind, count, parts in (
-        (tower, crops * v.crop_patches, ("vision",)),
-        (connector, pooled, ("vision", "connector")),
-    ):
-        if not set(parts) <= set(frozen):
-            kept += count * share.bytes_of(*kind.kept(share))
-            work += count * kind.work(share)
-    return kept, work
+    patches = crops * v.crop_patches * ("vision" not in frozen)
+    tokens = pooled * (not {"vision", "connector"} <= set(frozen))
+    counts = ((tower, patches), (connector, tokens))
+    kept = sum(count * share.bytes_of(*kind.kept(share)) for kind, count in counts)
+    return kept, sum(count * kind.work(share) for kind, count in counts)

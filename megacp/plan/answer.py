@@ -18,7 +18,7 @@ from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.memory import PHASES
 from megacp.plan.packs import PackSample
 from megacp.plan.report import table, utilisation
-from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fullest, search
+from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, search
 
 _BAR = 50
 """Characters of a whole bar."""
@@ -67,18 +67,18 @@ class Answer:
     @functools.cached_property
     def best(self) -> list[Shown]:
         """The first of them."""
-        return [self._shown(layout) for layout in self.found[:BEST]]
-
-    def _shown(self, layout: Candidate) -> Shown:
-        config, seconds = layout.config, layout.time.total
-        return Shown(
-            layout,
-            words(config, self.world_size),
-            config.training.global_batch_size * config.data.seq_length / seconds / self.world_size,
-            utilisation(config, self.world_size, layout.time, self.hardware, self.sample),
-            layout.verdict(self.hardware),
-            behind(layout, self.found[0], self.hardware),
-        )
+        tokens = self.config.training.global_batch_size * self.config.data.seq_length / self.world_size  # of a GPU
+        return [
+            Shown(
+                layout,
+                words(layout.config, self.world_size),
+                tokens / layout.time.total,
+                utilisation(layout.config, self.world_size, layout.time, self.hardware, self.sample),
+                layout.verdict(self.hardware),
+                behind(layout, self.found[0], self.hardware),
+            )
+            for layout in self.found[:BEST]
+        ]
 
     def heading(self) -> list[str]:
         """What was asked, and what the times are made from."""
@@ -148,14 +148,13 @@ def words(config: RunConfig, world_size: int) -> str:
     p, t = config.parallel, config.training
     axes = {name: getattr(config.grid_shape(world_size), name) for name in ("dp", "tp", "pp", "cp", "ep")}
     found = [f"{name} {size}" for name, size in axes.items() if size > 1] or ["one rank"]
-    if p.num_virtual_stages_per_pipeline_rank > 1:
-        found.append(f"{p.num_virtual_stages_per_pipeline_rank} chunks")
+    chunks, copies = p.num_virtual_stages_per_pipeline_rank, p.num_distributed_optimizer_instances
+    found += [f"{chunks} chunks"] * (chunks > 1)
     found += ["zero bubble"] * (p.pipeline_schedule == "zero_bubble")
     if p.context_parallel_size > 1:
         sizes = p.hierarchical_context_parallel_sizes
         found.append(f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}")
     found += ["all sharded"] * (p.data_parallel_sharding_strategy == "optim_grads_params")
-    copies = p.num_distributed_optimizer_instances
     found += [f"{copies} copies of the optimizer"] * (copies > 1)
     found.append(f"{t.recompute_granularity} recompute" if t.recompute_granularity != "none" else "no recompute")
     found += [f"offload {t.activation_offload:g}"] * (t.activation_offload > 0)
@@ -180,16 +179,16 @@ def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
     """Tokens of the longest row that fits under this layout, to an eighth; 0 where none does."""
 
-    def fits(tokens: int) -> bool:
-        return _fits(with_values(layout.config, {"seq_length": tokens}), world_size, hardware)
+    def holds(tokens: int) -> bool:
+        return fits(with_values(layout.config, {"seq_length": tokens}), world_size, hardware)
 
     tokens, grows = layout.config.data.seq_length, layout.gib <= hardware.memory
-    while grows == fits(tokens):
+    while grows == holds(tokens):
         tokens = tokens * 2 if grows else tokens // 2
         if Share(with_values(layout.config, {"seq_length": tokens})).rows <= 1:
             return 0
     shorter = tokens // 2 if grows else tokens
-    return max((shorter * part // 8 for part in range(9, 16) if fits(shorter * part // 8)), default=shorter)
+    return max((shorter * part // 8 for part in range(9, 16) if holds(shorter * part // 8)), default=shorter)
 
 
 def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[str]:
@@ -202,13 +201,13 @@ def larger(found: Sequence[Candidate], world_size: int, here: Hardware) -> list[
         for factor in (2, 4, 8, 16)
         for one in smallest.values()
     ]
-    fitting = (f"{ranks:,} GPUs: {words(one, ranks)}" for ranks, one in grown if _fits(one, ranks, here))
+    fitting = (
+        f"{ranks:,} GPUs with --global-batch-size {one.training.global_batch_size}: {words(one, ranks)}"
+        for ranks, one in grown
+        if fits(one, ranks, here)
+    )
     rows = [f"rows of {tokens:,} tokens"] if (tokens := longest_row(found[0], world_size, here)) else []
     return [*said[:1], *itertools.islice(fitting, 1), *rows]
-
-
-def _fits(config: RunConfig, ranks: int, here: Hardware) -> bool:
-    return fullest(config, ranks).total <= here.memory * 2**30
 
 
 def flags(layout: Candidate) -> str:

@@ -11,7 +11,7 @@ from megacp.core.storage.wording import human_bytes
 from megacp.plan.answer import larger, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.packs import sample_packs
-from megacp.plan.search import fullest, layouts, search
+from megacp.plan.search import layouts, search
 
 
 def sheet_of(device: str, gib: float | None) -> tuple[Hardware, str]:
@@ -23,11 +23,6 @@ def sheet_of(device: str, gib: float | None) -> tuple[Hardware, str]:
     here = hardware(known or "h100", "infiniband")
     times = f"nominal times of {known or 'h100'}" + f", as no sheet has {device}" * (known is None)
     return dataclasses.replace(here, memory=gib or here.memory), times
-
-
-def fits(config: RunConfig, world_size: int, device: tuple[str, float | None]) -> bool:
-    """Whether a layout fits a device."""
-    return fullest(config, world_size).total <= sheet_of(*device)[0].memory * 2**30
 
 
 def laid_out(

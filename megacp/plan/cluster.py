@@ -8,7 +8,6 @@ differ by what was changed.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -54,20 +53,6 @@ FLAGS = {
     "contention": ("contention", float, "how many times as long messages between machines take"),
 }
 """Fields, types and meanings of the flags; each of them asks for drawn steps."""
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a simulation."""
-    for flag, (name, kind, meaning) in FLAGS.items():
-        parser.add_argument(f"--{flag}", dest=name, type=kind, default=argparse.SUPPRESS, help=meaning)
-
-
-def asked_trouble(own: argparse.Namespace) -> Trouble | None:
-    """What the flags ask for. ValueError before anything is searched."""
-    asked = {name: getattr(own, name) for name, *_ in FLAGS.values() if hasattr(own, name)}
-    if asked and own.json:
-        raise ValueError("--json has no drawn steps: leave it, or --simulate and its flags, out")
-    return Trouble(**asked) if asked else None
 
 
 def drawn_text(config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, trouble: Trouble) -> str:

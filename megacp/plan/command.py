@@ -21,7 +21,7 @@ from megacp.core.config.cli import OneLineParser, given_names, parse
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
 from megacp.plan.answer import Answer, as_json, flags, plan_text
-from megacp.plan.cluster import add_flags, asked_trouble, drawn_text
+from megacp.plan.cluster import FLAGS, Trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
 from megacp.plan.packs import sample_packs
 from megacp.plan.picture import page, write_figure
@@ -50,7 +50,10 @@ def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
     """The text, and whether a layout fits; one that does not is not written as flags of a run."""
-    trouble = asked_trouble(own)
+    asked = {name: getattr(own, name) for name, *_ in FLAGS.values() if hasattr(own, name)}
+    if asked and own.json:
+        raise ValueError("--json has no drawn steps: leave it, or --simulate and its flags, out")
+    trouble = Trouble(**asked)
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
@@ -69,13 +72,13 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
         write_figure(answer, own.figure)
     best = answer.found[0]
     fits = best.gib <= answer.hardware.memory
-    written = {own.output if fits else None: lambda: flags(best), own.html: lambda: page(answer)}
+    written = {own.output if fits else None: lambda: flags(best), own.html: lambda: "".join(page(answer))}
     for path, text in written.items():
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text(), encoding="utf-8")
     told = as_json(answer) if own.json else plan_text(answer)
-    if trouble:
+    if asked:
         told += drawn_text(best.config, answer.world_size, answer.hardware, sample, trouble)
     return told, fits
 
@@ -95,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, help="file for a page: bars of the five best, memory through a step")
     parser.add_argument("--figure", type=Path, help="file.png for those bars (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    add_flags(parser)
+    for name, (field, kind, meaning) in FLAGS.items():
+        parser.add_argument(f"--{name}", dest=field, type=kind, default=argparse.SUPPRESS, help=meaning)
     try:
         if arguments[:1] == ["calibrate"]:
             # it trains: a plan without the word reaches no file of megacp.verify

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ class Hardware:
     """GiB that a process finds."""
     products: float
     """FLOP/s of large products."""
-    attention: dict[str, tuple[float, float]]
+    attention: Mapping[str, Sequence[float]]
     """FLOP/s of `fused` and `flex` attention, forward and backward."""
     bandwidth: float
     """Bytes/s of memory."""
@@ -49,6 +50,8 @@ class Hardware:
     """FLOP/s that utilisation is told of."""
     source: str
     """Where the numbers are from, as a sentence."""
+    host_memory: float = math.inf
+    """GiB of the host for each GPU."""
     experts: float = 1.0
     """Share of the rate of products that those of experts reach."""
     dtype: str = "bfloat16"
@@ -71,8 +74,12 @@ class Hardware:
 
         A ring enters and leaves each machine once, so every adapter carries a part of it (NCCL's channels).
         """
-        together = max(1, GPUS_OF_A_MACHINE // stride)
-        return self.inside if ranks * stride <= GPUS_OF_A_MACHINE else min(self.inside, self.outside * together)
+        return min(self.inside, self.link(ranks, stride) * max(1, GPUS_OF_A_MACHINE // stride))
+
+    def exchange(self, ranks: int, stride: int) -> float:
+        """Bytes/s of a rank that sends as much to each of the others: its own adapter has what leaves its machine."""
+        away = ranks - max(1, GPUS_OF_A_MACHINE // stride)
+        return min(self.inside, self.outside * (ranks - 1) / away) if away > 0 else self.inside
 
     def exposed(self, seconds: float, under: float) -> float:
         """What is left of seconds of the host or a link that go on under `under` seconds of computes."""
@@ -98,9 +105,7 @@ def hardware_of(sheet: Sheet, network: str) -> Hardware:
     return Hardware(
         memory=own["memory"],
         products=own["flops"] * reached["products"],
-        attention={
-            name: (own["flops"] * reached[name][0], own["flops"] * reached[name][1]) for name in ("fused", "flex")
-        },
+        attention={name: [own["flops"] * share for share in reached[name]] for name in ("fused", "flex")},
         bandwidth=own["bandwidth"] * reached["bandwidth"],
         inside=own["link"] * reached["link"],
         outside=sheet["networks"][network] * reached["network"],
@@ -109,5 +114,6 @@ def hardware_of(sheet: Sheet, network: str) -> Hardware:
         peak=own["flops"],
         source=own["source"],
         experts=reached["experts"],
+        host_memory=sheet["host_memory"],
         **sheet.get("terms", {}),
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megacp.core.config.run import RunConfig
 from megacp.core.config.training import STATE_KINDS, STEPPED_BY
@@ -62,10 +62,10 @@ def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
     table = vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size
     head = (1 + vocabulary_rows(model, model.vocab_size, tp)) * model.hidden_size
 
-    frozen = config.frozen_parts
+    frozen, ep = config.frozen_parts, config.parallel.expert_model_parallel_size
 
-    def text(role: str, count: int) -> GatheredPart:
-        return GatheredPart(role, count, 0 if "text" in frozen else count)
+    def text(role: str, count: int, pairs: int = 0) -> GatheredPart:
+        return GatheredPart(role, count + pairs, pairs + count * ("text" not in frozen))
 
     found = [text("embedding", table)] if first and not shared else []
     if first and v.vision_num_layers:
@@ -74,9 +74,7 @@ def chunk_parts(config: RunConfig, layers: range) -> Sequence[GatheredPart]:
         found.append(GatheredPart("vision", tower + connector, trained))
 
     def block(layer: int) -> GatheredPart:
-        ep = config.parallel.expert_model_parallel_size
-        whole, pairs = text("block", layer_parameters(model, tp, layer, ep)), pair_parameters(model, tp, layer, ep)
-        return GatheredPart("block", whole.parameters + pairs, whole.trained + pairs)
+        return text("block", layer_parameters(model, tp, layer, ep), pair_parameters(model, tp, layer, ep))
 
     found += of_layers(model, layers, block)
     if last:
@@ -93,9 +91,24 @@ def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: boo
     return sum(part.trained if trained else part.parameters for part in parts)
 
 
+STATE = ("weights", "gradients", "optimizer")
+PHASES: dict[str, tuple[str, ...]] = {
+    "forward": (*STATE, "gathered", "sums", "activations", "messages"),
+    "loss": (*STATE, "gathered_head", "sums", "activations", "messages", "head"),
+    "table": (*STATE, "gathered", "activations", "messages", "table"),
+    "backward": (*STATE, "gathered", "sums", "unreduced", "activations", "messages", "block"),
+    "vision": (*STATE, "gathered", "sums", "vision", "messages"),
+    "optimizer": (*STATE, "update"),
+    "checkpoint": (*STATE, "saved"),
+}
+"""The terms that live in each phase of a step."""
+
+
 @dataclass(frozen=True)
-class StateMemory:
-    """Bytes of parameters, gradients and moments on one rank, and of their copies on the way."""
+class RankMemory:
+    """Bytes of each term on one rank of a pipeline stage: parameters, gradients and moments, their copies on the way,
+    and what a microbatch needs.
+    """
 
     weights: int
     """Parameters that this rank keeps: whole ones, or shards, which are the master weights too."""
@@ -117,6 +130,29 @@ class StateMemory:
     """Gradients summed over instances, and updated parameters on their way."""
     saved: int = 0
     """Shards in the model's dtype, for a checkpoint."""
+    activations: int = 0
+    """What blocks and vision keep for all microbatches in flight."""
+    messages: int = 0
+    """Hidden states and their gradients under way between stages."""
+    block: int = 0
+    """Work of one block's backward (`activations.block_work`), and a tied table's gradient that waits for its other
+    part."""
+    vision: int = 0
+    """What is left of the activations when the tower runs backward, and the work of one of its blocks."""
+    head: int = 0
+    """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; on the last stage."""
+    host: int = 0
+    """Activations that wait in host memory; in no phase."""
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes of each phase at its highest."""
+        return {phase: sum(getattr(self, term) for term in terms) for phase, terms in PHASES.items()}
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device in the largest phase."""
+        return max(self.peaks.values())
 
 
 BlockBackward = tuple[int, int, int]
@@ -136,39 +172,44 @@ def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0, own
     return most
 
 
-def stage_state(
-    config: RunConfig, chunks: Sequence[range], world_size: int, blocks: Sequence[Sequence[BlockBackward]]
-) -> StateMemory:
-    """The state of a rank, of chunks with these `blocks`."""
-    size, wide = config.training.element_bytes, config.training.accumulation_bytes
-    instances = config.parallel.num_distributed_optimizer_instances
-    ranks = config.data_parallel_size(world_size) * config.parallel.context_parallel_size // instances  # that share
+def shared_parts(config: RunConfig, chunks: Sequence[range], world_size: int) -> list[tuple[int, int, int, int]]:
+    """Parameters of a stage on one tp rank and trained ones, the ranks that share these and how far apart they stand:
+    of all but experts, and of experts.
+    """
+    p, tp, ep = config.parallel, config.parallel.tensor_model_parallel_size, config.parallel.expert_model_parallel_size
+    ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
     parameters, trained = (stage_parameters(config, chunks, trained=only) for only in (False, True))
-    ep, tp = config.parallel.expert_model_parallel_size, config.parallel.tensor_model_parallel_size
     numbers = [layer for layers in chunks for layer in layers]
     experts, pairs = (
         sum(of_layers(config.model, numbers, functools.partial(expert_parameters, config.model, ep=ep, pairs=of_pairs)))
         for of_pairs in (False, True)
     )
-    frozen, alike = "text" in config.frozen_parts, max(1, ranks * tp // ep)
+    of_experts = pairs if "text" in config.frozen_parts else experts
+    others = parameters - experts - pairs, trained - of_experts, ranks, tp
+    return [others, (experts + pairs, of_experts, max(1, ranks * tp // ep), ep)]
 
-    def part(count: int, of_experts: int) -> int:
-        """A rank's part of parameters, and of the experts among them."""
-        return -(-(count - of_experts) // ranks) - (-of_experts // alike)
 
-    share, narrow = part(trained, pairs if frozen else experts), size < wide
+def stage_state(
+    config: RunConfig, chunks: Sequence[range], world_size: int, blocks: Sequence[Sequence[BlockBackward]]
+) -> RankMemory:
+    """The state of a rank, without activations, of chunks with these `blocks`."""
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    instances = config.parallel.num_distributed_optimizer_instances
+    parts = shared_parts(config, chunks, world_size)
+    parameters, trained = (sum(part[number] for part in parts) for number in (0, 1))
+    share, narrow = sum(-(-count // ranks) for _, count, ranks, _ in parts), size < wide
+    ranks, tp = parts[0][2:]
     kinds = max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())  # as if one rule stepped all
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
     strategy = config.parallel.data_parallel_sharding_strategy
-    if (
-        strategy == "optim_grads_params" and max(ranks, alike * (experts > 0)) > 1
-    ):  # a rank that shares with nobody keeps them whole
+    shares = any(count and ranks > 1 for count, _, ranks, _ in parts)  # else a rank keeps them whole
+    if strategy == "optim_grads_params" and shares:
         gathered, head = _gathered(config, chunks)
-        parts = [part for layers in chunks for part in chunk_parts(config, layers)]
-        block, table = (max((p.trained for p in parts if p.role == role), default=0) for role in ("block", "head"))
+        gathering = [part for layers in chunks for part in chunk_parts(config, layers)]
+        block, table = (max((p.trained for p in gathering if p.role == role), default=0) for role in ("block", "head"))
         down = min(_last_weight(config), block)
-        return StateMemory(
-            weights=share * wide + part(parameters - trained, experts if frozen else 0) * size,
+        return RankMemory(
+            weights=share * wide + sum(-(-(count - moved) // ranks) for count, moved, ranks, _ in parts) * size,
             gradients=share * wide,
             optimizer=share * kinds * wide,
             gathered=gathered * size,
@@ -188,7 +229,7 @@ def stage_state(
     two = min(trained, 2 * bucket)
     apart = strategy != "optim"
     arriving = bucket // ranks * wide if ranks > 1 else 0
-    return StateMemory(
+    return RankMemory(
         weights=parameters * size,
         gradients=(share if apart else trained) * wide,
         optimizer=share * (kinds + narrow) * wide,
@@ -221,56 +262,10 @@ def _gathered(config: RunConfig, chunks: Sequence[range]) -> tuple[int, int]:
     return 2 * block + kept["chunk"], kept["chunk"] + kept["head"]
 
 
-STATE = ("weights", "gradients", "optimizer")
-PHASES: dict[str, tuple[str, ...]] = {
-    "forward": (*STATE, "gathered", "sums", "activations", "messages"),
-    "loss": (*STATE, "gathered_head", "sums", "activations", "messages", "head"),
-    "table": (*STATE, "gathered", "activations", "messages", "table"),
-    "backward": (*STATE, "gathered", "sums", "unreduced", "activations", "messages", "block"),
-    "vision": (*STATE, "gathered", "sums", "vision", "messages"),
-    "optimizer": (*STATE, "update"),
-    "checkpoint": (*STATE, "saved"),
-}
-"""The terms that live in each phase of a step."""
-
-
-@dataclass(frozen=True)
-class RankMemory(StateMemory):
-    """Bytes of each term on one rank of a pipeline stage: those of `StateMemory`, and what a microbatch needs."""
-
-    activations: int = 0
-    """What blocks and vision keep for all microbatches in flight."""
-    messages: int = 0
-    """Hidden states and their gradients under way between stages."""
-    block: int = 0
-    """Work of one block's backward (`activations.block_work`), and a tied table's gradient that waits for its other
-    part."""
-    vision: int = 0
-    """What is left of the activations when the tower runs backward, and the work of one of its blocks."""
-    head: int = 0
-    """Logits or their gradient for a chunk of tokens, the final norm and the table's gradient; on the last stage."""
-    host: int = 0
-    """Activations that wait in host memory; in no phase."""
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """Bytes of each phase at its highest."""
-        return {phase: sum(getattr(self, term) for term in terms) for phase, terms in PHASES.items()}
-
-    @property
-    def total(self) -> int:
-        """Bytes on the device in the largest phase."""
-        return max(self.peaks.values())
-
-
 def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[Hashable, ...]:
     """What stages that compute alike have in common: an end of the model, and layers that are alike."""
     kinds = tuple(tuple(first_alike(config.model)[layer] for layer in layers) for layers in chunks)
     return stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1, kinds
-
-
-def _loss_in_chunks(config: RunConfig) -> bool:
-    return 0 < loss_chunk_tokens(config) < tokens_per_rank(config)
 
 
 def head_work(config: RunConfig) -> int:
@@ -279,13 +274,10 @@ def head_work(config: RunConfig) -> int:
 
     The table's own gradient is none of it: `head_gradient`.
     """
-    model, p = config.model, config.parallel
-    tp, size, tokens = p.tensor_model_parallel_size, config.training.element_bytes, tokens_per_rank(config)
-    residual, whole = tokens * model.hidden_size * size // (tp if p.sequence_parallel else 1), 0
-    if p.sequence_parallel and tp > 1:
-        whole = tokens * model.hidden_size * size
-    chunk = loss_chunk_tokens(config) if _loss_in_chunks(config) else tokens
-    return 2 * residual + (2 * whole or residual) + chunk * logit_bytes(config)
+    share = Share(config)
+    part, whole = (rows * config.model.hidden_size * share.size for rows in (share.rows, share.tokens))
+    chunk = min(loss_chunk_tokens(config) or share.tokens, share.tokens)
+    return 2 * part + (2 * whole if part < whole else part) + chunk * logit_bytes(config)
 
 
 def head_gradient(config: RunConfig) -> int:
@@ -294,21 +286,10 @@ def head_gradient(config: RunConfig) -> int:
     """
     if "text" in config.frozen_parts:
         return 0
-    each = config.training.accumulation_bytes if _loss_in_chunks(config) else config.training.element_bytes
+    adds = 0 < loss_chunk_tokens(config) < tokens_per_rank(config)
+    each = config.training.accumulation_bytes if adds else config.training.element_bytes
     rows = vocabulary_rows(config.model, config.model.vocab_size, config.parallel.tensor_model_parallel_size)
     return rows * config.model.hidden_size * each
-
-
-def _deferred(config: RunConfig, deferred: int | None, layers: int, freed: int) -> int:
-    """Bytes of the weight gradients that wait, of `deferred` chunks with so many layers.
-
-    In the first block, the last to run backward, those of the blocks behind it may be more than the `freed` bytes of
-    activations that these had on the device.
-    """
-    if deferred is None:
-        return 0
-    waiting = max(layer_deferred(config, layer) for layer in {*first_alike(config.model)})
-    return deferred * layers * waiting + max(0, (layers - 1) * waiting - freed)
 
 
 def stage_memory(
@@ -327,9 +308,12 @@ def stage_memory(
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
     received = Share(config).residual * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
-    at_once = max(staying, min(2, max(map(len, chunks)))) if any(counts) else staying
+    most = max(map(len, chunks))
+    at_once = max(staying, min(2, most)) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
-    activations += _deferred(config, deferred, max(map(len, chunks)), (at_once - 1) * layer)
+    if deferred is not None:  # in the first block those of blocks behind it may be more than these had on the device
+        waiting, behind = max(layer_deferred(config, layer) for layer in {*first_alike(config.model)}), most - 1
+        activations += deferred * most * waiting + max(0, behind * waiting - (at_once - 1) * layer)
     vision = 0
     if stage == 0 and config.vision.vision_num_layers:
         kept, work = vision_activations(config, world_size)
@@ -346,8 +330,8 @@ def stage_memory(
         return block_work(config, block), kept * (not any(counts)), whole
 
     in_backward = [of_layers(config.model, layers, backward) for layers in chunks]
-    return RankMemory(
-        **vars(stage_state(config, chunks, world_size, in_backward)),
+    return replace(
+        stage_state(config, chunks, world_size, in_backward),
         activations=activations,
         messages=messages * Share(config).residual * size,
         block=most_at_work(in_backward) + (head_gradient(config) if shared else 0),

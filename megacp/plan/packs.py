@@ -14,6 +14,7 @@ from megacp.core.context_parallel.balance import ALIKE, Mix, mix_of, row_area
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
+from megacp.core.layers.attention import heads_group
 from megacp.core.models.costs import causal_area
 from megacp.core.ops.mask import Metadata, once, tile_table
 
@@ -46,6 +47,13 @@ class PackSample:
         """The mean pack's."""
         return float(np.mean(self.areas))
 
+    @functools.cached_property
+    def causal(self) -> float:
+        """How many of them are documents under a causal rule, without spans or branches, over all."""
+        # tokens of a branch end before those that stand in front of them
+        plain = [not row.span.any() and bool((np.diff(row.leave[row.leave > 0]) >= 0).all()) for row in self.rows]
+        return float(np.mean(plain))
+
     @once
     def mean(self) -> PackSample:
         """All packs as the mean one."""
@@ -71,9 +79,7 @@ class PackSample:
         """
         p, packs = config.parallel, config.training.micro_batch_size
         ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
-        sizes = p.hierarchical_context_parallel_sizes
-        group = {"a2a": ranks, "a2a+p2p": sizes[0] if sizes else 1}.get(p.cp_comm_type, 1)  # shares the heads of a row
-        return self._shared(p.cp_layout, ranks, min(group, ranks), p.cp_comm_type == "kv_exchange")
+        return self._shared(p.cp_layout, ranks, min(heads_group(config), ranks), p.cp_comm_type == "kv_exchange")
 
     @once
     def _shared(self, name: str, ranks: int, group: int, exchanging: bool) -> tuple[float, float]:

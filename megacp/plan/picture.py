@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from megacp.core.config.run import RunConfig
+from megacp.core.models.costs import stage_layers
+from megacp.core.pipeline_parallel.schedules import Kind
 from megacp.core.storage.page import page_head
+from megacp.plan.activations import Held, held_over
 from megacp.plan.answer import Answer, flags, large
-from megacp.plan.moments import moments
+from megacp.plan.memory import PHASES, STATE, RankMemory, stage_memory
 from megacp.plan.search import fullest_stage
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6b7280", "#1b1f24", "#b8c8e8")
@@ -20,6 +25,49 @@ td { text-align: right; padding: .1em .6em; } td:nth-child(2) { text-align: left
 i { padding: 0 .5em; margin: 0 .3em 0 1em; } svg { width: 100%; height: 18em; background: #eee; }
 .bar { display: flex; height: 1.2em; background: #eee; margin-bottom: .4em; }
 """
+
+
+_PHASES_OF = {
+    Kind.FORWARD: ("forward", "loss"),
+    Kind.BACKWARD: ("table", "backward", "vision"),
+    Kind.WEIGHTS: ("forward",),  # which needs no work of a block either
+}
+"""Phases that a compute goes through."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A compute of a stage, or what follows them all, in its largest phase."""
+
+    name: str
+    phase: str
+    memory: RankMemory
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return self.memory.peaks[self.phase]
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What stays for the whole step, what waits for backward, and all that is needed now alone."""
+        state = sum(getattr(self.memory, term) for term in STATE)
+        waiting = self.memory.activations if "activations" in PHASES[self.phase] else 0
+        return {"state": state, "activations": waiting, "at work": self.total - state - waiting}
+
+
+def moments(config: RunConfig, stage: int, world_size: int) -> list[Moment]:
+    """A step of a rank, in the order of its stage's list."""
+    layers = stage_layers(config, world_size)[stage]
+    known: dict[Held | None, RankMemory] = {}
+    computes = [(str(action), _PHASES_OF[action.kind], held) for action, held in held_over(config, stage, world_size)]
+    found = []
+    for name, phases, held in (*computes, ("optimizer", ("optimizer",), None), ("checkpoint", ("checkpoint",), None)):
+        if held not in known:
+            known[held] = stage_memory(config, stage, layers, world_size, held)
+        peaks = known[held].peaks
+        found.append(Moment(name, max(phases, key=lambda phase: peaks[phase]), known[held]))
+    return found
 
 
 def _panels(answer: Answer) -> list[tuple[str, list[Mapping[str, float]], float]]:
@@ -58,12 +106,8 @@ def write_figure(answer: Answer, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def page(answer: Answer) -> str:
-    """The plan as a page of HTML."""
-    return "".join(_page(answer))
-
-
-def _page(answer: Answer) -> Iterator[str]:
+def page(answer: Answer) -> Iterator[str]:
+    """The plan as a page of HTML, part by part."""
     yield page_head(f"Plan for {answer.world_size:,} GPUs", _STYLE)
     yield from (f"<p>{escape(line)}</p>" for line in answer.heading())
     rows = ["".join(f"<td>{escape(text)}</td>" for text in row) for row in answer.rows()]

@@ -13,13 +13,13 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
 from megacp.core.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
 from megacp.core.models import costs
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.core.pipeline_parallel.schedules import Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
 from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations, memory
 from megacp.plan.hardware import Hardware, hardware
 from megacp.plan.packs import PackSample, sample_packs
-from megacp.plan.times import StepTime, step_time
+from megacp.plan.times import StepTime, orders, step_time
 
 EXPECTED_ON = ("h100", "infiniband")
 """Machines for which a dry run tells the time."""
@@ -100,8 +100,7 @@ def _heading(config: RunConfig, world_size: int) -> str:
 def _expert_load(config: RunConfig) -> list[str]:
     """Rows of a rank's experts, what a layer holds of them at work, and what it sends."""
     ep, loads = config.parallel.expert_model_parallel_size, []
-    most = most_load(config)
-    for load, name in ((1.0, "even"), (planned_load(config), "planned"), (most, "at the worst")):
+    for load, name in ((1.0, "even"), (planned_load(config), "planned"), (most_load(config), "at the worst")):
         share = Share(with_values(config, {"moe_planned_imbalance": load}))
         held = share.bytes_of(*MOE.kept(share)) + MOE.held(share) + MOE.work(share)
         loads.append(f"{expert_rows(share):,} ({human_bytes(held)}) {name}")
@@ -130,9 +129,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     rows = [["stage", "layers", "also", "parameters/rank", "in flight"]]
     last = len(stages) - 1
     for stage, chunks in enumerate(stages):
-        layers = ", ".join(
-            f"{part.start}" if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks if len(part)
-        )
+        layers = ", ".join(f"{part.start}" if len(part) == 1 else f"{part.start}-{part.stop - 1}" for part in chunks)
         seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
         also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
         count = memory.stage_parameters(config, chunks)
@@ -164,16 +161,13 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
 
 def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
     """Idle time over work of equal stages, under the schedule that a run executes; `flops` are any part's forward."""
-    p = config.parallel
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    computes, microbatches = SCHEDULES[p.pipeline_schedule], config.num_microbatches(world_size)
-    orders = [computes(stage, stages, microbatches, chunks) for stage in range(stages)]
+    lists = orders(config, world_size)
     times = {
         Kind.FORWARD: flops.forward,
         Kind.BACKWARD: flops.matmul + ATTENTION_BACKWARD * flops.attention,
         Kind.WEIGHTS: flops.matmul,
     }
-    return bubble(timeline(orders, chunks, [times] * stages))
+    return bubble(timeline(lists, config.parallel.num_virtual_stages_per_pipeline_rank, [times] * len(lists)))
 
 
 def step_work(config: RunConfig, sample: PackSample) -> tuple[float, float]:

@@ -11,9 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megacp.core.checks import check
 from megacp.core.config.run import RunConfig, Value, flatten, with_values
+from megacp.core.layers.table import tokens_per_rank
 from megacp.core.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
 from megacp.plan.memory import RankMemory, stage_kind, stage_memory
@@ -49,26 +51,26 @@ _STRATEGIES: tuple[Choice, ...] = tuple(
 )
 _SAVINGS: tuple[Choice, ...] = tuple(
     {"recompute_granularity": granularity, "activation_offload": offload, "mlp_chunk_tokens": tile}
-    for granularity in ("none", "selective", "full")
-    for offload in (0.0, 0.5, 0.99)
-    for tile in (0, 16384, 8192, 4096)
+    for granularity in ("full", "none", "selective")
+    for offload in (0.99, 0.0, 0.5)
+    for tile in (0, 4096, 16384, 8192)
 )
-"""What saves memory and makes no step shorter: nothing of it first, all of it last."""
+"""What saves memory and makes no step shorter; what rules out most of the others first."""
 _NOTHING: tuple[Choice, ...] = ({},)
 
 
-def _divisors(name: str, count: int) -> list[Choice]:
-    """The numbers that divide a count."""
-    return [{name: size} for size in range(1, count + 1) if count % size == 0]
+def _divisors(name: str, count: int, most: int) -> list[Choice]:
+    """The numbers up to `most` that divide a count."""
+    return [{name: size} for size in range(1, most + 1) if count % size == 0]
 
 
 def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
     """What is tried of the sizes of a grid."""
     return [
-        _divisors(TP, min(world_size, GPUS_OF_A_MACHINE)),
-        _divisors(PP, min(world_size, config.model.num_layers)),
-        _divisors(CP, world_size),
-        _divisors(EP, config.model.num_experts or 1),
+        _divisors(TP, world_size, GPUS_OF_A_MACHINE),
+        _divisors(PP, world_size, config.model.num_layers),
+        _divisors(CP, world_size, world_size),
+        _divisors(EP, config.model.num_experts or 1, config.model.num_experts or 1),
     ]
 
 
@@ -76,11 +78,9 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
     """What is tried of all else on a grid, but for `_SAVINGS`; nothing of what does not act there."""
     p = base.parallel
     cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
-    pairs = [(swapping, cp // swapping) for swapping in _GROUPS if cp % swapping == 0 and swapping < cp]
-    hierarchies: list[Choice] = [
-        {"cp_comm_type": "a2a+p2p", "cp_layout": "zigzag_document", "hierarchical_context_parallel_sizes": pair}
-        for pair in pairs
-    ]
+    swapping: Choice = {"cp_comm_type": "a2a+p2p", "cp_layout": "zigzag_document"}
+    pairs = [(group, cp // group) for group in _GROUPS if cp % group == 0 and group < cp]
+    hierarchies: list[Choice] = [{**swapping, "hierarchical_context_parallel_sizes": pair} for pair in pairs]
     return [
         _SCHEDULES if p.pipeline_model_parallel_size > 1 else _NOTHING,
         [*_TRANSPORTS, *hierarchies] if cp > 1 else _NOTHING,
@@ -114,7 +114,7 @@ class Candidate:
         """Found when it is asked for: the order of those that do not fit needs none."""
         return self.timed(self.config)
 
-    @property
+    @functools.cached_property
     def gib(self) -> float:
         return self.memory.total / 2**30
 
@@ -192,6 +192,26 @@ def fullest(config: RunConfig, world_size: int) -> RankMemory:
     return fullest_stage(config, world_size)[1]
 
 
+def fits(config: RunConfig, world_size: int, hardware: Hardware) -> bool:
+    """Whether that has a place."""
+    return fullest(config, world_size).total <= hardware.memory * 2**30
+
+
+Saving = tuple[int, float, int]
+
+
+def _saved(base: RunConfig, choice: Choice) -> Saving:
+    """How far a choice goes in each way of saving memory: what is computed again, what moves, into how many tiles."""
+    values: dict[str, Any] = {**vars(base.training), **choice}
+    again, tile = ("none", "selective", "full").index(values["recompute_granularity"]), values["mlp_chunk_tokens"]
+    return again, values["activation_offload"], -(-tokens_per_rank(base) // tile) if tile else 0
+
+
+def _is_less(one: Saving, other: Saving) -> bool:
+    """Whether it goes no further in any."""
+    return all(less <= more for less, more in zip(one, other, strict=True))
+
+
 def search(
     config: RunConfig,
     world_size: int,
@@ -204,30 +224,41 @@ def search(
 
     `problems` are those of a machine, where it is at hand.
 
-    Left out is what would be slower than the best that fit well even if no stage idled. Nothing that saves memory is
-    tried where a layout fits well without, nor all of it where the most does not suffice.
+    Left out is what would be slower than the best that fit well even if no stage idled, what saves more memory than one
+    that fits well, or less than one that does not fit, and what leaves the host more than it has.
     """
-    savings = _untold(_SAVINGS, _told(config, given))
+    untold, limit = _untold(_SAVINGS, _told(config, given)), hardware.host_memory * 2**30
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
     found, best = dict[Hashable, Candidate](), [math.inf] * BEST
 
+    def is_slow(one: RunConfig) -> bool:
+        return timed(one, idles=False).total > EQUALLY_FAST * best[-1]
+
     def runs(one: RunConfig) -> bool:
-        """Whether it may be among the best, and a run would take it."""
-        if timed(one, idles=False).total > EQUALLY_FAST * best[-1]:
-            return False
         return not check(one, world_size) and not problems(one)
 
     for base, chosen in layouts(config, world_size, given, hardware.dtype):
-        if not runs(base):
+        if is_slow(base) or not runs(base):
             continue
-        tried = []
-        for place in (0, *range(len(savings) - 1, 0, -1)):  # none, then all, then what is between
-            one = with_values(base, savings[place])
-            if place and not runs(one):
+        tried, well, over = list[Candidate](), list[Saving](), list[Saving]()
+        savings = {_saved(base, choice): choice for choice in untold}
+        for saved in dict.fromkeys((min(savings), *savings)):
+            # where less is computed again more goes to the host, and tiles may need more than they spare
+            slower = any(_is_less(less, saved) and (less[1] == 0 or less[0] == saved[0]) for less in well)
+            if slower or any(_is_less(saved, more) and saved[2] == more[2] for more in over):
                 continue
-            tried.append(Candidate(one, {**chosen, **savings[place]}, fullest(one, world_size), timed))
-            if tried[-1].verdict(hardware) == ("OOM" if place else "OK"):
-                break
+            one = with_values(base, savings[saved])
+            if is_slow(one):
+                well.append(saved)
+            if saved in well or not runs(one):
+                continue
+            layout = Candidate(one, {**chosen, **savings[saved]}, fullest(one, world_size), timed)
+            if layout.memory.host > limit:
+                continue
+            tried.append(layout)
+            {"OK": well, "OOM": over}.get(layout.verdict(hardware), []).append(saved)
+        if not tried:
+            continue
         # of layouts that differ in how tokens are dealt, and in what saves memory, one is shown
         alike = frozenset(choice for choice in chosen.items() if choice[0] != "cp_layout")
         tried += [found[alike]] if alike in found else []

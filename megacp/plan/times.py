@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from megacp.core.checks import packs_in_a_row
 from megacp.core.config.run import RunConfig, with_values
+from megacp.core.layers.attention import heads_group
 from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, planned_load
 from megacp.core.layers.stack import layers_of
 from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
@@ -25,7 +26,7 @@ from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 from megacp.core.pipeline_parallel.timeline import Span, timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
-from megacp.plan.memory import stage_kind, stage_parameters
+from megacp.plan.memory import shared_parts, stage_kind, stage_parameters
 from megacp.plan.packs import PackSample
 
 
@@ -94,12 +95,12 @@ class _Part:
         return _Part(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
-def kernel_of(config: RunConfig) -> str:
-    """`fused` where cuDNN's kernel takes the rows, else `flex`."""
+def _fused_share(config: RunConfig, sample: PackSample) -> float:
+    """The part of attention that cuDNN's kernel takes; FlexAttention has the rest."""
     model, v = config.model, config.vision
-    spans = v.vision_num_layers > 0 and config.data.image_attention != "causal"
-    plain = model.softmax_type == "vanilla" and model.head_dim <= 128
-    return "fused" if plain and not spans else "flex"
+    seeing = config.data.data_path is None and v.vision_num_layers > 0 and config.data.image_attention != "causal"
+    taken = config.training.attention_kernel in ("auto", "cudnn")
+    return sample.causal * (taken and model.softmax_type == "vanilla" and model.head_dim <= 128 and not seeing)
 
 
 def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: int) -> tuple[_Part, _Part]:
@@ -115,13 +116,16 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     experts = grouped * busiest / hardware.experts
     products = (flops.matmul - grouped + experts) / ranks / hardware.products
     narrow = min(1.0, model.head_dim / 128) ** 0.5  # an H200 reaches 0.72 of a rate with heads of 64
-    there, back = (flops.attention / ranks / (rate * narrow) for rate in hardware.attention[kernel_of(config)])
+    fused = _fused_share(config, sample)
+    rates = zip(hardware.attention["fused"], hardware.attention["flex"], strict=True)
+    there, back = (flops.attention / ranks / narrow * (fused / one + (1 - fused) / other) for one, other in rates)
     whole_mlp = with_values(config, {"mlp_chunk_tokens": 0})  # a tile passes over as many bytes
     kept = {name: layer_activations(whole_mlp, name, number) / hardware.bandwidth for name in ("none", "selective")}
     passes = 2 * kept["none"]  # each is written once and read once
     if layer.mlp is MOE:  # a token's rows are copied to its experts, weighted and copied back
         passes += 6 * expert_rows(Share(config)) * model.hidden_size * size / hardware.bandwidth
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
+    pairs = costs.pair_flops(model, tokens, number).matmul / ranks / hardware.products
 
     calls = hardware.exposed(hardware.calls, products + passes + there)
     whole_block = products + passes + calls + there * layer.has_state  # attention keeps what it gave, a state does not
@@ -138,17 +142,17 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     swap, sent, hidden = _context(config, hardware, sample, tokens // cp) if not layer.has_state else (0.0, 0.0, 0.0)
     exchange = 0.0
     if layer.mlp is MOE and p.expert_model_parallel_size > 1:
-        exchange = exchange_bytes(config) * busiest / hardware.link(p.expert_model_parallel_size, 1)
+        exchange = exchange_bytes(config) * busiest / hardware.exchange(p.expert_model_parallel_size, 1)
     return (
         _Part(
-            work=products + passes + calls,
+            work=products + pairs + passes + calls,
             attention=there,
             tp=tensor,
             cp=swap + hardware.exposed(sent, hidden * there),
             ep=exchange / 2,
         ),
         _Part(
-            work=trained * products + 2 * (passes + calls),
+            work=trained * products + 2 * (pairs + passes + calls),
             attention=ATTENTION_BACKWARD * back,
             again=again[t.recompute_granularity],
             tp=tensor * (1 - hardware.overlap / 2 + full),
@@ -166,18 +170,19 @@ def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: 
     tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
     if cp == 1:
         return 0.0, 0.0, 0.0
-    hierarchy = p.hierarchical_context_parallel_sizes
-    heads, ring = {"a2a": (cp, 1), "a2a+p2p": hierarchy or (1, cp)}.get(p.cp_comm_type, (1, cp))
+    heads = heads_group(config)
+    ring = cp // heads
     groups = model.query_groups // tp
     key_values = 2 * tokens * math.lcm(groups, heads) * model.head_dim * size  # copied until heads divide
     queries = tokens * model.num_attention_heads * model.head_dim // tp * size
     swap = sent = 0.0
     if heads > 1:  # q, k and v, and the output back
-        swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.link(heads, tp) + 2 * hardware.latency
+        swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.exchange(heads, tp) + 2 * hardware.latency
     if ring > 1:
         blocks = sample.shared(config)[1] if p.cp_comm_type == "kv_exchange" else ring - 1
         messages = ring - 1 if p.cp_comm_type.endswith("p2p") else 2
-        sent = key_values * blocks / hardware.link(ring, tp * heads) + messages * hardware.latency
+        link = {"kv_exchange": hardware.exchange, "all_gather": hardware.ring}.get(p.cp_comm_type, hardware.link)
+        sent = key_values * blocks / link(ring, tp * heads) + messages * hardware.latency
     return swap, sent, 1 - 1 / ring if p.cp_comm_type.endswith("p2p") else 0.0
 
 
@@ -197,24 +202,28 @@ def _stage(
         head = costs.head_flops(config.model, tokens).matmul / ranks / hardware.products
         logits = tokens_per_rank(config) * costs.logit_bytes(config) / hardware.bandwidth
         # the loss makes its gradients in its forward, over about five passes
-        forward += _Part(work=3 * head + 5 * logits)
+        forward += _Part(work=(3 - ("text" in config.frozen_parts)) * head + 5 * logits)
     if stage == 0 and config.vision.vision_num_layers:
         factor, sharers = costs.encoders(config, world_size)
         packs = t.micro_batch_size * factor / sharers / p.tensor_model_parallel_size
-        seen = costs.vision_flops(config, *costs.planned_images(config)) * packs / hardware.products
-        frozen_share = 1 / 3
-        forward, backward = forward + _Part(work=seen * frozen_share), backward + _Part(work=seen * (1 - frozen_share))
-        if t.recompute_granularity == "full":
-            backward += _Part(again=seen * frozen_share)
+        crops, pooled = costs.planned_images(config)
+        seen = costs.crop_flops(config).times(crops).forward + costs.pooled_flops(config).times(pooled).forward
+        once, every = (count * packs / hardware.products for count in (seen, costs.vision_flops(config, crops, pooled)))
+        again = t.recompute_granularity == "full" and "vision" not in config.frozen_parts
+        forward, backward = forward + _Part(work=once), backward + _Part(work=every - once, again=once * again)
     # gradients are added to their wide sums
     trained = stage_parameters(config, chunks, trained=True)
     backward += _Part(work=trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth)
-    moved = sum(costs.offloaded_blocks(config, chunks)) * layer_activations(config, t.recompute_granularity)
-    forward += _Part(offload=hardware.exposed(moved / hardware.host, forward.total))
-    backward += _Part(offload=hardware.exposed(moved / hardware.host, backward.total))
-    if p.data_parallel_sharding_strategy == "optim_grads_params":
+    if t.activation_offload:
+        kept = sum(layer_activations(config, t.recompute_granularity, layer) * count for layer, count in alike.items())
+        moved = kept * sum(costs.offloaded_blocks(config, chunks)) / alike.total() / hardware.host
+        forward += _Part(offload=hardware.exposed(moved, forward.total))
+        backward += _Part(offload=hardware.exposed(moved, backward.total))
+    if p.data_parallel_sharding_strategy != "optim":
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        if p.pipeline_model_parallel_size > 1:  # chunks stay for all they do in turn, the only one for the whole step
+        if p.data_parallel_sharding_strategy == "optim_grads":
+            gather = 0.0  # once a step
+        elif p.pipeline_model_parallel_size > 1:  # chunks stay for all they do in turn, the only one for all of a step
             microbatches, turns = config.num_microbatches(world_size), 1 - 1 / len(chunks)
             gather *= 0.5 / microbatches + turns / p.pipeline_model_parallel_size
         forward += _Part(dp=hardware.exposed(gather, forward.total))
@@ -230,36 +239,19 @@ def _stage(
 
 
 def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range]) -> tuple[float, float]:
-    """Seconds of gathering a stage's parameters over dp x cp, and of summing its gradients there."""
+    """Seconds of gathering a stage's parameters, of which frozen ones stay where they are whole, and of summing its
+    gradients: over dp x cp, of experts over edp.
+    """
     p, t = config.parallel, config.training
-    ranks = config.data_parallel_size(world_size) * p.context_parallel_size // p.num_distributed_optimizer_instances
-    link = hardware.ring(ranks, p.tensor_model_parallel_size)
-    away = (ranks - 1) / ranks / link
-    trained, parameters = (stage_parameters(config, chunks, trained=only) for only in (True, False))
-    # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
-    hops = (ranks - 1) * hardware.latency / 4 * -(-parameters // p.ddp_bucket_size)
-    return parameters * t.element_bytes * away + hops, trained * t.accumulation_bytes * away + hops
-
-
-def _once_a_step(
-    config: RunConfig, world_size: int, hardware: Hardware, chunks: Sequence[range], last: float, first: float
-) -> tuple[float, float]:
-    """Seconds of data parallelism that no backward or forward of one microbatch hides, and those of the optimizer."""
-    p, t = config.parallel, config.training
-    dp, instances = config.data_parallel_size(world_size), p.num_distributed_optimizer_instances
-    trained = stage_parameters(config, chunks, trained=True)
-    share = trained / max(1, dp * p.context_parallel_size // instances)
-    exposed = 0.0
-    if p.data_parallel_sharding_strategy != "optim_grads_params":
-        gather, scatter = _sharded(config, world_size, hardware, chunks)
-        exposed = hardware.exposed(scatter, last) + hardware.exposed(gather, first)
-    if instances > 1:
-        stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
-        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
-    # the norm reads gradients; then they, master weights and two moments are read, three of them and weights written;
-    # the next step begins with gradients of zero
-    passed = share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes) + trained * t.accumulation_bytes
-    return exposed, passed / hardware.bandwidth
+    gather = scatter = 0.0
+    for parameters, trained, ranks, stride in shared_parts(config, chunks, world_size):
+        moved = parameters if p.data_parallel_sharding_strategy == "optim_grads_params" else trained
+        away = (ranks - 1) / ranks / hardware.ring(ranks, stride)
+        # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
+        hops = (ranks - 1) * hardware.latency / 4 * -(-moved // p.ddp_bucket_size)
+        gather += moved * t.element_bytes * away + hops
+        scatter += trained * t.accumulation_bytes * away + hops
+    return gather, scatter
 
 
 def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
@@ -284,14 +276,31 @@ def in_lockstep(config: RunConfig, world_size: int) -> int:
 def stage_parts(
     config: RunConfig, world_size: int, hardware: Hardware, sample: PackSample, layers: Sequence[Sequence[range]]
 ) -> tuple[list[tuple[_Part, _Part]], int, float, float]:
-    """Forward and backward of the stages for one microbatch; the busiest of them, and its `_once_a_step`."""
+    """Forward and backward of the stages for one microbatch; the busiest of them, and its seconds once a step: of data
+    parallelism that no backward or forward of one microbatch hides, and of the optimizer.
+    """
     kinds = [stage_kind(config, *stage) for stage in enumerate(layers)]
     alike = dict(zip(kinds, enumerate(layers), strict=True))
     known = {kind: _stage(config, world_size, hardware, sample, *stage) for kind, stage in alike.items()}
     parts = [known[kind] for kind in kinds]
     busiest = max(range(len(parts)), key=lambda stage: sum(part.total for part in parts[stage]))
-    forward, backward = (part.total for part in parts[busiest])
-    return parts, busiest, *_once_a_step(config, world_size, hardware, layers[busiest], backward, forward)
+    p, t, (forward, backward) = config.parallel, config.training, parts[busiest]
+    dp, instances = config.data_parallel_size(world_size), p.num_distributed_optimizer_instances
+    trained = stage_parameters(config, layers[busiest], trained=True)
+    share = sum(count / ranks for _, count, ranks, _ in shared_parts(config, layers[busiest], world_size))
+    exposed = 0.0
+    if p.data_parallel_sharding_strategy != "optim_grads_params":
+        gather, scatter = _sharded(config, world_size, hardware, layers[busiest])
+        exposed = hardware.exposed(gather, forward.total)
+        if p.data_parallel_sharding_strategy == "optim":
+            exposed += hardware.exposed(scatter, backward.total)
+    if instances > 1:
+        stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
+        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
+    # the norm reads gradients; then they, master weights and two moments are read, three of them and weights written;
+    # the next step begins with gradients of zero
+    passed = share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes) + trained * t.accumulation_bytes
+    return parts, busiest, exposed, passed / hardware.bandwidth
 
 
 def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
@@ -309,8 +318,8 @@ def step_time(
     microbatches, dp = config.num_microbatches(world_size), config.data_parallel_size(world_size)
     layers = costs.stage_layers(config, world_size)
     parts, busiest, exposed, optimizer = stage_parts(config, world_size, hardware, sample, layers)
-    spent = parts[busiest][0] + parts[busiest][1]
-    span, turns = microbatches * spent.total, max(0.0, world_size / hardware.cores - 1)
+    spent = (parts[busiest][0] + parts[busiest][1]).times(microbatches)
+    span, turns = spent.total, max(0.0, world_size / hardware.cores - 1)
     waiting = turns * span if len(parts) == 1 else 0.0
     if idles and len(parts) > 1:
         times = [kind_seconds(config, *part) for part in parts]
@@ -319,17 +328,12 @@ def step_time(
         waiting = _turns(spans, hardware.cores * len(parts) / world_size) if turns else 0.0
     drawn = 1 if in_lockstep(config, world_size) > 1 else microbatches
     even, most = spent.attention / sample.shared(config)[0], spent.attention * sample.largest(dp, drawn)
+    own = vars(spent + _Part(dp=exposed))
     found = StepTime(
-        compute=microbatches * (spent.work + even),
-        again=microbatches * spent.again,
-        offload=microbatches * spent.offload,
-        tp=microbatches * spent.tp,
-        cp=microbatches * spent.cp,
-        ep=microbatches * spent.ep,
-        dp=microbatches * spent.dp + exposed,
-        pp=microbatches * spent.pp,
-        pipeline=span - microbatches * spent.total,
-        uneven=microbatches * (most - even),
+        compute=spent.work + even,
+        **{name: own[name] for name in ("again", "offload", "tp", "cp", "ep", "dp", "pp")},
+        pipeline=span - spent.total,
+        uneven=most - even,
         optimizer=optimizer,
         cores=waiting + turns * (exposed + optimizer),
     )
@@ -349,6 +353,6 @@ def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
 
 def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
     """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
-    weights = forward.work if config.parallel.pipeline_schedule == "zero_bubble" else 0.0
-    weights = min(weights, backward.work / 2)
+    defers = config.parallel.pipeline_schedule == "zero_bubble"
+    weights = min(forward.work, backward.work / 2) if defers else 0.0
     return {Kind.FORWARD: forward.total, Kind.BACKWARD: backward.total - weights, Kind.WEIGHTS: weights}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import datetime
 import functools
 import math
@@ -72,8 +71,6 @@ class ShortRun:
     def planned(self, sheet: Sheet) -> float:
         """Seconds of a plan with these numbers."""
         here = hardware_of(sheet, NETWORKS[0])
-        kernel = here.attention["fused" if self.mask == "causal" else "flex"]
-        here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, kernel))
         return step_time(self.config(here.dtype), self.ranks, here, self.packs).total
 
     @functools.cached_property

@@ -188,7 +188,7 @@ def nominal(row: Row) -> tuple[float, float]:
     if row.framework == "torchtitan":
         flash = FLASH_2 * here.peak
         memory = here.bandwidth * (1 if "h200" in row.note else 2.4 / 3.35)  # an H100 with HBM2e
-        here = dataclasses.replace(here, attention={"fused": (flash, flash)}, bandwidth=memory)
+        here = dataclasses.replace(here, attention=dict.fromkeys(here.attention, (flash, flash)), bandwidth=memory)
         if row.recompute == "full":  # attention too, which ours keeps
             area = row.gbs * config.model.num_layers * costs.causal_area(row.seq)
             attention = 4 * area * config.model.hidden_size / row.gpus / flash

@@ -26,7 +26,7 @@ from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
-from megacp.plan.moments import moments
+from megacp.plan.picture import moments
 from megacp.plan.search import fullest_stage
 from tests.reference.schedule_simulator import simulate
 from tests.reference.training import BALANCE, GEMMA, GPT_OSS, MAMBA2, QWEN3_5, SIGMOID

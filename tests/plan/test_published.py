@@ -120,7 +120,7 @@ def test_the_first_choice_is_among_the_best_three() -> None:
 
 
 @pytest.mark.parametrize(
-    ("framework", "most", "gib"), [("bridge", 0.1, 0), pytest.param("torchtitan", 0.3, 0.15, marks=pytest.mark.slow)]
+    ("framework", "most", "gib"), [("bridge", 0.1, 0), pytest.param("torchtitan", 0.31, 0.15, marks=pytest.mark.slow)]
 )
 def test_nominal_plans_are_near_runs_of(framework: str, most: float, gib: float) -> None:
     times: dict[Row, float] = {}
@@ -138,7 +138,7 @@ def test_nominal_plans_are_near_runs_of(framework: str, most: float, gib: float)
 
 def test_a_ring_over_machines_takes_all_their_adapters() -> None:
     """By hand: sums and parameters of 16 replicas; eight messages of 16 tp ranks, three quarters of them waited for."""
-    attention = {"fused": (1e30, 1e30)}
+    attention = dict.fromkeys(("fused", "flex"), (1e30, 1e30))
     here = replace(H100, inside=1e10, outside=1e9, latency=0.0, products=1e30, bandwidth=1e30, attention=attention)
     assert [here.ring(*of) / 1e9 for of in ((8, 1), (16, 1), (16, 4), (2, 8), (2, 64))] == [10, 8, 2, 1, 1]
     assert here.link(16, 1) == 1e9

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from unittest import mock
@@ -68,6 +70,28 @@ def test_given_flags_stay_and_the_rest_is_tried() -> None:
     assert {one.hierarchical_context_parallel_sizes for one in tried} == {None, (2, 2), (2, 4), (4, 2)}
     assert {one.num_virtual_stages_per_pipeline_rank for one in tried} == {1, 2}
     assert {layout.config.parallel.cp_layout for layout in found_for(8, given)} == {"zigzag_document"}
+
+
+def test_sizes_divide_the_ranks_though_the_layers_do_not_divide_so() -> None:
+    sizes = {**SMALL, "num_layers": 6, "num_attention_heads": 12, "num_query_groups": 12, "hidden_size": 192}
+    config = with_values(RunConfig(), {**sizes, "global_batch_size": 12, "seq_length": 1152})
+    tried = [one.parallel for one, _ in layouts(config, 12, {*sizes, "micro_batch_size"})]
+    assert {one.pipeline_model_parallel_size for one in tried} == {1, 2, 3, 4, 6}
+    assert {one.tensor_model_parallel_size for one in tried} >= {1, 2, 3, 4, 6}
+
+
+@pytest.mark.parametrize("memory", [0.1, 0.12, 0.15, 0.2, 0.3])
+@pytest.mark.parametrize("host", [0.01, 1.0])
+def test_nothing_that_is_left_out_of_what_saves_memory_is_better(memory: float, host: float) -> None:
+    here = replace(H100, memory=memory, host_memory=host, host=1e9)
+    given = {"seq_length": 4096, PP: 1, TP: 1, CP: 1, "data_parallel_sharding_strategy": "optim"}
+    given |= {"micro_batch_size": 1, "global_batch_size": 2}
+    base = with_values(RunConfig(), {**SMALL, **given, "dtype": "bfloat16"})
+    every = [with_values(base, choice) for choice in search_room._SAVINGS]
+    timed = functools.partial(step_time, world_size=2, hardware=here, sample=PackSample())
+    kept = [Candidate(one, {}, fullest(one, 2), timed) for one in every]
+    best = min((one for one in kept if one.memory.host <= host * 2**30), key=lambda one: one.order(here))
+    assert found_for(2, given, here)[0].order(here) == best.order(here)
 
 
 def test_what_acts_on_nothing_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +322,10 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     assert command.main([*asked, *large, *unwritten, "--recompute-granularity", "full"]) == 1
     assert not (tmp_path / "none.yaml").exists()
     said = capsys.readouterr().out
-    assert all(word in said for word in ("None fits", " OOM ", "h200 GPUs", "4 GPUs: dp 4, all sharded"))
+    assert all(
+        word in said
+        for word in ("None fits", " OOM ", "h200 GPUs", "4 GPUs with --global-batch-size 8: dp 4, all sharded")
+    )
 
 
 @pytest.mark.slow  # transformers and matplotlib are imported

@@ -54,7 +54,7 @@ def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     return Flops(0.0, 4.0 * area * model.num_attention_heads * model.head_dim)
 
 
-def _heads_group(config: RunConfig) -> int:
+def heads_group(config: RunConfig) -> int:
     """Ranks that swap tokens for heads: cp under a2a, the first size under a2a+p2p, else 1."""
     p = config.parallel
     sizes = p.hierarchical_context_parallel_sizes or (1, p.context_parallel_size)
@@ -65,7 +65,7 @@ def _key_value_share(config: RunConfig) -> float:
     """K/V elements a rank keeps over those of its own tokens: above 1 where several ranks share a group, as each then
     keeps its whole K/V head of more tokens.
     """
-    tp, ranks = config.parallel.tensor_model_parallel_size, _heads_group(config)
+    tp, ranks = config.parallel.tensor_model_parallel_size, heads_group(config)
     groups = config.model.query_groups // tp
     return math.lcm(groups, ranks) / groups
 
@@ -86,7 +86,7 @@ def _kept(share: Share) -> tuple[int, int]:
     fused = heads * (1 + gated) + 2 * groups if gated or norms != "off" else groups
     columns = (fused + (2 + gated * share.cheap) * heads + groups) * model.head_dim
     columns += int((_key_value_share(share.config) - 1) * 2 * groups * model.head_dim)
-    if _heads_group(share.config) > 1:
+    if heads_group(share.config) > 1:
         columns += heads * model.head_dim  # the output on both sides of the swap
     wide_heads = heads + (norms == "head") * (heads + groups)
     wide = share.tokens * wide_heads // share.tp + 2 * share.tokens * (norms == "all_heads")
@@ -111,7 +111,7 @@ def _work(share: Share) -> int:
     config, model, p = share.config, share.model, share.config.parallel
     tp, size, wide, tokens, cp = share.tp, share.size, share.wide_size, share.tokens, p.context_parallel_size
     key_values = 2 * tokens * model.query_groups * model.head_dim // tp
-    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // _heads_group(config)}.get(p.cp_comm_type)
+    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // heads_group(config)}.get(p.cp_comm_type)
     copies = cp if ring is None else min(ring, 2) * _key_value_share(config)  # of the K/V of a rank's own tokens
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
@@ -125,7 +125,7 @@ def _work(share: Share) -> int:
         keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)
         scores = 3 * (model.num_attention_heads // tp) * min(MATH_BLOCK, tokens) * keys * wide
     # under a2a the output's gradient and that of the queries exist on both sides
-    swapped = queries * (size + wide) if _heads_group(config) > 1 else 0
+    swapped = queries * (size + wide) if heads_group(config) > 1 else 0
     return int(copies * key_values * (size + wide)) + queries * wide + swapped + scores + part
 
 

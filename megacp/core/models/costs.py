@@ -159,18 +159,22 @@ def vision_flops(
     return below + (passing if "connector" in frozen else connector.training)
 
 
+def pair_flops(model: ModelConfig, tokens: int, layer: int) -> Flops:
+    """The forward of a block's low-rank pairs."""
+    passed, of_experts = pair_parameters(model, 1, layer), expert_parameters(model, layer, pairs=True)
+    if of_experts:
+        passed -= of_experts * (model.num_experts - model.moe_router_topk) // model.num_experts
+    return Flops(2.0 * tokens * passed, 0.0)
+
+
 def block_flops(config: RunConfig, tokens: int, area: int, layer: int, *, published: bool = False) -> float:
     """FLOPs of training of a block: a frozen one passes gradients through, low-rank pairs beside it are trained.
     `published` as in `vision_flops`.
     """
-    model = config.model
-    flops = layers_of(model)[layer].flops(model, tokens, area)
+    flops = layers_of(config.model)[layer].flops(config.model, tokens, area)
     flops = flops.published if published else flops
-    passed, of_experts = pair_parameters(model, 1, layer), expert_parameters(model, layer, pairs=True)
-    if of_experts:
-        passed -= of_experts * (model.num_experts - model.moe_router_topk) // model.num_experts
-    pairs = Flops(2.0 * tokens * passed, 0.0)
-    return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs.training
+    pairs = pair_flops(config.model, tokens, layer).training
+    return (flops.passing if "text" in config.frozen_parts else flops.training) + pairs
 
 
 def text_flops(config: RunConfig, tokens: int, area: int) -> float:
