@@ -392,7 +392,7 @@ LINES = {
     "megacp/verify": 1_640,
     "megacp/plan": 2_300,
     "bench tools": 3_130,
-    "tests": 37_490,
+    "tests": 37_500,
 }
 """At most so many lines of Python. A figure falls with the code; it rises with a feature that was asked for alone."""
 REACHED = {"megacp.train": (166, 24_570)}
