@@ -82,11 +82,12 @@ class Answer:
 
     def heading(self) -> list[str]:
         """What was asked, and what the times are made from."""
-        size = human_count(costs.run_parameters(self.config))
+        size, dtype = human_count(costs.run_parameters(self.config)), self.found[0].config.training.dtype
+        wrong = f"; they are of {self.hardware.dtype}, not {dtype}" * (dtype != self.hardware.dtype)
         return [
             f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:g} GiB, rows of "
             f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention of a causal document",
-            self.hardware.source,
+            f"{self.hardware.source}{wrong}",
         ]
 
     def rows(self) -> list[list[str]]:

@@ -331,6 +331,7 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     wordless = (["--world-size", "2"], "--vocab-size"), ([*asked, "--seq-length", "0"], "got 0")
     for wrong, word in (*troubles, *wordless, *wrongs):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
+    assert command.main([*asked, "--dtype", "float32"]) == 0 and "not float32" in capsys.readouterr().out
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
     unwritten = ["--output", str(tmp_path / "none.yaml"), "--context-parallel-size", "1"]
     assert command.main([*asked, *large, *unwritten, "--recompute-granularity", "full"]) == 1
