@@ -163,7 +163,7 @@ def test_two_ranks_equal_one_process() -> None:
 PARTS = {3: 1, 4: 3, 8: 6}
 SOME = [(ranks, part) for ranks, count in PARTS.items() for part in range(count) if ranks < 8 or part == 0]
 REST = [pytest.param(8, part, marks=pytest.mark.long) for part in range(1, PARTS[8])]
-"""What is left to `make test-all` of the 68 on eight ranks."""
+"""What is left to `make test-all` of the 65 on eight ranks."""
 
 
 @pytest.mark.slow
