@@ -157,7 +157,8 @@ def _laid_out(config: RunConfig, given: Collection[str], world: launch.World) ->
         was = f"; {folder} is of {manifest.world_size}"
         stored = flatten(from_yaml(text))
         kept = with_values(config, {name: stored[name] for name in search.fields_chosen(config) - fixed})
-        as_many, here = manifest.world_size == ranks, auto.sheet_of(*device)[0]
+        here, _ = auto.sheet_of(*device)
+        as_many = manifest.world_size == ranks
         if as_many and not check(kept, ranks) and search.fits(kept, ranks, here):
             return kept, f"--parallel auto on {ranks} ranks: the layout of {folder}"
     if world.rank == 0:

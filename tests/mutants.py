@@ -560,7 +560,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('"OK": well, "OOM"', '"OOM"', "what saves memory is tried where nothing has to"),
         ("and saved[2] == more[2] for", "for", "tiles that need more rule out none"),
         ("(less[1] == 0 or less[0] == saved[0])", "True", "what sends much to the host rules out less"),
-        ("if layout.memory.host > limit", "if False", "the host holds all"),
+        ("if layout.memory.host > host", "if False", "the host holds all"),
         ("_divisors(PP, world_size, ", "_divisors(PP, config.model.num_layers, ", "stages divide the layers"),
         ("told.get(name, value) == value", "True", "flags that were given are tried anew"),
     ],
@@ -610,7 +610,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
     ],
     ("plan/times.py", "tests/plan/test_calibrate.py"): [
-        ("0.5 / microbatches + turns", "turns + turns", "a stage gathers its one chunk never"),
+        ("0.5 / config.num_microbatches(world_size) + turns", "turns + turns", "a stage gathers its one chunk never"),
         ("at_once / cores - 1", "at_once / cores - 9", "stages that share cores are as fast as alone"),
         ("= turns * span if", "= 0 * span if", "ranks that share cores are as fast as alone"),
         ("(flops.matmul - grouped + experts)", "flops.matmul", "experts are as fast as large products"),

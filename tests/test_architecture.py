@@ -390,7 +390,7 @@ LINES = {
     "megacp/prepare": 5_748,
     "megacp/huggingface": 6_340,
     "megacp/verify": 1_640,
-    "megacp/plan": 2_300,
+    "megacp/plan": 2_305,
     "bench tools": 3_130,
     "tests": 37_500,
 }

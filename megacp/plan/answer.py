@@ -82,7 +82,8 @@ class Answer:
 
     def heading(self) -> list[str]:
         """What was asked, and what the times are made from."""
-        size, dtype = human_count(costs.run_parameters(self.config)), self.found[0].config.training.dtype
+        size = human_count(costs.run_parameters(self.config))
+        dtype = self.found[0].config.training.dtype
         wrong = f"; they are of {self.hardware.dtype}, not {dtype}" * (dtype != self.hardware.dtype)
         return [
             f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:g} GiB, rows of "

@@ -193,7 +193,7 @@ def fullest(config: RunConfig, world_size: int) -> RankMemory:
 
 
 def fits(config: RunConfig, world_size: int, hardware: Hardware) -> bool:
-    """Whether that has a place."""
+    """Whether the fullest rank has a place for it."""
     return fullest(config, world_size).total <= hardware.memory * 2**30
 
 
@@ -227,7 +227,8 @@ def search(
     Left out is what would be slower than the best that fit well even if no stage idled, what saves more memory than one
     that fits well, or less than one that does not fit, and what leaves the host more than it has.
     """
-    untold, limit = _untold(_SAVINGS, _told(config, given)), hardware.host_memory * 2**30
+    untold = _untold(_SAVINGS, _told(config, given))
+    host = hardware.host_memory * 2**30
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
     found, best = dict[Hashable, Candidate](), [math.inf] * BEST
 
@@ -253,7 +254,7 @@ def search(
             if saved in well or not runs(one):
                 continue
             layout = Candidate(one, {**chosen, **savings[saved]}, fullest(one, world_size), timed)
-            if layout.memory.host > limit:
+            if layout.memory.host > host:
                 continue
             tried.append(layout)
             {"OK": well, "OOM": over}.get(layout.verdict(hardware), []).append(saved)

@@ -224,8 +224,8 @@ def _stage(
         if p.data_parallel_sharding_strategy == "optim_grads":
             gather = 0.0  # once a step
         elif p.pipeline_model_parallel_size > 1:  # chunks stay for all they do in turn, the only one for all of a step
-            microbatches, turns = config.num_microbatches(world_size), 1 - 1 / len(chunks)
-            gather *= 0.5 / microbatches + turns / p.pipeline_model_parallel_size
+            turns = 1 - 1 / len(chunks)
+            gather *= 0.5 / config.num_microbatches(world_size) + turns / p.pipeline_model_parallel_size
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
     stages = p.pipeline_model_parallel_size
