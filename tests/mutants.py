@@ -657,6 +657,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
         ("inputs.rotary[self.has_window]", "inputs.rotary[0]", "every layer has the angles of one without a window"),
     ],
+    ("core/models/costs.py", GOLDEN): [
+        ("if not adapted.isdisjoint(layers))", "if True)", "a stage that trains nothing has a backward"),
+    ],
     ("core/models/language.py", GOLDEN): [
         ("slice_of(batch.token_names, self.backend.tp)", "batch.token_names[: len(x)]", "tp ranks share dropout rows"),
         ('("embedding",) if tied and tied_across else ()', "()", "tied copies are not summed"),
@@ -673,6 +676,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stage > 0 or num_chunks > 1", "True", "the first stage defers for nothing"),
         ('"first 1f1b": one_at_a_time', '"first 1f1b": one_f_one_b', "a first step may hang on a GPU"),
         ("RECV_FORWARD if place > 0", "RECV_FORWARD if place >= 0", "the first stage receives"),
+        ("place > first_trained else", "place > 0 else", "stages that train nothing are sent gradients"),
     ],
     ("core/pipeline_parallel/runtime.py", PP): [
         ("if len(under_way) >= SEND_WINDOW:", "if False:", "the window of sends is unbounded"),

@@ -27,8 +27,11 @@ def sizes(draw: st.DrawFn) -> tuple[int, int, int]:
     return num_stages, draw(st.integers(1, 30)), draw(st.integers(1, 5)) if num_stages > 1 else 1
 
 
-def lists_of(name: str, num_stages: int, num_microbatches: int, num_chunks: int) -> list[list[Action]]:
-    return [schedule(name, stage, num_stages, num_microbatches, num_chunks) for stage in range(num_stages)]
+def lists_of(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, first_trained: int = 0
+) -> list[list[Action]]:
+    sizes = num_stages, num_microbatches, num_chunks
+    return [schedule(name, stage, *sizes, first_trained=first_trained) for stage in range(num_stages)]
 
 
 training, zero_bubble, evaluation = (partial(lists_of, name) for name in ("1f1b", "zero_bubble", "forward_only"))
@@ -47,6 +50,23 @@ def test_any_sizes_end_within_the_stated_memory(size: tuple[int, int, int], wind
     waiting = simulate(zero_bubble(*size), num_chunks, send_window=window)
     assert waiting.peak_in_flight <= result.peak_in_flight
     assert waiting.peak_put_off == tuple(min(s, num_microbatches * num_chunks - 1) for s in range(num_stages))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "first 1f1b", "first zero_bubble"])
+@pytest.mark.parametrize("num_chunks", [1, 2, 3])
+def test_stages_before_the_first_trained_one_only_run_forwards(name: str, num_chunks: int) -> None:
+    """And nobody waits for their gradients, however small the send window."""
+    for num_stages in (2, 3, 4):
+        for microbatches in (1, 2, 3, 5, 8):
+            for first in range(num_stages * num_chunks):
+                lists = lists_of(name, num_stages, microbatches, num_chunks, first)
+                simulate(lists, num_chunks, send_window=1, first_trained=first)
+                backwards = sum(action.kind is Kind.BACKWARD for actions in lists for action in actions)
+                sent = sum(action.kind is Kind.SEND_BACKWARD for actions in lists for action in actions)
+                trained = num_stages * num_chunks - first
+                assert (backwards, sent) == (trained * microbatches, (trained - 1) * microbatches)
+                if num_chunks == 1:
+                    assert not hangs_where_computes_wait(lists)
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,17 @@ def simulate(
     *,
     weights_time: float = 1.0,
     send_window: int | None = None,
+    first_trained: int = 0,
 ) -> Simulation:
     """Execute the lists of all stages (`stages[i]` is stage i's list) until they end.
 
     `backward_time` is without weight gradients where these have actions of their own on some stage, `weights_time`
     each; a backward of such lists without that action takes both. `send_window` is the most messages of a channel sent
-    and not yet received before the next send waits. An assertion fails when nobody can go on, and when a message meets
-    the wrong receive, is never received, or an action runs twice or before what it needs.
+    and not yet received before the next send waits. Virtual stages before `first_trained` have no backward and hold
+    nothing for it.
+
+    An assertion fails when no stage can continue, and when a message meets the wrong receive, is never received, or an
+    action runs twice or before the actions that it needs.
     """
     times = {Kind.FORWARD: forward_time, Kind.BACKWARD: backward_time, Kind.WEIGHTS: weights_time}
     runs, count = [_Stage(actions) for actions in stages], len(stages)
@@ -107,6 +111,9 @@ def simulate(
             deferred = (action.microbatch, action.chunk) in puts_off[stage]
             both = action.kind is Kind.BACKWARD and not deferred and any(puts_off)
             run.compute(action, times[action.kind] + (weights_time if both else 0.0), deferred)
+            if place < first_trained:
+                assert action.kind is Kind.FORWARD, f"stage {stage} trains nothing and runs: {action}"
+                run.held.discard((action.microbatch, action.chunk))
         else:
             channel = channel_of(action, stage, count)
             out, back = sent[channel], taken[channel]

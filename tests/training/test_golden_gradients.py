@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacp.core.models.costs import first_trained_stage
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import GEMMA, QWEN3_5, Values, config_of, step_batches, train
+from tests.reference.training import GEMMA, MAMBA2, MOE, QWEN3_5, Values, config_of, step_batches, train
 
 TOLERANCE = 1e-10
 
@@ -40,6 +41,20 @@ MODELS: dict[str, Values] = {
         "clip_grad": 0.0,
     },
 }
+_HYBRID: Values = {
+    **MAMBA2,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
+    "lora_rank": 2,
+    "lora_alpha": 6.0,
+    "lora_targets": "q,v",
+}
+HYBRIDS: dict[str, Values] = {
+    "pairs on the last layer": {**_HYBRID, "linear_attention_freq": "[1,1,1,0]"},
+    "pairs on the third layer": {**_HYBRID, "linear_attention_freq": "[1,1,0,1]"},
+    "pairs on both ends": {**_HYBRID, "linear_attention_freq": "[0,1,1,0]", "hidden_dropout": 0.15},
+    "pairs on the last layer, experts": {**_HYBRID, **MOE, "linear_attention_freq": "[1,1,1,0]"},
+}
+"""Low-rank pairs on q and v, which Mamba-2 layers do not have: stages of only such layers train nothing."""
 Shape = dict[str, int]
 
 
@@ -106,13 +121,13 @@ def steps(count: int) -> list[list[Any]]:
 
 @functools.cache
 def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tuple[Any, ...]:
-    config = config_of({**MODELS[name], **dict(sizes), "attention_kernel": "dense"}, {})
+    config = config_of({**(MODELS | HYBRIDS)[name], **dict(sizes), "attention_kernel": "dense"}, {})
     reports, gradients, weights, validation = train(grid(), config, steps(count))
     return reports, [assemble([pieces]) for pieces in gradients], assemble([weights]), validation
 
 
 def on_ranks(rank: int, world_size: int, shape: Shape, cases: list[tuple[str, Values, Values]]) -> list[Any]:
-    configs = [config_of({**MODELS[name], **sizes, **options}, shape) for name, sizes, options in cases]
+    configs = [config_of({**(MODELS | HYBRIDS)[name], **sizes, **options}, shape) for name, sizes, options in cases]
     return [train(grid(**shape), config, steps(microbatches(shape))) for config in configs]
 
 
@@ -134,7 +149,8 @@ def check(shape: Shape, count: int, done: int = 0) -> None:
 
 
 def compare_with_one_process(shape: Shape, cases: list[tuple[str, Values, Values]]) -> None:
-    ranks = run_ranks(on_ranks, int(np.prod(list(shape.values()))), shape, cases, timeout=240)
+    world_size = int(np.prod([shape[axis] for axis in ONE]))
+    ranks = run_ranks(on_ranks, world_size, shape, cases, timeout=240)
     for number, (name, sizes, options) in enumerate(cases):
         results = [rank[number] for rank in ranks]
         reports, gradients, weights, validation = one_process(name, tuple(sizes.items()), microbatches(shape))
@@ -193,6 +209,63 @@ UNEVEN: list[tuple[Shape, str, Values, Values]] = [
 def test_shards_of_uneven_rows_train_like_one_process(shape: Shape, name: str, sizes: Values, options: Values) -> None:
     sharded = {STRATEGY: STRATEGIES[1], "cp_layout": "balanced", "cp_comm_type": "kv_exchange", **options}
     compare_with_one_process({**ONE, **shape}, [(name, sizes, sharded)])
+
+
+LAST, THIRD, ENDS, ROUTED = HYBRIDS
+RECOMPUTE, OFFLOAD = "recompute_granularity", "activation_offload"
+PARTLY_TRAINED: list[tuple[Shape, int, list[tuple[str, Values]]]] = [
+    (
+        {"pp": 2},
+        1,
+        [
+            (LAST, {RECOMPUTE: "full", OFFLOAD: 0.5}),
+            (THIRD, {RECOMPUTE: "selective", OFFLOAD: 1.0}),
+            (ROUTED, {"mlp_chunk_tokens": 7}),
+        ],
+    ),
+    ({"pp": 2}, 3, [(LAST, {V: 2, RECOMPUTE: "selective"}), (ROUTED, {V: 2, RECOMPUTE: "full", OFFLOAD: 1.0})]),
+    ({"pp": 2}, 2, [(THIRD, {V: 2})]),
+    ({"pp": 2}, 0, [(ENDS, {}), (ENDS, {V: 2, RECOMPUTE: "full", OFFLOAD: 0.5})]),
+]
+"""Grid, the first virtual stage with something to train, and (model, options). Later stages that train nothing pass the
+gradient on."""
+ON_MORE_RANKS: list[tuple[Shape, int, list[tuple[str, Values]]]] = [
+    ({"pp": 4}, 3, [(LAST, {}), (ROUTED, {RECOMPUTE: "full"})]),
+    ({"pp": 4}, 2, [(THIRD, {OFFLOAD: 1.0})]),
+    ({"pp": 4}, 0, [(ENDS, {})]),
+    ({"pp": 2, "dp": 2}, 1, [(LAST, {STRATEGY: "optim_grads_params"}), (ROUTED, {STRATEGY: "optim_grads"})]),
+    ({"pp": 2, "dp": 2}, 3, [(LAST, {STRATEGY: "optim_grads_params", V: 2, RECOMPUTE: "full"})]),
+    ({"pp": 2, "dp": 2, "ep": 2}, 3, [(ROUTED, {STRATEGY: "optim_grads_params", V: 2})]),
+    ({"pp": 2, "tp": 2}, 1, [(LAST, {"sequence_parallel": True}), (THIRD, {})]),
+    ({"pp": 2, "tp": 2, "ep": 2}, 3, [(ROUTED, {"sequence_parallel": True, V: 2})]),
+    ({"pp": 2, "cp": 2, "ep": 2}, 1, [(ROUTED, {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"})]),
+    ({"pp": 2, "cp": 2}, 2, [(THIRD, {V: 2, "cp_comm_type": "all_gather", STRATEGY: "optim_grads_params"})]),
+]
+
+
+def compare_partly_trained(shape: Shape, first_trained: int, models: list[tuple[str, Values]]) -> None:
+    whole = {**ONE, "ep": 1, **shape}
+    ranks = int(np.prod([whole[axis] for axis in ONE]))
+    cases = [(name, {"num_layers": 4}, options) for name, options in models]
+    for name, sizes, options in cases:
+        config = config_of({**HYBRIDS[name], **sizes, **options}, whole)
+        assert first_trained_stage(config, ranks) == first_trained
+    compare_with_one_process(whole, cases)
+
+
+@pytest.mark.parametrize(("shape", "first_trained", "models"), PARTLY_TRAINED)
+def test_stages_that_train_nothing_equal_one_process(
+    shape: Shape, first_trained: int, models: list[tuple[str, Values]]
+) -> None:
+    compare_partly_trained(shape, first_trained, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "first_trained", "models"), ON_MORE_RANKS)
+def test_stages_that_train_nothing_equal_one_process_on_more_ranks(
+    shape: Shape, first_trained: int, models: list[tuple[str, Values]]
+) -> None:
+    compare_partly_trained(shape, first_trained, models)
 
 
 def test_the_design_covers_every_option_on_every_axis_it_acts_on() -> None:

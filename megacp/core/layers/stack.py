@@ -75,6 +75,10 @@ class Layer:
                 if name.split(".")[-1] in model.lora_linears:
                     yield from linear.pair(f"{self.name}.{kind.name}.{name}", model.lora_rank)
 
+    def has_pairs(self, model: ModelConfig) -> bool:
+        """Whether some linear of the block has a low-rank pair."""
+        return next(self.pairs(model), None) is not None
+
 
 @functools.cache
 def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
@@ -95,6 +99,25 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
         shared = SHARED if mlp is MOE and model.moe_shared_expert_intermediate_size else None
         found.append(Layer(f"layers.{i}", mixer, mlp, window, not still[i % len(still)], shared))
     return tuple(found)
+
+
+def without_pairs(model: ModelConfig) -> str:
+    """Return a sentence that names the layers without a low-rank pair; "" if every layer has one.
+
+    Layers of a hybrid differ in kind, and some kinds have no linear of the names in `--lora-targets`.
+    """
+    if model.lora_rank == 0:
+        return ""
+    bare = [number for number, layer in enumerate(layers_of(model)) if not layer.has_pairs(model)]
+    if not bare:
+        return ""
+    kinds = sorted({layers_of(model)[number].mixer.name for number in bare})
+    numbers = ", ".join(map(str, bare))
+    targets = ", ".join(model.lora_linears)
+    return (
+        f"{len(bare)} of {model.num_layers} layers ({', '.join(kinds)}) get no low-rank pair, "
+        f"since they have no {targets}: {numbers}"
+    )
 
 
 def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -234,6 +235,22 @@ def stage_layers(config: RunConfig, world_size: int) -> list[list[range]]:
     blocks, first, last = run_stage_costs(config, world_size)
     ranges = _known_cut(tuple(blocks), first, last, num_stages * num_chunks)
     return [ranges[stage::num_stages] for stage in range(num_stages)]
+
+
+def first_trained_stage(config: RunConfig, world_size: int) -> int:
+    """Return the first virtual stage with a trained parameter; earlier ones take no part in the backward.
+
+    Only low-rank pairs leave stages without one: some kinds of layers have no linear of `--lora-targets`.
+    """
+    frozen = config.frozen_parts
+    trains_images = config.vision.vision_num_layers > 0 and not {"vision", "connector"} <= set(frozen)
+    if "text" not in frozen or trains_images:
+        return 0
+    adapted = {i for i, layer in enumerate(layers_of(config.model)) if layer.has_pairs(config.model)}
+    # virtual stages in the order of their layers: chunk 0 of every stage, then chunk 1, ...
+    by_chunk = zip(*stage_layers(config, world_size), strict=True)
+    in_order = itertools.chain.from_iterable(by_chunk)
+    return next(place for place, layers in enumerate(in_order) if not adapted.isdisjoint(layers))
 
 
 _known_cut = functools.cache(partition)

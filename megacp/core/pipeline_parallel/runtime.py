@@ -8,6 +8,9 @@ might not, so a run's first step takes `one_at_a_time`, in which kernels are com
 Sends run in the background and hold their tensor until they are through. Only hidden states travel, and both sides
 know their shape from the batch, so the microbatches of a step may differ in length.
 
+The list also decides what needs a gradient: a chunk without a backward runs under no_grad, and an input whose gradient
+is not sent asks for none. Where the first stages train nothing, autograd would find no graph there.
+
 Between a forward and its backward the input and the autograd graph stay in memory. Of the output only the graph's edge
 is kept, so its storage is free as soon as it is sent.
 """
@@ -114,10 +117,11 @@ def run(
     forward-only list call it under `torch.no_grad()`. Other ranks are left waiting when a chunk raises: the launcher
     (or the process group's timeout) ends them.
     """
-    trains = any(a.kind is Kind.BACKWARD for a in actions)
+    trained = {action.chunk for action in actions if action.kind is Kind.BACKWARD}
+    handing_back = {action.chunk for action in actions if action.kind is Kind.SEND_BACKWARD}
     assert len(batches) == len({action.microbatch for action in actions}), f"{len(batches)} batches for other actions"
-    assert torch.is_grad_enabled() or not trains, "a training schedule under no_grad"
-    stage = _Stage(chunks, batches, grid, hidden, trains, parameters, deferred)
+    assert torch.is_grad_enabled() or not trained, "a training schedule under no_grad"
+    stage = _Stage(chunks, batches, grid, hidden, trained, handing_back, parameters, deferred)
     final = {(a.kind, a.chunk): a for a in actions}
     if deferred is not None:
         deferred.begin()
@@ -142,7 +146,7 @@ def run(
                     deferred.add(key, last)
             case Kind.RECV_FORWARD:
                 with phase("pipeline exchange"):
-                    stage.inputs[key] = stage.receive(action).requires_grad_(trains)
+                    stage.inputs[key] = stage.receive(action).requires_grad_(action.chunk in stage.handing_back)
             case Kind.RECV_BACKWARD:
                 with phase("pipeline exchange"):
                     stage.output_gradients[key] = stage.receive(action)
@@ -165,12 +169,15 @@ class _Stage:
     batches: Sequence[Any]
     grid: ProcessGrid
     hidden: HiddenStates
-    trains: bool
+    trained: set[int]  # chunks with a backward
+    handing_back: set[int]  # those whose backward sends the gradient of its input
     parameters: Parameters | None
     deferred: DeferredGradients | None
     on_device: dict[int, Any] = field(default_factory=dict)  # microbatches that later chunks of this stage take
     sending: defaultdict[Channel, deque[Pending]] = field(default_factory=lambda: defaultdict(deque))
-    inputs: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # until the backward (forward if not training)
+    inputs: dict[tuple[int, int], Tensor] = field(
+        default_factory=dict
+    )  # until its gradient is sent, or else its forward
     losses_to_go: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # with graph, until the backward
     edges: dict[tuple[int, int], GradientEdge] = field(default_factory=dict)  # of the outputs, until the backward
     output_gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # received, until the backward
@@ -187,15 +194,18 @@ class _Stage:
 
     def forward(self, key: tuple[int, int], batch: Any) -> None:
         microbatch, chunk = key
-        entry = self.inputs.get(key) if self.trains else self.inputs.pop(key, None)
-        output = self.chunks[chunk](entry, batch)
+        # the input waits for its gradient only where the backward sends it
+        entry = self.inputs.get(key) if chunk in self.handing_back else self.inputs.pop(key, None)
+        # a chunk without a backward saves nothing, whatever its recomputation and offload do
+        with torch.set_grad_enabled(chunk in self.trained):
+            output = self.chunks[chunk](entry, batch)
         if self.is_last(chunk):
             self.losses[microbatch] = output.detach()
-            if self.trains:
+            if chunk in self.trained:
                 self.losses_to_go[key] = output
             return
         self.outgoing[key] = output.detach()
-        if self.trains:
+        if chunk in self.trained:
             self.edges[key] = get_gradient_edge(output)
 
     def backward(self, key: tuple[int, int], last: bool) -> None:
@@ -210,7 +220,7 @@ class _Stage:
             self.deferred.keep(key)
         if self.parameters is not None:
             self.parameters.end_backward(chunk)
-        if self.virtual_stage(chunk) > 0:
+        if chunk in self.handing_back:
             gradient = self.inputs.pop(key).grad
             assert gradient is not None, f"virtual stage {self.virtual_stage(chunk)} does not depend on its input"
             self.outgoing[key] = gradient

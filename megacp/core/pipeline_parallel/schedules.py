@@ -6,6 +6,8 @@ forwards in one common order, and their backwards too. So the k-th send of a cha
 
 Virtual stage `v = chunk * num_stages + stage` holds the v-th part of the layers. Virtual stage 0 receives nothing in
 forward and sends nothing in backward; the last virtual stage sends nothing in forward and receives nothing in backward.
+Where the first virtual stages train nothing (low-rank pairs only on later layers), they have no backward, and the first
+trained one sends no gradient.
 
 The simplest one is "all forwards, all backwards" (AFAB). This is all that a stage does under it; 1F1B is the same
 actions in another order, with fewer activations alive:
@@ -195,8 +197,13 @@ def _forward_order(num_stages: int, num_microbatches: int, num_chunks: int) -> l
     ]
 
 
-def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunks: int) -> list[Action]:
-    """Any order of computes made a full action list: each receive right before its compute, each send right after."""
+def with_messages(
+    computes: list[Action], stage: int, num_stages: int, num_chunks: int, first_trained: int = 0
+) -> list[Action]:
+    """Add the messages to any order of computes: each receive right before its compute, each send right after.
+
+    No virtual stage before `first_trained` takes a gradient, so that one sends none.
+    """
     last = num_stages * num_chunks - 1
     actions = []
     for compute in computes:
@@ -207,7 +214,7 @@ def with_messages(computes: list[Action], stage: int, num_stages: int, num_chunk
             send = Kind.SEND_FORWARD if place < last else None
         elif compute.kind is Kind.BACKWARD:
             receive = Kind.RECV_BACKWARD if place < last else None
-            send = Kind.SEND_BACKWARD if place > 0 else None
+            send = Kind.SEND_BACKWARD if place > first_trained else None
         kinds = [kind for kind in (receive, compute.kind, send) if kind is not None]
         actions += [Action(kind, compute.microbatch, compute.chunk) for kind in kinds]
     return actions
@@ -243,8 +250,18 @@ SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
 """Computes of a stage, in order. `first`: of the step in which interleaved stages meet their kernels (runtime.py)."""
 
 
-def schedule(name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> list[Action]:
-    """The action list of one stage, by the schedule's name."""
+def schedule(
+    name: str, stage: int, num_stages: int, num_microbatches: int, num_chunks: int = 1, first_trained: int = 0
+) -> list[Action]:
+    """Return the action list of one stage, by the schedule's name.
+
+    `first_trained` is the first virtual stage with a trained parameter. Earlier ones need no gradient of anything, so
+    they run forwards only. The other actions keep their order: dropping work from a list adds no wait.
+    """
     assert num_microbatches > 0 and (num_chunks == 1 or num_stages > 1), "sizes that the checks refuse"
-    computes = SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
-    return with_messages(computes, stage, num_stages, num_chunks)
+    computes = [
+        action
+        for action in SCHEDULES[name](stage, num_stages, num_microbatches, num_chunks)
+        if action.kind is Kind.FORWARD or virtual_stage(stage, num_stages, action.chunk) >= first_trained
+    ]
+    return with_messages(computes, stage, num_stages, num_chunks, first_trained)

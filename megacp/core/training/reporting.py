@@ -14,6 +14,7 @@ from megacp.core.data.blend import PackBlend
 from megacp.core.data.manifest import thoughts_told
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.core.layers.stack import without_pairs
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
 from megacp.core.monitor.log import LogTargets, RunLog
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
@@ -78,7 +79,7 @@ def opening_lines(
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
             words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
-    lines += filter(None, (thoughts_told(sources.chat_template), start.note))
+    lines += filter(None, (without_pairs(config.model), thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
         random = f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"

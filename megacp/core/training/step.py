@@ -22,6 +22,7 @@ from megacp.core.distributed.collectives import all_reduce
 from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.expert_parallel.balance import Balance, LayerBalance
 from megacp.core.models.build import build_sharded
+from megacp.core.models.costs import first_trained_stage
 from megacp.core.models.init import ALL, Drawn
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.lr_schedule import learning_rate
@@ -73,6 +74,8 @@ class ParallelModel:
         self.mix = mix_of(config.model)
         self.sharded_tokens = grid.tp.size if parallel.sequence_parallel else 1
         width = config.model.hidden_size
+        self.first_trained = first_trained_stage(config, grid.world.size)
+        """The first virtual stage with something to train."""
         self.hidden = HiddenStates(lambda batch: (batch.num_tokens // self.sharded_tokens, width), self.backend.dtype)
         open_channels(grid, len(self.chunks))
         connect([part for axis in grid.all_axes() for pair in axis.parts.values() for part in pair], grid.device)
@@ -175,7 +178,8 @@ class ParallelModel:
         name: str = self.config.parallel.pipeline_schedule if training else "forward_only"
         if training and self.is_new and len(self.chunks) > 1 and self.grid.device.type == "cuda":
             name = f"first {name}"
-        actions = schedule(name, self.grid.pp.rank, self.grid.pp.size, len(shares), len(self.chunks))
+        sizes = self.grid.pp.size, len(shares), len(self.chunks)
+        actions = schedule(name, self.grid.pp.rank, *sizes, first_trained=self.first_trained)
         chunks: list[ModelChunk] = [partial(chunk, denominator=denominator, tokens=tokens) for chunk in self.chunks]
         if self.parameters.by_schedule:  # full shards: the list gathers and frees parameters too
             actions = with_parameters(actions)
