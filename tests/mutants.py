@@ -67,6 +67,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/ops/device.py", "tests/ops/test_kernels.py"): [
         ("if not torch.is_grad_enabled():  #", "if False:  #", "offload changes the bits of a compiled chain"),
     ],
+    ("core/checks.py", f"{EXPERTS}/test_layer.py tests/config/test_cli.py"): [
+        ("m.moe_router_topk == 1 and not m", "not m", "routers that learn are refused"),
+        ("m.moe_router_topk == 1 and not m.moe_router_pre_softmax", "False", "a router that cannot learn is trained"),
+        (
+            'or "text" in config.frozen_parts:\n        return\n    told',
+            ":\n        return\n    told",
+            "a frozen router is refused too",
+        ),
+        ("elif m.num_experts == 1 and", "elif False and", "one expert has a router without a gradient"),
+        ("    if best > groups:", "    if False:", "more groups may be chosen than there are"),
+    ],
     ("core/expert_parallel/router.py", EXPERTS): [
         (
             "scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort",

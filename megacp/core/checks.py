@@ -23,14 +23,18 @@ MAX_DENSE_ROW_TOKENS = 8192
 """The dense kernel holds heads x T x T scores: 256 MiB a head in float32 at this length."""
 
 
-def check(config: RunConfig, world_size: int) -> list[str]:
-    """All reasons why this configuration cannot run on `world_size` ranks; empty when it can."""
+def check(config: RunConfig, world_size: int, *, trains: bool = True) -> list[str]:
+    """Return all reasons why this configuration cannot run on `world_size` ranks; empty when it can.
+
+    Without `trains` only the model matters, as where a folder is converted: what only training rules out is allowed.
+    """
     values = flatten(config)
     problems = ((name, info.problem(values[name])) for name, info in fields().items())
     reasons = [f"{flag(name)}: {problem}" for name, problem in problems if problem]
     if world_size < 1:
         reasons.append(f"the world size is {world_size}, it must be at least 1")
-    return reasons or [reason for section in SECTIONS for reason in section(config, world_size)]
+    sections = (*SECTIONS, *OF_TRAINING) if trains else SECTIONS
+    return reasons or [reason for section in sections for reason in section(config, world_size)]
 
 
 def require(config: RunConfig, world_size: int, also: Sequence[str] = ()) -> None:
@@ -175,7 +179,9 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
             yield f"{given} needs --moe-router-score-function sigmoid"
     if groups > 1 and (m.num_experts % groups > 0 or m.num_experts < 2 * groups):
         yield f"{words} needs groups of equally many experts, two or more, of {count}"
-    if best > groups or (groups > 1 and m.moe_router_topk * groups > best * m.num_experts):
+    if best > groups:
+        yield f"--moe-router-group-topk {best} is above {words}: a token cannot have more groups than there are"
+    elif groups > 1 and m.moe_router_topk * groups > best * m.num_experts:
         chosen = f"--moe-router-topk {m.moe_router_topk} of {count}"
         yield f"--moe-router-group-topk {best} of {words} holds fewer than {chosen}"
     if m.moe_router_topk > m.num_experts:
@@ -191,6 +197,27 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
         yield f"{count} over tp {tp} needs --sequence-parallel: else its ranks would route the same tokens"
     if t.fp8 != "off":
         yield f"--fp8 {t.fp8} with {count}: experts have no such form"
+
+
+def _routers(config: RunConfig, world: int) -> Iterator[str]:
+    """Refuse a trained router that the loss cannot reach, as Megatron does.
+
+    Softmax over a single chosen expert, and the share of a single sigmoid, are 1 whatever the score is. The terms of
+    balance would still move such a router, but away from the loss: towards even loads, not towards better experts.
+    """
+    m = config.model
+    if m.num_experts == 0 or "text" in config.frozen_parts:
+        return
+    told = "so the loss gives the router no gradient"
+    frozen = "freeze the router: --lora-rank trains only low-rank pairs"
+    if m.moe_router_topk == 1 and not m.moe_router_pre_softmax:
+        function = {"softmax": "softmax over the chosen expert", "sigmoid": "share of the chosen expert"}
+        weight = f"the {function[m.moe_router_score_function]} is always 1"
+        # a model of a folder would be another one under that flag
+        other = "" if config.checkpoint.load_hf is not None else "use --moe-router-pre-softmax, or "
+        yield f"--moe-router-topk 1: {weight}, {told}; {other}{frozen}"
+    elif m.num_experts == 1 and m.moe_router_score_function == "softmax":
+        yield f"--num-experts 1: the softmax over one expert is always 1, {told}; use a dense MLP, or {frozen}"
 
 
 def _schedule(config: RunConfig, world: int) -> Iterator[str]:
@@ -383,3 +410,5 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
 
 SECTIONS = (_multiples, _grid, _model, _experts, _schedule, _context, _vision, _lora, _data, _checkpoints, _files)
 """Functions `(config, world size) -> reasons` over a config whose fields are in their ranges."""
+OF_TRAINING = (_routers,)
+"""Likewise, but only for a model that is trained."""

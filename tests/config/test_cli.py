@@ -297,6 +297,7 @@ GRIDS = {"vision_family": "qwen3_5", "image_attention": "causal", "vision_featur
 
 EP, EXPERTS = "expert_model_parallel_size", {"num_experts": 8}
 SIGMOID = {"moe_router_score_function": "sigmoid"}
+TOPK = "moe_router_topk"
 Q_DOWN = {"lora_rank": 4, "lora_targets": "q,down"}
 
 CONTRADICTIONS: list[tuple[dict, int, str]] = [
@@ -324,6 +325,16 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({**EXPERTS, "moe_router_num_groups": 4}, 1, "--moe-router-score-function sigmoid"),
     ({**EXPERTS, **SIGMOID, "moe_router_num_groups": 3}, 1, "--moe-router-num-groups 3"),
     ({**EXPERTS, **SIGMOID, "moe_router_topk": 3, "moe_router_num_groups": 4}, 1, "--moe-router-group-topk 1"),
+    (
+        {**EXPERTS, **SIGMOID, "moe_router_group_topk": 2},
+        1,
+        "--moe-router-group-topk 2 is above --moe-router-num-groups 1",
+    ),
+    ({**EXPERTS, TOPK: 1}, 1, "--moe-router-topk 1: the softmax over the chosen expert is always 1"),
+    ({**EXPERTS, **SIGMOID, TOPK: 1}, 1, "--moe-router-topk 1: the share of the chosen expert is always 1"),
+    ({**EXPERTS, TOPK: 1, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}, 1, "use --moe-router-pre-softmax"),
+    ({**EXPERTS, **SEES, TOPK: 1, "freeze": "vision"}, 1, "use --moe-router-pre-softmax"),
+    ({"num_experts": 1, TOPK: 1, "moe_router_pre_softmax": True}, 1, "--num-experts 1: the softmax over one expert"),
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
@@ -418,6 +429,14 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
 def test_a_contradiction_is_told_once_by_its_flag(values: dict, world: int, named: str) -> None:
     (reason,) = check(with_values(GOOD, values), world)
     assert named in reason
+
+
+def test_a_router_without_a_gradient_may_be_frozen_or_converted() -> None:
+    """A published model with one expert for a token still takes low-rank pairs, and becomes a folder again."""
+    top_1 = {**EXPERTS, TOPK: 1}
+    assert check(with_values(GOOD, top_1), 1, trains=False) == []
+    for values in ({"lora_rank": 4}, {**SEES, "freeze": "text"}, {"moe_router_pre_softmax": True}):
+        assert check(with_values(GOOD, {**top_1, **values}), 1) == []
 
 
 def test_all_reasons_are_told_at_once() -> None:

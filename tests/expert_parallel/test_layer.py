@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 
 from megacp.core.checkpoint.commit import load_checkpoint
+from megacp.core.checks import check
 from megacp.core.config.parallel import GridShape
+from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import grid as grid_file
 from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.expert_parallel import experts, layer
 from megacp.core.expert_parallel.route import Groups, Route
-from megacp.core.expert_parallel.router import choose, logits
+from megacp.core.expert_parallel.router import SCORES, choose, logits
 from megacp.core.layers.table import A, B
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.tensor_parallel.lora import is_of_a_pair
@@ -85,6 +87,22 @@ def test_scores_of_bfloat16_are_as_exact_as_float32() -> None:
     found = logits(x.bfloat16(), weight.bfloat16())
     exact = x.bfloat16().double() @ weight.bfloat16().double().t()
     assert found.dtype == torch.float32 and (found - exact).abs().max() < 64 * 2**-23 * exact.abs().max()
+
+
+@pytest.mark.parametrize("function", SCORES)
+@pytest.mark.parametrize("before", [False, True])
+def test_exactly_the_routers_without_a_gradient_are_refused(function: str, before: bool) -> None:
+    """Of any number of experts and of chosen ones, by autograd."""
+    for count in (1, 2, 5):
+        for topk in range(1, count + 1):
+            values = {"num_experts": count, "moe_router_topk": topk, "vocab_size": 64}
+            values |= {"moe_router_score_function": function, "moe_router_pre_softmax": before}
+            draw = torch.Generator().manual_seed(1)
+            scores = torch.randn(7, count, generator=draw, dtype=torch.float64).requires_grad_()
+            weights = SCORES[function].weigh[before](scores, choose(scores.detach(), topk))
+            (gradient,) = torch.autograd.grad((weights * torch.randn(7, topk, generator=draw)).sum(), scores)
+            learns = gradient.abs().max() > 1e-6  # else rounding is left: of a share, or of the 1e-20 beside a sum
+            assert (check(with_values(RunConfig(), values), 1) == []) == learns, (count, topk)
 
 
 SIZES = {**MOE, "num_layers": 1, "moe_layer_freq": "1"}

@@ -149,7 +149,7 @@ def _of_folder(path: Path) -> Loaded:
     left_out: list[str] = []
     values = family.values(content, left_out)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
-    if reasons := check(config, 1):
+    if reasons := check(config, 1, trains=False):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     files = hf_files.SafetensorsFolder(path)
     weights = family.opened(files)

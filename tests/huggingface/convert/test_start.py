@@ -149,6 +149,21 @@ def refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+def test_a_folder_whose_router_cannot_learn_takes_only_low_rank_pairs(
+    experts: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "top_1"
+    shutil.copytree(experts, copy)
+    content = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**content, "num_experts_per_tok": 1, "norm_topk_prob": True}))
+    flags = ["--load-hf", str(copy), "--data-path", str(data), "--dry-run"]
+    told = refused(flags, capsys)
+    assert "--moe-router-topk 1" in told and "; freeze the router: --lora-rank" in told
+    assert main([*flags, "--lora-rank", "2"]) == 0
+    out = ["--from", "hf", "--to", "megacp", "--input", str(copy), "--output", str(tmp_path / "out")]
+    assert convert(out) == 0
+
+
 def test_flags_that_contradict_the_folder_are_refused_with_both_numbers(
     folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
