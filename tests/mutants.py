@@ -78,6 +78,22 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("elif m.num_experts == 1 and", "elif False and", "one expert has a router without a gradient"),
         ("    if best > groups:", "    if False:", "more groups may be chosen than there are"),
     ],
+    ("core/expert_parallel/router.py", f"{EXPERTS}/test_router.py"): [
+        ("torch.where(are_equal, first, torch", "torch.where(~are_equal, first, torch", "equal rows have other scores"),
+        ("    bits ^= bits >> 32", "    bits >>= 32", "rows are taken for equal by half of their bits"),
+        ("positive = weight + 0.0", "positive = weight.clone()", "a row with -0.0 is not the one with 0.0"),
+        ("    if scores.dtype == torch.float64:", "    if False:", "rounding decides between nearly equal scores"),
+        ("gaps > NOISE * largest", "gaps > 1e6 * NOISE * largest", "clearly different scores are taken for equal"),
+        (".masked_fill(scores.isinf(), 0.0)", "", "a closed group makes all scores equal"),
+    ],
+    ("core/expert_parallel/layer.py", f"{EXPERTS}/test_router.py"): [
+        ("products.index_select(1, first_of_equals(self.router))", "products", "equal rows have other scores"),
+        (
+            "            scores = scores + self.router_bias\n        choice",
+            "            pass\n        choice",
+            "biases do not choose",
+        ),
+    ],
     ("core/expert_parallel/router.py", EXPERTS): [
         (
             "scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort",

@@ -19,13 +19,17 @@ import pytest
 import torch
 
 from megacp.core.config.model import ModelConfig
+from megacp.core.data_parallel.boxes import TensorBox
+from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.expert_parallel import layer, router
 from megacp.core.layers.moe import router_tensor
 from megacp.core.layers.table import Tensor
+from megacp.core.models import init
 from megacp.core.models.block import Block, BlockInputs
+from megacp.core.training.step import ParallelModel
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
-from tests.reference.training import BALANCE, GPT_OSS, MOE, SIGMOID, Values, config_of, train
+from tests.reference.training import BALANCE, GPT_OSS, MOE, SIGMOID, Values, config_of, parameter_pieces, train
 from tests.training.test_golden_gradients import (
     STRATEGIES,
     TOLERANCE,
@@ -49,6 +53,14 @@ MODELS: dict[str, Values] = {
 }
 """Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
 a token."""
+EQUAL_ROWS: dict[str, Values] = {
+    "equal rows, one of all": {**MOE, "num_experts": 6, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "equal rows, balanced": {**BALANCED, "moe_router_topk": 4, **SHARED},
+    "equal rows, sigmoids in groups": {**BALANCED, **SIGMOID, "moe_router_bias": True},
+    "equal rows, an odd number": {**MOE, "num_experts": 15, "moe_router_topk": 2},
+}
+"""Routers that begin with two or more copies of each row: without a promise for equal rows their products, and with
+them the choices, would depend on the grid."""
 Case = tuple[Shape, str, Values, Values]
 """Grid, model, what the reference needs too, and options of the grid alone."""
 Choices = dict[tuple[int, int], set[tuple[int, ...]]]
@@ -89,10 +101,13 @@ def dealt(ranks: int) -> list[Case]:
 
 @contextmanager
 def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
-    """Choices of this rank, and how far apart the last chosen and the first other score were, where not both are 0."""
+    """Choices of this rank, and how far apart the last chosen and the first other score were, where not both are 0.
+
+    Copies of a row stay equal up to rounding, which decides nothing; so their distances of rounding are left out.
+    """
     choices: Choices = defaultdict(set)
     margins: list[float] = []
-    run, choose = Block.forward, layer.choose
+    run, choose, draw = Block.forward, layer.choose, init._drawn
 
     def forward(self: Block, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
         out = run(self, x, inputs)
@@ -104,8 +119,19 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
 
     def choice(scores: torch.Tensor, count: int) -> torch.Tensor:
         edge = scores.sort(descending=True).values[:, count - 1 : count + 1]
-        margins.extend((edge[:, 0] - edge[:, 1])[edge.any(1)].tolist())
+        gaps = (edge[:, 0] - edge[:, 1])[edge.any(1)]
+        margins.extend((gaps[gaps > 1e-12] if name in EQUAL_ROWS else gaps).tolist())
         return choose(scores, count)
+
+    def copied(box: TensorBox, tensor: str, seed: int, spec: ParameterSpec) -> torch.Tensor:
+        """Initial values, of a router with two or three copies of each row, at distances of 1 and more."""
+        if name not in EQUAL_ROWS or not tensor.endswith("router.weight"):
+            return draw(box, tensor, seed, spec)
+        experts, width = box.global_shape
+        whole = dataclasses.replace(box, tensor=torch.empty(experts, width), offsets=(0, 0))
+        rows = [expert * 2 // 3 % (experts // 2) for expert in range(experts)]
+        first, count = box.offsets[0], len(box.tensor)
+        return draw(whole, tensor, seed, spec)[rows][first : first + count]
 
     def drawn(model: ModelConfig) -> Tensor:
         tensor = router_tensor(model)
@@ -116,13 +142,14 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
         mock.patch.object(layer, "choose", choice),
         mock.patch.object(router, "choose", choice),
         mock.patch.object(layer, "router_tensor", drawn),
+        mock.patch.object(init, "_drawn", copied),
     ):
         yield choices, margins
 
 
 @functools.cache
 def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tuple[Any, ...]:
-    config = config_of({**MODELS[name], **dict(sizes), "attention_kernel": "dense"}, {})
+    config = config_of({**(MODELS | EQUAL_ROWS)[name], **dict(sizes), "attention_kernel": "dense"}, {})
     with watched(name) as (choices, margins):
         reports, gradients, weights, validation = train(grid(), config, steps(count))
     assert min(margins, default=1) > 1e-9, "a choice hangs on the order of a sum"
@@ -132,7 +159,7 @@ def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tu
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     results = []
     for shape, name, sizes, options in cases:
-        config = config_of({**MODELS[name], **sizes, **options}, shape)
+        config = config_of({**(MODELS | EQUAL_ROWS)[name], **sizes, **options}, shape)
         with watched(name) as (choices, _):
             results.append((*train(grid(**shape), config, steps(microbatches(shape))), choices))
     return results
@@ -158,6 +185,46 @@ def check(ranks: int, cases: list[Case]) -> None:
 def test_two_ranks_equal_one_process() -> None:
     cases = dealt(2)
     check(2, [cases[1], cases[3], case_of(cases[1][0], 2), case_of(cases[6][0], 5), cases[6]])
+
+
+ONE: Shape = dict.fromkeys(("dp", "tp", "pp", "cp", "ep"), 1)
+WIDTH: Values = {"num_layers": 2, "hidden_size": 32, "kv_channels": 4, "num_attention_heads": 8, "num_query_groups": 8}
+FIRST, EVEN, GROUPED, ODD = EQUAL_ROWS
+STRATEGY = "data_parallel_sharding_strategy"
+ON_TWO: list[tuple[Shape, str, Values]] = [
+    ({"cp": 2}, FIRST, {}),
+    ({"cp": 2, "ep": 2}, GROUPED, {"recompute_granularity": "full"}),
+    ({"dp": 2, "ep": 2}, EVEN, {STRATEGY: "optim_grads_params"}),
+    ({"dp": 2}, GROUPED, {STRATEGY: "optim_grads_params"}),
+    ({"pp": 2}, ODD, {"recompute_granularity": "selective"}),
+    ({"tp": 2, "ep": 2}, FIRST, {}),
+]
+ON_MORE: list[tuple[Shape, str, Values]] = [
+    *(({"cp": 4}, name, {"cp_layout": "balanced", "cp_comm_type": "kv_exchange"}) for name in EQUAL_ROWS),
+    *(({"pp": 2, "cp": 2, "ep": 2}, name, {}) for name in (FIRST, EVEN, GROUPED)),
+    *(({"tp": 2, "cp": 2, "ep": 2}, name, {"mlp_chunk_tokens": 7}) for name in (FIRST, EVEN, GROUPED)),
+    *(({"tp": 2, "dp": 2}, name, {STRATEGY: "optim_grads_params"}) for name in (ODD, GROUPED)),
+]
+
+
+def check_equal_rows(ranks: int, cases: list[tuple[Shape, str, Values]]) -> None:
+    check(ranks, [({**ONE, **shape}, name, WIDTH, options) for shape, name, options in cases])
+
+
+def test_equal_rows_of_the_router_are_chosen_alike_on_two_ranks() -> None:
+    check_equal_rows(2, ON_TWO)
+
+
+@pytest.mark.slow
+def test_equal_rows_of_the_router_are_chosen_alike_on_four_ranks() -> None:
+    check_equal_rows(4, ON_MORE)
+
+
+def test_a_router_of_equal_rows_is_drawn_as_one() -> None:
+    with watched(ODD):
+        model = ParallelModel(config_of({**EQUAL_ROWS[ODD], **WIDTH}, {}), grid())
+    (router_,) = (x for name, x in assemble([parameter_pieces(model)]).items() if "1.mlp.router" in name)
+    assert len(np.unique(router_, axis=0)) == 7 and len(router_) == 15
 
 
 PARTS = {3: 1, 4: 3, 8: 6}

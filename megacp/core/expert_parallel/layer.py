@@ -12,7 +12,7 @@ from megacp.core.expert_parallel.balance import LayerBalance, with_terms
 from megacp.core.expert_parallel.exchange import to_experts, to_tokens, weights_to_experts
 from megacp.core.expert_parallel.experts import Experts
 from megacp.core.expert_parallel.route import Route, Routes
-from megacp.core.expert_parallel.router import SCORES, choose, in_groups, logits
+from megacp.core.expert_parallel.router import SCORES, choose, first_of_equals, in_groups, logits
 from megacp.core.layers.moe import MOE, SHARED, router_bias, router_tensor, shared_gate_tensor
 from megacp.core.ops.pointwise import sigmoid_gate
 from megacp.core.tensor_parallel.linear import LinearSpec, product, row_parameter
@@ -50,11 +50,11 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: torch.Tensor, save: Save, routes: Routes) -> torch.Tensor:
         """All ep ranks call it together, those without a token too."""
         normed = x if self.norm is None else save(self.norm, x)
-        scores = logits(normed, self.router).index_select(0, routes.places)  # [t, E]
+        products = scores = logits(normed, self.router).index_select(0, routes.places)  # [t, E]
         if self.router_bias is not None:
-            scores = scores + self.router_bias
+            scores = products + self.router_bias
         if (route := routes.by_layer.get(self.layer)) is None:
-            chosen = self._choose(scores.detach())
+            chosen = self._choose(products.detach())
             route = routes.by_layer[self.layer] = Route(chosen, routes.places, self.experts, self.axis)
             if routes.tokens > 0:
                 routes.terms[self.layer] = self.balance.count(scores.detach(), chosen, routes)
@@ -65,7 +65,15 @@ class MixtureOfExperts(nn.Module):
         made = to_tokens(made, route, len(x))
         return made if of_all is None else made + of_all
 
-    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def _choose(self, products: torch.Tensor) -> torch.Tensor:
+        """Return int64 `[t, k]`, the experts of each token, from the products `[t, E]` of tokens and router.
+
+        From the product on everything is done element by element, so experts that are alike stay alike.
+        """
+        scores = products.index_select(1, first_of_equals(self.router))
+        if self.router_bias is not None:
+            scores = scores + self.router_bias
         choice = self.score.choice(scores)
         if self.balance.correction is not None:
             choice = choice + self.balance.correction
