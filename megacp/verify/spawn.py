@@ -34,9 +34,11 @@ class RankFailure(RuntimeError):
 def preloaded() -> list[str]:
     """Modules that ranks find imported; none starts a thread or asks for a device: then no process could be forked.
 
-    The first torch.optim optimizer of a process imports torch._dynamo: 1.8 s of a core in every rank.
+    The first torch.optim optimizer of a process imports torch._dynamo, 1.8 s of a core in every rank, and full sharding
+    torch.distributed.fsdp, one second.
     """
-    return ["torch", "torch.distributed", "torch._dynamo", *sorted(n for n in sys.modules if n.startswith("megacp."))]
+    later = ["torch._dynamo", "torch.distributed.fsdp"]
+    return ["torch", "torch.distributed", *later, *sorted(n for n in sys.modules if n.startswith("megacp."))]
 
 
 def _serve(rank: int, world_size: int, folder: str, threads: int, pipe: Connection) -> None:

@@ -49,6 +49,17 @@ def test_ranks_talk_and_answer_in_rank_order_and_one_needs_no_group() -> None:
         assert pool.run(total, 5) == [(0, 2)]
 
 
+NEEDLESS = ("torch.distributed.fsdp", "torch.distributed.tensor")
+"""Half of the time that the imports of a run would take; only full sharding needs them."""
+
+
+@pytest.mark.slow
+def test_a_run_that_is_not_fully_sharded_does_not_import_fsdp() -> None:
+    command = "import sys, megacp.train; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert not set(NEEDLESS) & set(done.stdout.split())
+
+
 PRELOADS = """
 import sys, threading, torch
 for module in (torch.cuda, torch.accelerator):

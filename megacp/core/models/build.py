@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -10,7 +11,6 @@ from megacp.core.backends.native import DTYPES
 from megacp.core.backends.select import select_backend
 from megacp.core.config.run import RunConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.data_parallel.full_shard import FullShards
 from megacp.core.data_parallel.shards import ShardedParameters
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.layers.table import DATA, EXPERTS
@@ -18,6 +18,9 @@ from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
 from megacp.core.models.init import ALL, Drawn, initialise, unsharded
 from megacp.core.models.language import LanguageModelChunk, Role
+
+if TYPE_CHECKING:
+    from megacp.core.data_parallel.full_shard import FullShards
 
 
 def build_chunks(
@@ -62,6 +65,9 @@ def build_sharded(
     strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
     # one rank has nothing to share
     if strategy == "optim_grads_params" and any(axis.size > instances for axis in reduced.values()):
+        # it imports torch.distributed.fsdp: a second, which only a fully sharded run should take
+        from megacp.core.data_parallel.full_shard import FullShards
+
         full = FullShards(
             reduced, partial, DTYPES[config.training.dtype], by_schedule=grid.pp.size > 1, instances=instances
         )
