@@ -38,6 +38,7 @@ ENGINE = "tests/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
 
 EXPERTS = "tests/expert_parallel"
+BY_HAND = "tests/layers/test_by_hand.py"
 CLUSTER, TIMES = "tests/plan/test_cluster.py", "tests/plan/test_times.py"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
@@ -141,6 +142,57 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/models/costs.py", "tests/plan/test_costs.py"): [
         ("cost + factor * count", "cost + 0 * count", "stages are cut as if loads were even"),
+    ],
+    ("core/layers/table.py", BY_HAND): [
+        (
+            '"zeros", decays=False, reduced_over=over)',
+            '"zeros", decays=False)',
+            "biases of experts are summed over dp x cp",
+        ),
+        ('(self.outputs,), cut, "zeros"', '(self.outputs,), cut, "ones"', "biases of linears begin at 1"),
+        ("1 / math.sqrt(3 * self.inputs)", "1 / math.sqrt(self.inputs)", "A is not drawn as peft draws it"),
+        ("std / math.sqrt(2 * (layers", "std / math.sqrt((layers", "outputs are drawn larger than GPT-2's"),
+        (
+            '"zeros" if model.apply_layernorm_1p else "ones"',
+            '"ones" if model.apply_layernorm_1p else "ones"',
+            "norms around 1 begin at 2",
+        ),
+    ],
+    ("core/layers/stack.py", BY_HAND): [
+        ("routed = routed[::-1]", "routed = routed", "the last of every N layers has experts"),
+        ("attend = (True,)", "attend = (False,)", "every layer has a state"),
+        ("not still[i % len(still)]", "not still[(i + 1) % len(still)]", "other layers are without rotary embedding"),
+        ("attend[i % len(attend)] else", "attend[(i + 1) % len(attend)] else", "other layers have a state"),
+    ],
+    ("core/layers/mamba2.py", BY_HAND): [
+        ('"dt_bias", heads, "rows", "step"', '"dt_bias", heads, "rows", "log_rate"', "steps are drawn as rates are"),
+        (
+            'Tensor("D", heads, "rows", "ones"',
+            'Tensor("D", heads, "rows", "zeros"',
+            "nothing passes a state by at first",
+        ),
+    ],
+    ("core/layers/gated_delta.py", BY_HAND): [
+        ('"A_log", heads, "rows", "log_rate"', '"A_log", heads, "rows", "step"', "rates are drawn as steps are"),
+        ("(3 * taps) ** -0.5", "taps**-0.5", "taps are not drawn as torch's Conv1d draws them"),
+    ],
+    ("core/layers/attention.py", BY_HAND): [
+        (
+            'heads, "rows", std=model.init_method_std, decays=False',
+            'heads, "rows", "zeros", decays=False',
+            "sinks begin at 0",
+        ),
+    ],
+    ("core/models/init.py", BY_HAND): [
+        ("10.0 ** (2 * torch.rand", "10.0 ** (3 * torch.rand", "steps of states are up to 1"),
+        ("0.01 + 15.99 *", "1.0 + 15.0 *", "no state decays slowly"),
+        (" - 1.0) * math.sqrt(3.0)", " - 1.0)", "even draws have a third of the variance"),
+    ],
+    ("core/expert_parallel/layer.py", f"{EXPERTS}/test_router.py {EXPERTS}/test_layer.py"): [
+        ("if self.groups[0] > 1:", "if self.groups[0] > 2:", "two groups of experts are one"),
+    ],
+    ("core/expert_parallel/exchange.py", f"{EXPERTS}/test_layer.py"): [
+        ("slots[:, 0].to(accumulation_dtype(slots.dtype))", "slots[:, 0]", "outputs of experts are summed in bf16"),
     ],
     ("core/layers/table.py", EXPERTS): [
         (

@@ -149,7 +149,7 @@ def watched(name: str) -> Iterator[tuple[Choices, list[float]]]:
 
 @functools.cache
 def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tuple[Any, ...]:
-    config = config_of({**(MODELS | EQUAL_ROWS)[name], **dict(sizes), "attention_kernel": "dense"}, {})
+    config = config_of({**(MODELS | EQUAL_ROWS | CELLS)[name], **dict(sizes), "attention_kernel": "dense"}, {})
     with watched(name) as (choices, margins):
         reports, gradients, weights, validation = train(grid(), config, steps(count))
     assert min(margins, default=1) > 1e-9, "a choice hangs on the order of a sum"
@@ -159,7 +159,7 @@ def one_process(name: str, sizes: tuple[tuple[str, int], ...], count: int) -> tu
 def on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[Any]:
     results = []
     for shape, name, sizes, options in cases:
-        config = config_of({**(MODELS | EQUAL_ROWS)[name], **sizes, **options}, shape)
+        config = config_of({**(MODELS | EQUAL_ROWS | CELLS)[name], **sizes, **options}, shape)
         with watched(name) as (choices, _):
             results.append((*train(grid(**shape), config, steps(microbatches(shape))), choices))
     return results
@@ -218,6 +218,24 @@ def test_equal_rows_of_the_router_are_chosen_alike_on_two_ranks() -> None:
 @pytest.mark.slow
 def test_equal_rows_of_the_router_are_chosen_alike_on_four_ranks() -> None:
     check_equal_rows(4, ON_MORE)
+
+
+TWO_GROUPS: Values = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+CELLS: dict[str, Values] = {
+    "two groups, biases": {**BALANCED, **SIGMOID, **TWO_GROUPS, "add_mlp_bias": True, "moe_router_bias": True},
+}
+"""Options beside ep that no other fast test has."""
+
+
+def test_biases_and_two_groups_over_ranks_that_share_experts_equal_one_process() -> None:
+    (grouped,) = CELLS
+    cases: list[tuple[Shape, str, Values]] = [
+        ({"dp": 2, "ep": 2}, grouped, {STRATEGY: "optim_grads"}),
+        ({"dp": 2, "ep": 1}, grouped, {STRATEGY: "optim_grads_params"}),
+        ({"tp": 2, "ep": 2}, grouped, {"recompute_granularity": "full"}),
+        ({"cp": 2, "ep": 2}, "as gpt-oss", {"mlp_chunk_tokens": 7}),
+    ]
+    check(2, [({**ONE, **shape}, name, WIDTH, options) for shape, name, options in cases])
 
 
 def test_a_router_of_equal_rows_is_drawn_as_one() -> None:

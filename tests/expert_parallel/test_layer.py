@@ -16,8 +16,9 @@ from megacp.core.checks import check
 from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed import grid as grid_file
-from megacp.core.distributed.grid import Axis, build_grid
+from megacp.core.distributed.grid import Axis, build_grid, single_axis
 from megacp.core.expert_parallel import experts, layer
+from megacp.core.expert_parallel.exchange import to_experts, to_tokens
 from megacp.core.expert_parallel.route import Groups, Route
 from megacp.core.expert_parallel.router import SCORES, choose, logits
 from megacp.core.layers.table import A, B
@@ -87,6 +88,18 @@ def test_scores_of_bfloat16_are_as_exact_as_float32() -> None:
     found = logits(x.bfloat16(), weight.bfloat16())
     exact = x.bfloat16().double() @ weight.bfloat16().double().t()
     assert found.dtype == torch.float32 and (found - exact).abs().max() < 64 * 2**-23 * exact.abs().max()
+
+
+def test_outputs_of_experts_are_summed_in_float32() -> None:
+    """256 + 1 is 256 in bfloat16, so five slots of 256, 1, 1, 1, 1 are 260 only in a wider sum; gradients likewise."""
+    chosen = torch.arange(5).repeat(3, 1)  # [t, k]
+    route = Route(chosen, torch.tensor([0, 2, 3]), 5, single_axis("ep"))
+    of_expert = torch.tensor([256.0, 1, 1, 1, 1], dtype=torch.bfloat16)
+    rows = of_expert.repeat_interleave(3).unsqueeze(1).repeat(1, 2)  # expert by expert: [t k, h]
+    assert to_tokens(rows, route, 4).tolist() == [[260.0] * 2, [0.0] * 2, [260.0] * 2, [260.0] * 2]
+    x = torch.zeros(4, 2, dtype=torch.bfloat16, requires_grad=True)
+    to_experts(x, route).backward(rows)
+    assert x.grad is not None and x.grad[:, 0].tolist() == [260.0, 0.0, 260.0, 260.0]
 
 
 @pytest.mark.parametrize("function", SCORES)
