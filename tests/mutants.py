@@ -172,6 +172,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "nothing passes a state by at first",
         ),
     ],
+    ("core/layers/vision.py", BY_HAND): [
+        (
+            "last_std = output_std(model, v.vision_num_layers)",
+            "last_std = output_std(model)",
+            "towers are drawn by the depth of the text",
+        ),
+    ],
     ("core/layers/gated_delta.py", BY_HAND): [
         ('"A_log", heads, "rows", "log_rate"', '"A_log", heads, "rows", "step"', "rates are drawn as steps are"),
         ("(3 * taps) ** -0.5", "taps**-0.5", "taps are not drawn as torch's Conv1d draws them"),

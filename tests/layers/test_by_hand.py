@@ -271,6 +271,74 @@ ENDS = """
 """
 
 
+TOWER: Values = {
+    **{"vision_num_layers": 2, "vision_hidden_size": 6, "vision_ffn_hidden_size": 14, "vision_num_attention_heads": 2},
+    **{"vision_patch_size": 2, "vision_image_size": 4, "connector_ffn_hidden_size": 16, "additional_vocab_size": 3},
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def ends_of_a_tower(patch: str) -> str:
+    """A patch has 2 x 2 pixels of three colours, a crop 2 x 2 patches."""
+    return f"""
+        vision.patch_embedding.weight    6 {patch} whole normal 0.5 matrix
+        vision.patch_embedding.bias      6         whole zeros
+        vision.position_embedding.weight 4 6       whole normal 0.5 table
+    """
+
+
+def attention_of_a_tower(block: str, inputs: int, std: float) -> str:
+    rows = f"{block}.attention.output.weight 6 6 columns normal {std} matrix\n"
+    rows += f"{block}.attention.output.bias 6 whole zeros\n"
+    for name in "qkv":
+        rows += f"{block}.attention.{name}.weight 6 {inputs} rows normal 0.5 matrix\n"
+        rows += f"{block}.attention.{name}.bias 6 rows zeros\n"
+    return rows
+
+
+def block_of_a_tower(number: int) -> str:
+    """0.25 is 0.5 / sqrt(2 x 2 layers)."""
+    block = f"vision.blocks.{number}"
+    return f"""
+        {block}.attention_norm.weight 6    whole   ones
+        {block}.attention_norm.bias   6    whole   zeros
+        {block}.mlp_norm.weight       6    whole   ones
+        {block}.mlp_norm.bias         6    whole   zeros
+        {block}.mlp.up.weight         14 6 rows    normal 0.5  matrix
+        {block}.mlp.up.bias           14   rows    zeros
+        {block}.mlp.down.weight       6 14 columns normal 0.25 matrix
+        {block}.mlp.down.bias         6    whole   zeros
+    """ + attention_of_a_tower(block, 6, 0.25)
+
+
+CONNECTORS: dict[str, str] = {
+    "molmo2": ends_of_a_tower("12")
+    + """
+        connector.mlp.gate.weight 16 6 rows    normal 0.5 matrix
+        connector.mlp.up.weight   16 6 rows    normal 0.5 matrix
+        connector.mlp.down.weight 8 16 columns normal 0.5 matrix
+    """
+    + attention_of_a_tower("connector", 12, 0.5),
+    "qwen3_5": ends_of_a_tower("3 2 2 2")
+    + """
+        connector.norm.weight     6     whole   ones
+        connector.norm.bias       6     whole   zeros
+        connector.mlp.up.weight   24 24 rows    normal 0.5 matrix
+        connector.mlp.up.bias     24    rows    zeros
+        connector.mlp.down.weight 8 24  columns normal 0.5 matrix
+        connector.mlp.down.bias   8     whole   zeros
+    """,
+}
+"""Molmo2 pools the features of two layers, 6 wide each, by attention; Qwen3.5 joins four patches of two frames."""
+
+
+@pytest.mark.parametrize("family", CONNECTORS)
+def test_tensors_of_a_tower_are_those_of_a_list_by_hand(family: str) -> None:
+    found = made(with_values(RunConfig(), {**SIZES, **TOWER, "vision_family": family}))
+    seen = {name: row for name, row in found.items() if name.startswith(("vision.", "connector."))}
+    assert seen == described(CONNECTORS[family] + block_of_a_tower(0) + block_of_a_tower(1))
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_tensors_of_a_layer_are_those_of_a_list_by_hand(name: str) -> None:
     values, rows = LAYERS[name]
