@@ -29,6 +29,8 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 StrPath = str | os.PathLike[str]
 TEXT_LIMIT = 64 << 20
 """Bytes of the largest JSON or YAML file that is read as a whole."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a Git LFS pointer begins: a clone without Git LFS has one in place of each large file."""
 _LATE = (errno.ENOENT, errno.ESTALE)
 """What a network file system answers for a name that another machine has just made."""
 
@@ -62,6 +64,14 @@ def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
     return content
 
 
+def refuse_pointer(path: StrPath) -> None:
+    """Raise ValueError for a regular file that holds a Git LFS pointer instead of its own content."""
+    with open_regular(path) as stream:
+        begin = stream.read(len(_POINTER))
+    if begin == _POINTER:
+        raise ValueError(f"{os.fspath(path)} is a Git LFS pointer, not the file itself: fetch it with git lfs pull")
+
+
 def parse_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError, also for text nested too deeply."""
     try:
@@ -76,6 +86,7 @@ def read_json(path: StrPath, limit: int = TEXT_LIMIT) -> Any:
     try:
         return parse_json(content)
     except ValueError as error:
+        refuse_pointer(path)
         raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import holds_checkpoints
-from megacp.core.checkpoint.outcome import on_rank_0
+from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.checkpoint.weights import Weights, bare_name, fill, require_one_model
 from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
@@ -188,8 +188,14 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
 def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Resumed:
     """Fill the model as `load` does with only the weights of a checkpoint. Collective over all ranks."""
     require_one_model(weights.files, model.grid.world)
-    for box in _cleared(model, lambda name: name in weights.known_rows):
-        fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+    boxes = _cleared(model, lambda name: name in weights.known_rows)
+
+    def read() -> None:
+        for box in boxes:
+            fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+
+    # ranks read different tensors, so what is wrong with one is an error of all
+    on_all_ranks(model.grid.world, read, ValueError)
     model.parameters.loaded(masters=False)
     model.optimizer.reset_masters()
     return Resumed(state, weights.place, ())

@@ -19,6 +19,8 @@ from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
 from megacp.huggingface.convert.tensors import Info, Joined, Link, Named, Shape, Source
 
+EMBEDDING, HEAD = "embedding.weight", "head.weight"
+"""Our names of the two tensors that a model may tie."""
 NATIVE, RELEASED = "native", "released"
 NAMINGS = (NATIVE, RELEASED)
 Table = Mapping[str, str | tuple[str, ...]]
@@ -366,6 +368,11 @@ class LlamaWords(Words):
         return v
 
 
+def experts_of(values: Values | None) -> int:
+    """The number of experts that flags say; 0 for none, or if there are no flags."""
+    return values["num_experts"] if values is not None else 0
+
+
 def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
     """The flag that says which layers go without: every N-th of them, or one by one; `digits`: of those and others."""
     if not any(without):
@@ -510,9 +517,9 @@ class Family:
         """How names begin of layers that predict further tokens, which the library leaves out too."""
         return ("mtp.",)
 
-    def opened(self, source: Source) -> Source:
-        """A folder's tensors as `links` has them."""
-        return Joined(source)
+    def opened(self, source: Source, values: Values | None = None) -> Source:
+        """A folder's tensors as `links` has them. ValueError for stacks that do not fit `values`, if given."""
+        return Joined(source, experts_of(values))
 
     def closed(self, source: Source, values: Values) -> Source:
         """The inverse, of a folder that is written."""

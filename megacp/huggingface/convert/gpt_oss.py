@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from megacp.core.storage.wording import listed
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
-from megacp.huggingface.convert.decoder import DECODER, OLMO2_SIZES, Table
+from megacp.huggingface.convert.decoder import DECODER, OLMO2_SIZES, Table, experts_of
 from megacp.huggingface.convert.moe import TRAINING, ExpertFamily, ExpertWords, stacked
-from megacp.huggingface.convert.tensors import BIASES, PACKED, STACKS, Info, Joined, Link, Source
+from megacp.huggingface.convert.tensors import BIASES, PACKED, STACKS, Info, Joined, Link, Source, is_finite, whole
 
 _OWN = {
     "self_attn.sinks": "attention.sinks",
@@ -25,6 +26,14 @@ _GATE_UP = (STACKS[0], BIASES[0])
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = torch.tensor([sign * magnitude for sign in (1, -1) for magnitude in _MAGNITUDES])
 """What four bits say (E2M1)."""
+_BYTES = 16
+"""Bytes of a block: 32 numbers with one scale."""
+_NAN = 255
+"""The scale that is NaN (E8M0)."""
+_LARGE = 253
+"""The least scale with a number that bfloat16 cannot hold: 4 times 2 ** (253 - 127)."""
+_TOLD = 10
+"""Problems that a message names."""
 
 
 def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -36,18 +45,56 @@ def unpacked(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return (pairs.flatten(-2) * powers.unsqueeze(-1)).flatten(-2).bfloat16()
 
 
+def packed_problems(infos: Mapping[str, Info]) -> list[str]:
+    """Return what is wrong with tensors packed in MXFP4, a line each.
+
+    Blocks are u8 `[experts, rows, n / 32, 16]`, scales u8 `[experts, rows, n / 32]`. Scales of another shape would be
+    broadcast, and scales of another dtype would be rounded: both give other experts without an error.
+    """
+    found = list[str]()
+    stacks = {name.removesuffix(end) for name in infos for end in PACKED if name.endswith(end)}
+    for stack in sorted(stacks):
+        names = [stack + end for end in PACKED]
+        missing = [name for name in names if name not in infos]
+        if missing:
+            found += [f"{name} is missing" for name in missing]
+            continue
+        if not stack.endswith(STACKS):
+            found.append(f"{names[0]} is packed, megacp reads packed matrices of experts ({' and '.join(STACKS)})")
+            continue
+        if stack in infos:
+            found.append(f"{stack} is there twice: packed and as numbers")
+        for name in names:
+            if infos[name].dtype != torch.uint8:
+                found.append(f"{name} has dtype {_word(infos[name].dtype)}, MXFP4 has uint8")
+        blocks, scales = (infos[name].shape for name in names)
+        if len(blocks) != 4 or blocks[3] != _BYTES or 0 in blocks:
+            found.append(f"{names[0]} has shape {blocks}, expected (experts, rows, columns / 32, {_BYTES})")
+        elif scales != blocks[:3]:
+            found.append(f"{names[1]} has shape {scales}, its blocks have {blocks}: expected {blocks[:3]}")
+    return found
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 class Turned:
     """A folder's stacks as those of other families: `[E, 2 I, h]`, each gate before its up, and `[E, h, I]`."""
 
     def __init__(self, source: Source) -> None:
+        """Raises ValueError for packed tensors that do not belong together."""
+        problems = packed_problems(source.infos)
+        if problems:
+            raise ValueError(listed(problems, _TOLD, "; "))
         self._source = source
         self.infos: dict[str, Info] = {}
         self._packed = set[str]()
         for name, info in source.infos.items():
-            if name.endswith(PACKED[0]) and len(info.shape) == 4:
-                whole = name.removesuffix(PACKED[0])
-                self._packed.add(whole)
-                self.infos[whole] = Info((*info.shape[:2], 32 * info.shape[2]), torch.bfloat16)
+            if name.endswith(PACKED[0]):
+                stack = name.removesuffix(PACKED[0])
+                self._packed.add(stack)
+                self.infos[stack] = Info((*info.shape[:2], 2 * _BYTES * info.shape[2]), torch.bfloat16)
             elif name.endswith(STACKS) and len(info.shape) == 3:
                 self.infos[name] = Info((info.shape[0], info.shape[2], info.shape[1]), info.dtype)
             elif not name.endswith(PACKED):
@@ -56,11 +103,32 @@ class Turned:
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor; of a stack, experts."""
         if name in self._packed:
-            found = unpacked(*(self._source.rows(f"{name}{end}", start, stop) for end in PACKED))
+            found = self._unpacked(name, start, stop)
         else:
             found = self._source.rows(name, start, stop)
-            found = found.transpose(1, 2) if name.endswith(STACKS) else found
-        return torch.cat([found[:, ::2], found[:, 1::2]], 1) if name.endswith(_GATE_UP) else found
+            if name.endswith(STACKS):
+                found = found.transpose(1, 2)
+        if not name.endswith(_GATE_UP):
+            return found
+        # gate and up are in turns
+        return torch.cat([found[:, ::2], found[:, 1::2]], 1)
+
+    def _unpacked(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Experts of a packed stack. Raises ValueError for scales that make numbers which are not finite."""
+        blocks, scales = (self._source.rows(name + end, start, stop) for end in PACKED)
+        if (scales == _NAN).any():
+            every = whole(self._source, name + PACKED[1])
+            count = int((every == _NAN).sum())
+            raise ValueError(f"{name}{PACKED[1]}: {count:,} of {every.numel():,} scales are {_NAN}, which is NaN")
+        found = unpacked(blocks, scales)
+        if not is_finite(found):
+            every = whole(self._source, name + PACKED[1])
+            count = int((every >= _LARGE).sum())
+            raise ValueError(
+                f"{name}{PACKED[1]}: {count:,} of {every.numel():,} scales are {_LARGE} or more, which gives numbers "
+                "above the largest of bfloat16"
+            )
+        return found
 
 
 class Stacked:
@@ -118,8 +186,8 @@ class GptOss(ExpertFamily):
     def links(self, values: Values, layout: str = "", infos: Mapping[str, Info] | None = None) -> list[Link]:
         return self.links_of_table(stacked(self.table, values["num_experts"]), values)
 
-    def opened(self, source: Source) -> Source:
-        return Joined(Turned(source))
+    def opened(self, source: Source, values: Values | None = None) -> Source:
+        return Joined(Turned(source), experts_of(values))
 
     def closed(self, source: Source, values: Values) -> Source:
         return Stacked(source, values["num_experts"])

@@ -14,22 +14,26 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
 from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage import files
-from megacp.huggingface.convert.tensors import PACKED, Info, Source, num_bytes, whole
+from megacp.core.storage import files, wording
+from megacp.huggingface.convert.tensors import PACKED, Info, Source, is_finite, not_finite, num_bytes, whole
 from megacp.prepare.tokenize.beside import read_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {name: dtype for name, dtype in storage.STORED_DTYPES.items() if dtype.is_floating_point}
+_LENGTH, _LONGEST_HEADER = 8, 100_000_000
+"""Bytes of the number that begins a safetensors file, and of the longest header that the library reads."""
 MIB = 1 << 20
 SECONDS = 10.0
 """Seconds to wait for a file that another machine has just made."""
+_TOLD = 10
+"""Tensors that a message names."""
 _T = TypeVar("_T")
 
 
@@ -112,7 +116,7 @@ class SafetensorsFolder:
         import safetensors
 
         try:
-            files.open_regular(self.folder / name).close()  # the library would wait for the writer of a pipe
+            require_complete(self.folder / name)
             file = safetensors.safe_open(self.folder / name, "pt")
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
@@ -131,8 +135,59 @@ class SafetensorsFolder:
         return self._infos
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows of a tensor, as of any `Source`; the file is mapped, so a row is read from disk when it is used."""
-        return self.files[self._places[name]].get_slice(name)[start:stop]
+        """Rows of a tensor, as of any `Source`; the file is mapped, so a row is read from disk when it is used.
+
+        Raises ValueError for numbers that are not finite, with all such tensors of the file.
+        """
+        place = self._places[name]
+        found: torch.Tensor = self.files[place].get_slice(name)[start:stop]
+        if not is_finite(found):
+            raise ValueError(f"{self.folder / place} has weights that are inf or NaN: {self._not_finite(place)}")
+        return found
+
+    def _not_finite(self, place: str) -> str:
+        """The tensors of a file that are not finite, each with a count."""
+        file = self.files[place]
+        counts = [not_finite(name, file.get_tensor(name)) for name in file.keys()]
+        return wording.listed([count for count in counts if count], _TOLD)
+
+
+def require_complete(path: Path) -> None:
+    """Raise ValueError when a safetensors file is shorter than its header says, or is a Git LFS pointer.
+
+    Opens regular files only: the library would wait for the writer of a pipe. A header that cannot be parsed is left
+    to the library, which says why.
+    """
+    files.refuse_pointer(path)
+    with files.open_regular(path) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        expected = _expected_size(stream)
+    if size < expected:
+        raise ValueError(f"{path}: the file is incomplete ({size:,} bytes found, {expected:,} expected)")
+
+
+def _expected_size(stream: BinaryIO) -> int:
+    """The least size of a safetensors file with this beginning; its size, if the header is whole."""
+    beginning = stream.read(_LENGTH)
+    if len(beginning) < _LENGTH:
+        return _LENGTH
+    length = int.from_bytes(beginning, "little")
+    if length > _LONGEST_HEADER:
+        return _LENGTH
+    header = stream.read(length)
+    if len(header) < length:
+        return _LENGTH + length
+    return _LENGTH + length + _end_of_tensors(header)
+
+
+def _end_of_tensors(header: bytes) -> int:
+    """Where the last tensor ends, counted from the end of the header; 0 for a header that is not understood."""
+    try:
+        content = files.parse_json(header)
+        ends = [value["data_offsets"][1] for name, value in content.items() if name != "__metadata__"]
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError):
+        return 0
+    return max((end for end in ends if type(end) is int), default=0)
 
 
 def write_tensors(source: Source, folder: Path, max_shard_bytes: int, world: Axis) -> list[Path]:
