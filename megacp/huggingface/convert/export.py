@@ -110,7 +110,7 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
             hf_files.write_json(folder / GENERATION, {key: special[key] for key in SPECIAL if key in special})
         if loaded.checkpoint is not None and loaded.checkpoint.step:
             (folder / CARD).write_text(model_card(loaded.checkpoint, family.name, "transformers"), encoding="utf-8")
-        written = family.opened(hf_files.SafetensorsFolder(folder))
+        written = family.opened(hf_files.SafetensorsFolder(folder), loaded.values)
         require_all(written.infos, links, True, folder)
 
     on_first(world, complete)

@@ -112,8 +112,10 @@ def _from_hf(c: ConfigJson) -> Values:
     v["additional_vocab_size"] = c.number("text_config.additional_vocab_size", 128)
     for path, (ours, default) in _TOWER.items():
         v[ours] = c.number(path, default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
-    c.only(tie_word_embeddings=False)
-    c.only("text_config.", qk_norm_type="qwen3", norm_after=False, tie_word_embeddings=False)
+    # the library's class has no pair of tensors to tie, so its head is its own whatever these fields say
+    c.switch("tie_word_embeddings")
+    c.switch("text_config.tie_word_embeddings")
+    c.only("text_config.", qk_norm_type="qwen3", norm_after=False)
     c.only("text_config.", use_qk_norm=True, embedding_dropout=0.0, residual_dropout=0.0)
     c.only("vision_config.", layer_norm_eps=1e-6, hidden_act="gelu_pytorch_tanh")
     c.only("vision_config.", num_channels=3, attention_bias=True, attention_dropout=0.0, residual_dropout=0.0)

@@ -25,11 +25,23 @@ from megacp.core.storage import wording
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.convert import hf_files, processor
-from megacp.huggingface.convert.decoder import Family
+from megacp.huggingface.convert.config_json import ABSENT, Values, shown
+from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
-from megacp.huggingface.convert.tensors import Info, Link, Mapped, Source, dtypes, one_dtype, tensor_problems, whole
+from megacp.huggingface.convert.tensors import (
+    Info,
+    Link,
+    Mapped,
+    Source,
+    dtypes,
+    is_finite,
+    not_finite,
+    one_dtype,
+    same_values,
+    tensor_problems,
+)
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -39,7 +51,6 @@ _COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
 """Files that may lie beside a tokenizer and go with it."""
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
-LM_HEAD = "lm_head.weight"
 CONFIG = "config.json"
 
 
@@ -74,6 +85,8 @@ class CheckpointSource:
         offsets = (start, *[0] * (len(info.shape) - 1))
         with self._loaded.reading():
             self._payload.read([TensorBox(f"{MODEL}.{name}", info.shape, offsets, tensor)])
+        if not is_finite(tensor):
+            raise ValueError(f"{self._loaded.path} has weights that are inf or NaN: {not_finite(name, tensor)}")
         return tensor
 
 
@@ -95,6 +108,8 @@ class Loaded:
     """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into the weights."""
     left_out: Sequence[str] = ()
     """Fields of the config.json that change nothing in the library."""
+    remarks: Sequence[str] = ()
+    """Further lines about what a folder's config says and its files decide."""
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -113,6 +128,7 @@ class Loaded:
         """What was decided about a folder, a line each."""
         fields, dtype = ", ".join(self.left_out), None if dtype_given else self.settled_dtype
         found = [f"config.json: {fields} left out, the library names no such field"] if fields else []
+        found += self.remarks
         return found + ([f"weights of float32 and bfloat16 become {dtype}, the dtype of config.json"] if dtype else [])
 
 
@@ -152,18 +168,89 @@ def _of_folder(path: Path) -> Loaded:
     if reasons := check(config, 1, trains=False):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
     files = hf_files.SafetensorsFolder(path)
-    weights = family.opened(files)
+    weights = family.opened(files, values)
     infos = {name: info for name, info in weights.infos.items() if not name.startswith(family.further(values))}
-    if not values["untie_embeddings_and_output_weights"]:
-        head = [whole(weights, name) for name in ("model.embed_tokens.weight", LM_HEAD) if name in infos]
-        if len(head) == 2 and not torch.equal(*head):
-            raise ValueError(f"{path}: tie_word_embeddings is true, but lm_head.weight differs from the embedding")
-        infos.pop(LM_HEAD, None)  # some files hold a tied head all the same
-    links = family.links(values, family.layout_of(infos), infos)
-    require_all(infos, links, True, path)
-    source = Mapped(weights, links, to_ours=True)
+    found = _links_of_file(family, values, weights, infos)
+    if found.untied:
+        config = with_values(config, {"untie_embeddings_and_output_weights": True})
+    require_all(found.infos, found.links, True, path)
+    source = Mapped(weights, found.links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
-    return Loaded(path, family, source, config, rules, None, content, [*files.files], left_out=left_out)
+    return Loaded(
+        path,
+        family,
+        source,
+        config,
+        rules,
+        None,
+        content,
+        [*files.files],
+        left_out=left_out,
+        remarks=[*_unused_ties(content, values), *([found.note] if found.note else [])],
+    )
+
+
+def _unused_ties(content: Mapping[str, Any], values: Values) -> list[str]:
+    """Return a line if a config says twice whether it ties, differently, or says it of a family without a tie.
+
+    Raises ValueError for an inner field that is neither true nor false; the outer one has been checked.
+    """
+    inside = content.get("text_config")
+    said = {"tie_word_embeddings": content.get("tie_word_embeddings", ABSENT)}
+    if isinstance(inside, Mapping):
+        said["text_config.tie_word_embeddings"] = inside.get("tie_word_embeddings", ABSENT)
+    for name, value in said.items():
+        if value is not ABSENT and not isinstance(value, bool):
+            raise ValueError(f"config.json: {name} is {shown(value)}, expected true or false")
+    tied = not values["untie_embeddings_and_output_weights"]
+    unused = [name for name, value in said.items() if value is not ABSENT and value != tied]
+    if not unused:
+        return []
+    what = "ties the head to the embedding" if tied else "does not tie the head to the embedding"
+    return [f"config.json: {' and '.join(unused)} {str(not tied).lower()} not used, the library {what}"]
+
+
+@dataclass(frozen=True)
+class _LinksOfFile:
+    """How the tensors of a folder become ours."""
+
+    links: Sequence[Link]
+    infos: Mapping[str, Info]
+    """The tensors that `links` must name, and no others."""
+    untied: bool = False
+    """Whether the config ties embedding and head, and the file has two that differ."""
+    note: str = ""
+    """A line about a tie that the file decides differently from the config."""
+
+
+def _links_of_file(family: Family, values: Values, weights: Source, infos: Mapping[str, Info]) -> _LinksOfFile:
+    """Link a folder's tensors to ours, and settle a tied head as the library does (`PreTrainedModel.tie_weights`).
+
+    A config that ties says what happens to a missing tensor. Of two tensors that differ, the library keeps both.
+    """
+    layout = family.layout_of(infos)
+    links = family.links(values, layout, infos)
+    if values["untie_embeddings_and_output_weights"]:
+        return _LinksOfFile(links, infos)
+    # the names of both tensors in this family and layout
+    apart = family.links({**values, "untie_embeddings_and_output_weights": True}, layout, infos)
+    (head,) = (link for link in apart if any(named.name == HEAD for named in link.ours))
+    (embedding,) = (link for link in apart if any(named.name == EMBEDDING for named in link.ours))
+    name_of_head, name_of_embedding = head.theirs[0].name, embedding.theirs[0].name
+    if name_of_head not in infos:
+        return _LinksOfFile(links, infos)
+    if name_of_embedding not in infos:
+        of_head = Link(head.theirs, embedding.ours)
+        others = [link for link in links if link != embedding]
+        return _LinksOfFile([of_head, *others], infos, note=f"{name_of_head} is also the embedding: they are tied")
+    if same_values(weights, name_of_embedding, name_of_head):
+        # some files hold a tied head all the same
+        return _LinksOfFile(links, {name: info for name, info in infos.items() if name != name_of_head})
+    note = (
+        f"tie_word_embeddings is true, but {name_of_head} differs from {name_of_embedding}: both are kept and not "
+        "tied, as by the library"
+    )
+    return _LinksOfFile(apart, infos, True, note)
 
 
 def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:

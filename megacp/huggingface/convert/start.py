@@ -24,7 +24,7 @@ from megacp.core.layers.stack import pair_tensors
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
-from megacp.huggingface.convert.decoder import shapes_of
+from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, shapes_of
 from megacp.huggingface.convert.lora import Adapter
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.source import (
@@ -37,7 +37,6 @@ from megacp.huggingface.convert.source import (
 from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
-EMBEDDING, HEAD = "embedding.weight", "head.weight"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 

@@ -193,7 +193,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("molmo2", {"text_config": 5}, "text_config"),
     ("molmo2", {"text_config": {"qk_norm_type": "olmo"}}, "text_config.qk_norm_type"),
     ("molmo2", {"text_config": {"norm_after": True}}, "text_config.norm_after"),
-    ("molmo2", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ("molmo2", {"tie_word_embeddings": 1}, "tie_word_embeddings"),
     ("molmo2", {"text_config": {"additional_vocab_size": 0}}, "text_config.additional_vocab_size"),
     ("molmo2", {"text_config": {"rope_scaling": LINEAR, "rope_scaling_layers": [0]}}, "rope_scaling_layers"),
     ("molmo2", {"vision_config": {"image_size": [378, 336]}}, "vision_config.image_size"),
