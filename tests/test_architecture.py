@@ -217,7 +217,17 @@ def disk_uses(tree: ast.AST) -> list[str]:
     """What makes writing durable, atomic or exclusive, and hashes of files."""
     kinds = ("os.fsync", "os.replace", "os.rename", "fcntl", "hashlib.file_digest", "tempfile.mkstemp")
     names = {name for name, _ in imports(tree)} | set(dotted_uses(tree))
-    return sorted(name for name in names if any(is_within(name, kind) for kind in kinds))
+    found = {name for name in names if any(is_within(name, kind) for kind in kinds)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner, method = ast.unparse(node.func.value), node.func.attr
+            # `text.replace(a, b)` and `dataclasses.replace(x, a=b)` have more arguments than `path.replace(target)`
+            only_one = len(node.args) == 1 and not node.keywords
+            if owner != "files" and (method == "rename" or (method == "replace" and only_one)):
+                found.add(f"{owner}.{method}")
+            if owner == "hashlib" and "read_bytes" in ast.unparse(node):
+                found.add(f"hashlib.{method} of a file")
+    return sorted(found)
 
 
 def ours(tree: ast.AST) -> list[str]:
@@ -291,6 +301,9 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (environment_uses, "from os import getenv"),
         (disk_uses, "import os\nos.fsync(1)"),
         (disk_uses, "from os import replace"),
+        (disk_uses, "path.with_suffix('.new').rename(path)"),
+        (disk_uses, "path.replace(target)"),
+        (disk_uses, "import hashlib\nhashlib.sha256(path.read_bytes() + b'x')"),
         (guests_outside_functions, "try:\n    import transformer_engine.pytorch\nexcept ImportError:\n    pass"),
         (torch_imports, "def f():\n    from torch import nn"),
         (global_statements, "def f():\n    global x\n    x = 1"),
@@ -310,6 +323,7 @@ def test_each_rule_catches_its_offence(rule: Callable[[ast.Module], object], sam
 def test_rules_let_lawful_code_pass() -> None:
     assert guests_outside_functions(ast.parse("def f():\n    import transformer_engine.pytorch")) == []
     assert too_many_parameters(ast.parse("class A:\n    def f(self, a, b, c, d, e, f, g, h): ...")) == []
+    assert disk_uses(ast.parse("text.replace('a', 'b')\nreplace(x, a=1)\nfiles.rename(a, b)")) == []
     assert torch_distributed(ast.parse("# torch.distributed\nx = 'torch.distributed'")) == []
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
-import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from megacp.core.storage import files
+from megacp.core.storage.cache import kept_folder
+
 SOURCE = Path(__file__).with_suffix(".cpp")
+LIBRARY = "fake_cuda.so"
 
 
 def load_fake_cuda() -> None:
@@ -26,18 +29,17 @@ def load_fake_cuda() -> None:
     home = Path(spec.submodule_search_locations[0])
     if (home / "lib" / "libtorch_cuda.so").exists():
         raise ValueError(f"--fake needs a CPU build of torch, {home} is one for CUDA")
-    key = hashlib.sha256(SOURCE.read_bytes() + f"{home} {version('torch')}".encode()).hexdigest()[:16]
-    library = Path.home() / ".cache" / "megacp" / f"fake_cuda_{key}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        partial = library.with_suffix(f".{os.getpid()}")
+    built_for = f"{files.sha256_of(SOURCE)[1]} {home} {version('torch')}".encode()
+
+    def build(folder: Path) -> None:
         headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
-        command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", *headers, str(SOURCE), "-o", str(partial)]
+        command = ["g++", "-shared", "-fPIC", "-O1", "-std=c++20", *headers, str(SOURCE), "-o", str(folder / LIBRARY)]
         try:
             subprocess.run([*command, f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"], check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError) as error:
             told = getattr(error, "stderr", b"").decode().strip() or error
             raise ValueError(f"--fake builds {SOURCE.name} with g++: {told}") from error
-        partial.rename(library)
+
+    library = kept_folder(f"fake_cuda_{hashlib.sha256(built_for).hexdigest()[:16]}", build) / LIBRARY
     for path in (*(home / "lib" / f"lib{name}.so" for name in ("torch_global_deps", "c10", "torch_cpu")), library):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

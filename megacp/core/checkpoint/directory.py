@@ -176,7 +176,7 @@ def point_and_prune(final: Place, keep_last: int) -> list[str]:
                 folder.remove_below()
                 continue
             doomed = temporary(folder)
-            folder.rename(doomed)
+            files.rename(folder, doomed)
             doomed.unlink() if doomed.is_symlink() else shutil.rmtree(doomed)
         except (OSError, ValueError) as error:
             notes.append(f"the old checkpoint {folder} could not be removed: {error}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32
 from megacp.core.data.vision.rules import ImageError
 from megacp.core.storage import files
-from megacp.core.storage.place import CACHE, Place, place_of
+from megacp.core.storage.cache import cache_folder
+from megacp.core.storage.place import Place, place_of
 from megacp.core.storage.url import Url
 from megacp.core.storage.wording import listed
 
@@ -254,8 +256,17 @@ class DataCache:
     """The folder for copies of tables, and of `gib` GiB of bins; one for all datasets of a run."""
 
     def __init__(self, folder: files.StrPath | None = None, gib: float = 1.0) -> None:
-        self._folder = Path(folder or CACHE).expanduser() / "tables"
+        self._given = folder
         self._free = int(gib * 2**30)
+
+    def _place(self, sha256: str) -> Path:
+        """The file with the content of this hash, whether it is there or not."""
+        name = f"tables/{sha256[:2]}"
+        if self._given is None:
+            return cache_folder(name) / sha256
+        folder = Path(self._given).expanduser() / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / sha256
 
     def opener(self, root: Url, manifest: DatasetManifest) -> OpenFile:
         """What opens the files of a dataset. Each is compared with the size that the store states."""
@@ -274,13 +285,14 @@ class DataCache:
                 raise ValueError(f"{url}: {found}, the manifest says {stated.size} bytes")
             if url.name.endswith(".bin") and not copied:
                 return StoredObject(url, size)
-            path = self._folder / stated.sha256[:2] / stated.sha256
+            path = self._place(stated.sha256)
             try:
                 whole = files.sha256_of(path, size)[1] == stated.sha256
             except (OSError, ValueError):  # not there, or cut
                 whole = False
             if not whole:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path)
                 files.write_atomically(path, url.read(0, size) if size else b"")
             return StoredFile(path, stated, name=str(url))
 

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -88,6 +89,17 @@ def read_json(path: StrPath, limit: int = TEXT_LIMIT) -> Any:
     except ValueError as error:
         refuse_pointer(path)
         raise ValueError(f"{os.fspath(path)} is no JSON: {error}") from error
+
+
+def json_bytes(content: Any) -> bytes:
+    """The canonical JSON of a value."""
+    return json.dumps(content, sort_keys=True).encode()
+
+
+def sha256_of_all(*paths: StrPath) -> str:
+    """sha256 (hexadecimal) over the hashes of some regular files, in order. Raises like `open_regular`."""
+    digests = [bytes.fromhex(sha256_of(path)[1]) for path in paths]
+    return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def sha256_of(path: StrPath, size: int | None = None) -> tuple[int, str]:
@@ -178,6 +190,27 @@ def place_folder(folder: StrPath, target: StrPath) -> None:
     sync_folder(folder)
     os.replace(folder, target)
     sync_folder(Path(target).parent)
+
+
+def rename(path: StrPath, target: StrPath) -> None:
+    """Give a file or folder another name. After a crash it may have the old one."""
+    os.replace(path, target)
+
+
+def replace_folder(folder: StrPath, target: StrPath) -> None:
+    """Rename a folder as `place_folder` does; whatever is at `target`, a file or a link too, is removed."""
+    folder, target = Path(folder), Path(target)
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.old")
+    # a rename replaces no file and no folder with content
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(target, aside)
+    try:
+        place_folder(folder, target)
+    finally:
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink(missing_ok=True)
 
 
 def seen(action: Callable[[], _T], seconds: float = 10.0) -> _T:

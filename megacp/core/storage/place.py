@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megacp.core.storage import files
+from megacp.core.storage.cache import kept_folder
 from megacp.core.storage.url import Url, is_url
 
 Place = Path | Url
 
-CACHE = "~/.cache/megacp"
-"""Where copies of what lies at URLs are kept."""
 _BUFFER = 1 << 20
 _BLOCK = 4 << 20
 """Bytes that a stream from a store asks for at a time."""
@@ -112,13 +111,14 @@ def folders_in(place: Place) -> list[Place]:
 
 
 def fetched(folder: Url, key: str) -> Path:
-    """A local copy of a small folder, kept under `key`, which names its content."""
-    local = Path(CACHE).expanduser() / "folders" / key
-    for child in folder.children():
-        if not (local / child.name).exists():
-            local.mkdir(parents=True, exist_ok=True)
-            files.write_atomically(local / child.name, read_content(child))
-    return local
+    """A local copy of a small folder, kept under `key`, which names its content, and its URL."""
+
+    def download(local: Path) -> None:
+        for child in folder.children():
+            files.write_new(local / child.name, read_content(child))
+
+    of_url = hashlib.sha256(str(folder).encode()).hexdigest()[:16]
+    return kept_folder(f"{key}-{of_url}", download)
 
 
 class _Ranges(io.RawIOBase):

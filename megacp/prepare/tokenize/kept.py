@@ -25,7 +25,11 @@ def kept_tokenizer(directory: StrPath | Url) -> str:
     if manifest.tokenizer.kind == "byte":
         return "byte"
     kept = place / TOKENIZER_DIRECTORY
-    folder = kept if isinstance(kept, Path) else fetched(kept, manifest.tokenizer.sha256)
+    if isinstance(kept, Path):
+        folder = kept
+    else:
+        # the settings next to a tokenizer are no part of its hash, so two datasets may have different ones
+        folder = fetched(kept, f"{manifest.tokenizer.sha256[:16]}-{manifest.fingerprint[:16]}")
     names = sorted(str(path) for path in folder.glob("*") if path.name != "tokenizer_config.json")
     names.sort(key=lambda name: name.endswith(".txt"))  # vocab.json before merges.txt
     if not names:

@@ -13,7 +13,6 @@ import importlib.metadata
 import importlib.util
 import itertools
 import sys
-import tempfile
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
-from megacp.core.storage.place import CACHE
+from megacp.core.storage.cache import kept_folder
+from megacp.core.storage.files import sha256_of_all
 from megacp.prepare.tokenize.beside import (
     BESIDE_NAMES,
     TEMPLATE_FOLDER,
@@ -186,7 +186,7 @@ class SentencePieceTokenizer(Tokenizer):
         import sentencepiece
 
         self.files = (path,)
-        self.sha256 = _hash_files(path)
+        self.sha256 = sha256_of_all(path)
         try:
             model = self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
             self.vocab_size, ids = model.vocab_size(), (model.eos_id(), model.bos_id(), model.pad_id())
@@ -223,7 +223,7 @@ class PackageTokenizer(Tokenizer):
     ) -> None:
         """`special`: the ids of tokens that no text makes by chance."""
         self.kind, self.files, self.model = kind, files, model
-        self.sha256 = _hash_files(*files)
+        self.sha256 = sha256_of_all(*files)
         self.vocab_size = max(model.get_vocab(with_added_tokens=True).values()) + 1
         self.surroundings = surroundings_of(model)
         for field, names in (("eos", EOS_NAMES), ("bos", BOS_NAMES), ("pad", PAD_NAMES)):
@@ -295,29 +295,20 @@ def _by_library(folder: Path, engine: str, tokens: set[str]) -> Tokenizer:
         release = importlib.metadata.version("transformers")
     except ImportError as error:
         raise ValueError(f"{begin}, which transformers reads: pip install 'megacp[hf]'") from error
-    files = [path for name in (*itertools.chain(*FILES), *BESIDE_NAMES) if (path := folder / name).is_file()]
-    files += sorted(folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
-    kept = Path(CACHE).expanduser() / "folders" / f"{_hash_files(*files)}-{release}"
-    if not kept.is_dir():
+    given = [path for name in (*itertools.chain(*FILES), *BESIDE_NAMES) if (path := folder / name).is_file()]
+    given += sorted(folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"))
+
+    def convert(made: Path) -> None:
         from transformers import AutoTokenizer
 
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as made:
-            try:
-                library = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-                library.save_pretrained(f"{made}/whole")
-            except Exception as error:  # files of a foreign folder may fail anywhere in it
-                raise ValueError(f"{begin}, and transformers does not read them: {error}") from error
-            try:
-                Path(made, "whole").rename(kept)
-            except OSError:
-                if not kept.is_dir():  # else another process was first
-                    raise
+        try:
+            library = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            library.save_pretrained(made)
+        except Exception as error:  # files of a foreign folder may fail anywhere in it
+            raise ValueError(f"{begin}, and transformers does not read them: {error}") from error
+
+    kept = kept_folder(f"{sha256_of_all(*given)}-{release}", convert)
     return _from_files(str(kept / "tokenizer.json"), engine)
-
-
-def _hash_files(*paths: Path) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(path.read_bytes()).digest() for path in paths)).hexdigest()
 
 
 def load_tokenizer(
