@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import TEXT_LIMIT, read_json, read_regular
+from megacp.core.storage.files import TEXT_LIMIT, parse_json, read_json, read_regular
 
 CONFIG_NAME = "tokenizer_config.json"
 OLDER_NAME = "special_tokens_map.json"
 TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json")
 TEMPLATE_FOLDER = "additional_chat_templates"
 ADDED_NAME = "added_tokens.json"
+NAMED_TOKENS = ("eos_token", "bos_token", "pad_token")
+"""Fields of tokenizer_config.json that name a token; null names none."""
 BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, "config.json")
 """Files on which it depends, with a vocabulary, what the library makes of a folder."""
 _OURS = b"{#- megacp's messages."
@@ -52,6 +54,12 @@ def read_beside(folder: Path) -> Beside:
     """What lies in a tokenizer's folder. ValueError names a file that is no JSON object."""
     config = folder / CONFIG_NAME if (folder / CONFIG_NAME).is_file() else None
     values = read_object(config) if config else {}
+    for name in NAMED_TOKENS:
+        if values.get(name) is not None and token_text(values[name]) is None:
+            raise ValueError(f"{config}: {name} is {values[name]!r:.80}, expected a text, an object with one, or null")
+    adds = values.get("add_bos_token")
+    if adds is not None and not isinstance(adds, bool):
+        raise ValueError(f"{config}: add_bos_token is {adds!r:.80}, expected true, false or null")
     template = next((folder / name for name in TEMPLATE_NAMES if (folder / name).is_file()), None)
     if template is not None and read_regular(template).startswith(_OURS):
         return Beside(config, values, None)
@@ -96,8 +104,27 @@ class Surroundings:
         return self.before[0] if self.before else bos_id
 
 
+def _without_ids(model: Any) -> list[str]:
+    """Special tokens that the templates of a post-processor write and do not describe."""
+    if model.post_processor is None:
+        return []
+    state = parse_json(model.post_processor.__getstate__())
+    found = list[str]()
+    for each in state.get("processors") or [state]:
+        written = [*(each.get("single") or ()), *(each.get("pair") or ())]
+        names = [part["SpecialToken"]["id"] for part in written if "SpecialToken" in part]
+        known = each.get("special_tokens") or {}
+        found += [name[:80] for name in names if name not in known and name not in found]
+    return found
+
+
 def surroundings_of(model: Any) -> Surroundings:
-    """What a `tokenizers.Tokenizer` puts before and after the ids of a text."""
+    """What a `tokenizers.Tokenizer` puts before and after the ids of a text.
+
+    Raises ValueError for a post-processor that writes a token without an id: encoding any text would panic.
+    """
+    if unknown := _without_ids(model):
+        raise ValueError(f"its post_processor adds {', '.join(map(repr, unknown))}, of which it has no ids")
     encoding = model.encode("a")
     mask = encoding.special_tokens_mask
     first = mask.index(0) if 0 in mask else len(mask)

@@ -24,7 +24,7 @@ import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
 from megacp.core.storage.cache import kept_folder
-from megacp.core.storage.files import sha256_of_all
+from megacp.core.storage.files import refuse_pointer, sha256_of_all
 from megacp.prepare.tokenize.beside import (
     BESIDE_NAMES,
     TEMPLATE_FOLDER,
@@ -187,8 +187,12 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.files = (path,)
         self.sha256 = sha256_of_all(path)
+        refuse_pointer(path)
+        content = path.read_bytes()
+        if not content:  # the package takes it for a model without pieces
+            raise ValueError(f"{path}: not a SentencePiece model (it is empty)")
         try:
-            model = self._model = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+            model = self._model = sentencepiece.SentencePieceProcessor(model_proto=content)
             self.vocab_size, ids = model.vocab_size(), (model.eos_id(), model.bos_id(), model.pad_id())
         except Exception as error:  # RuntimeError or a protobuf error, depending on the damage
             raise ValueError(f"{path}: not a SentencePiece model ({error})") from error
@@ -250,16 +254,20 @@ class PackageTokenizer(Tokenizer):
 def _from_tokenizer_json(path: Path, engine: str, beside: Beside) -> Tokenizer:
     import tokenizers
 
+    refuse_pointer(path)
     try:
         text = path.read_text(encoding="utf-8")
         model = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the package raises bare Exception
+        model.no_truncation()
+        model.no_padding()
+        added = model.get_added_tokens_decoder()
+        special = {token.content: i for i, token in added.items() if token.special}
+        made = PackageTokenizer("huggingface", (path,), model, special, beside)
+    except BaseException as error:
+        # the package raises bare Exception, and a panic of its Rust code is not even one
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(f"{path}: not a Hugging Face tokenizer.json ({error})") from error
-    model.no_truncation()
-    model.no_padding()
-    added = model.get_added_tokens_decoder()
-    special = {token.content: i for i, token in added.items() if token.special}
-    made = PackageTokenizer("huggingface", (path,), model, special, beside)
     if beside.config is not None:
         made.files = (path, beside.config)
     symbols = [token.content for token in added.values()]
@@ -271,6 +279,8 @@ def _from_gpt2(vocabulary: Path, merges: Path, engine: str, beside: Beside) -> T
     """GPT-2's byte-level BPE. Special tokens in a text stay plain text: those are special that no merge makes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    refuse_pointer(vocabulary)
+    refuse_pointer(merges)
     try:
         ids, pairs = models.BPE.read_file(str(vocabulary), str(merges))
         model = Tokenizer(models.BPE(vocab=ids, merges=pairs))

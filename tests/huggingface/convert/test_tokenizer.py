@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacp.core.storage import cache
 from megacp.huggingface.convert.source import copy_tokenizer
 from megacp.huggingface.convert.tokenizer import are_tied, spm_model, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, load_tokenizer
@@ -223,3 +224,27 @@ def test_what_lies_beside_a_tokenizer_goes_with_it(tmp_path: Path) -> None:
     write_tokenizer(given(name), tmp_path / "out", 512, PROBE)
     config = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert config["model_input_names"] == ["input_ids", "attention_mask"]
+
+
+def test_no_flipped_bit_of_a_converted_tokenizer_gives_other_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(cache, "CACHE", str(tmp_path / "cache"))
+    folder, drawn = tmp_path / "model", random.Random(0)
+    folder.mkdir()
+    byte_level(folder)
+    (folder / "tokenizer.json").unlink()
+    (folder / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 602}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Qwen2Tokenizer"}))
+    texts = [line + "<|im_end|>" for line in LINES[:20]]
+    expected = [ids.tolist() for ids in load_tokenizer(str(folder), "reference").encode(texts)]
+    kept = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert {"tokenizer.json", "tokenizer_config.json"} <= {path.name for path in kept}
+    for _ in range(5):
+        path = drawn.choice(kept)
+        content = bytearray(path.read_bytes())
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(content)
+        found = load_tokenizer(str(folder), "reference").encode(texts)
+        assert [ids.tolist() for ids in found] == expected
