@@ -37,6 +37,7 @@ SILENT: Mapping[str, Any] = {
     **dict.fromkeys(("attention_bias", "mlp_bias", "tf_legacy_loss"), False),
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), 1.0),
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "classifier_dropout"), 0.0),
+    "neftune_noise_alpha": 0.0,
     "pruned_heads": {},
 }
 """Values that say what every model does without the field."""

@@ -54,6 +54,7 @@ from megacp.huggingface.convert.source import (
     require_all,
 )
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
+from megacp.huggingface.convert.text_part import PROCESSORS
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.chat_template import THINKS
 from megacp.prepare.records.conversation import answer_ends
@@ -120,8 +121,12 @@ def write_hf(loaded: Loaded, folder: Path, request: Request, world: Axis) -> dic
 def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, Any]:
     """Write or copy tokenizer, processor and generation settings; special ids for config.json."""
     if loaded.checkpoint is None:
+        # a text model that was taken out of a whole one has no images
+        not_copied = set(_NOT_COPIED)
+        if loaded.cls != loaded.family.cls:
+            not_copied |= PROCESSORS
         for path in sorted(loaded.folder.iterdir()):
-            if path.is_file() and path.name not in _NOT_COPIED and not path.name.endswith(_NOT_COPIED_SUFFIXES):
+            if path.is_file() and path.name not in not_copied and not path.name.endswith(_NOT_COPIED_SUFFIXES):
                 shutil.copyfile(path, folder / path.name)
         copy_companions(loaded.folder, folder)
         kept = (*SPECIAL, "use_cache", "pretraining_tp")

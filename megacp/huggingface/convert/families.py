@@ -11,6 +11,7 @@ from megacp.huggingface.convert.gpt_oss import GPT_OSS
 from megacp.huggingface.convert.moe import EXPERT_FAMILIES
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_MOE_VL, QWEN3_5_VL
+from megacp.huggingface.convert.text_part import TEXT_PARTS
 
 _ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, GPT_OSS, MOLMO2, QWEN3_5_VL, QWEN3_5_MOE_VL)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
@@ -22,7 +23,7 @@ def of_config(content: Mapping[str, Any]) -> Family:
     """The family of a config.json. ValueError when it is not known."""
     name = content.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join(FAMILIES)}")
+        raise ValueError(f"config.json: model_type is {name!r:.80}, known are {', '.join([*FAMILIES, *TEXT_PARTS])}")
     return FAMILIES[name]
 
 

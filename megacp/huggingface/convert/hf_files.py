@@ -83,9 +83,14 @@ def copy_file(source: Path, target: Path) -> None:
 class SafetensorsFolder:
     """The weights of a folder as a Source: one file, or several with an index."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads only headers. ValueError when there are no safetensors, or index and files disagree."""
+    def __init__(self, folder: Path, without: tuple[str, ...] = ()) -> None:
+        """Reads only headers; tensors whose names begin as one of `without` says are left out, whatever they hold.
+
+        Raises ValueError when there are no safetensors, or index and files disagree.
+        """
         self.folder = folder
+        self._without = without
+        self.left_out: list[str] = []
         self.files: dict[str, Any] = {}
         self._places: dict[str, str] = {}
         self._infos: dict[str, Info] = {}
@@ -122,12 +127,15 @@ class SafetensorsFolder:
             raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
         self.files[name] = file
         for tensor in file.keys():
+            self._places[tensor] = name
+            if tensor.startswith(self._without):
+                self.left_out.append(tensor)
+                continue
             described = file.get_slice(tensor)
             kind = described.get_dtype()
             known = _DTYPES | ({"U8": torch.uint8} if tensor.endswith(PACKED) else {})
             if kind not in known:
                 raise ValueError(f"{self.folder / name}: {tensor} has dtype {kind}, known are {', '.join(known)}")
-            self._places[tensor] = name
             self._infos[tensor] = Info(tuple(described.get_shape()), known[kind])
 
     @property

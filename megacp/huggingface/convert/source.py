@@ -42,6 +42,7 @@ from megacp.huggingface.convert.tensors import (
     same_values,
     tensor_problems,
 )
+from megacp.huggingface.convert.text_part import NOT_TEXT, TEXT_PARTS, TextTensors, left_out, text_content
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -110,6 +111,8 @@ class Loaded:
     """Fields of the config.json that change nothing in the library."""
     remarks: Sequence[str] = ()
     """Further lines about what a folder's config says and its files decide."""
+    cls: str = ""
+    """The library's class of a folder."""
 
     @functools.cached_property
     def values(self) -> dict[str, Any]:
@@ -160,19 +163,31 @@ def read_hf(path: Path, flag: str = "--input") -> Loaded:
 
 
 def _of_folder(path: Path) -> Loaded:
-    content = read_object(path / CONFIG)
+    whole = read_object(path / CONFIG)
+    kind = whole.get("model_type")
+    part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    content = whole if part is None else text_content(whole, part)
     family = of_config(content)
-    left_out: list[str] = []
-    values = family.values(content, left_out)
+    fields: list[str] = []
+    values = family.values(content, fields)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1, trains=False):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
-    files = hf_files.SafetensorsFolder(path)
-    weights = family.opened(files, values)
+    remarks = _unused_ties(whole, values)
+    weights: Source
+    if part is None:
+        weights = files = hf_files.SafetensorsFolder(path)
+    else:
+        files = hf_files.SafetensorsFolder(path, without=NOT_TEXT)
+        weights = TextTensors(files)
+        remarks.append(left_out(whole, files.left_out))
+    weights = family.opened(weights, values)
     infos = {name: info for name, info in weights.infos.items() if not name.startswith(family.further(values))}
     found = _links_of_file(family, values, weights, infos)
     if found.untied:
         config = with_values(config, {"untie_embeddings_and_output_weights": True})
+    if found.note:
+        remarks.append(found.note)
     require_all(found.infos, found.links, True, path)
     source = Mapped(weights, found.links, to_ours=True)
     rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
@@ -185,8 +200,9 @@ def _of_folder(path: Path) -> Loaded:
         None,
         content,
         [*files.files],
-        left_out=left_out,
-        remarks=[*_unused_ties(content, values), *([found.note] if found.note else [])],
+        left_out=fields,
+        remarks=remarks,
+        cls=family.cls if part is None else part.cls,
     )
 
 

@@ -175,7 +175,7 @@ def logits_of(loaded: Loaded, dtype: torch.dtype | None = None) -> Logits:
     """A model to ask for logits, its weights rounded to `dtype`: a checkpoint of ours, or a folder by the library."""
     if loaded.checkpoint is not None:
         return our_logits(loaded.config, in_dtype(loaded.source, dtype))
-    return library_logits(loaded.folder, loaded.family.cls, dtype)
+    return library_logits(loaded.folder, loaded.cls, dtype)
 
 
 def rounding(loaded: Loaded, dtype: torch.dtype | None, row: PackedBatch) -> float:

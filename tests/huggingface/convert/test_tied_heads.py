@@ -12,9 +12,11 @@ import torch
 
 from megacp.huggingface.convert.source import Loaded, read_hf
 from megacp.huggingface.convert.tensors import whole
+from megacp.huggingface.convert.text_part import TEXT_PARTS
 from megacp.huggingface.convert_command import main
 from megacp.train import main as train
 from tests.huggingface.convert.models import save
+from tests.huggingface.convert.text_parts import MADE, saved
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")
@@ -24,7 +26,9 @@ SAID = (ABSENT, True, False)
 HEAD = "lm_head.weight"
 FILES = ("equal", "different", "no head", "no embedding")
 TEXTS = ("llama 2", "gemma3_text", "gpt_oss of 32", "mixtral stacked", "olmo2")
-TOWERS = ("qwen3_5 with images", "qwen3_5_moe with images, stacked")
+FAST = ("qwen3_5 with images", "gemma3", "llava")
+SLOW = ("qwen3_5_moe with images, stacked", *(name for name in MADE if name not in FAST))
+TOWERS = [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 
 
 class Folder:
@@ -32,7 +36,11 @@ class Folder:
 
     def __init__(self, name: str, path: Path) -> None:
         self.path = path
-        self.cls = type(save(name, path))
+        if name in MADE:
+            saved(name, path, save_original_format=False)
+            self.cls = getattr(transformers, TEXT_PARTS[name].cls)
+        else:
+            self.cls = type(save(name, path))
         self.content = json.loads((path / "config.json").read_text())
         self.tensors = safetensors.load_file(path / "model.safetensors")
         self.table = next(name for name in self.tensors if name.endswith("embed_tokens.weight"))
@@ -60,7 +68,8 @@ class Folder:
 
     def of_library(self, path: Path | None = None) -> tuple[torch.Tensor, torch.Tensor, bool] | None:
         """Embedding, head and whether they are tied; None where the library draws one of them."""
-        model, info = self.cls.from_pretrained(path or self.path, dtype=torch.float32, output_loading_info=True)
+        dtype = self.tensors[self.table].dtype
+        model, info = self.cls.from_pretrained(path or self.path, dtype=dtype, output_loading_info=True)
         if info["missing_keys"]:
             return None
         table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
