@@ -980,10 +980,57 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "gate and up in turns",
         ),
         (
-            "found.transpose(1, 2) if name",
-            "found.reshape(len(found), found.shape[2], -1) if name",
+            "found = found.transpose(1, 2)\n        if not",
+            "found = found.reshape(len(found), found.shape[2], -1)\n        if not",
             "stacks stay as they lie",
         ),
+    ],
+    ("huggingface/convert/gpt_oss.py", "tests/huggingface/convert/test_malformed_weights.py"): [
+        ("elif scales != blocks[:3]:", "elif len(scales) != 3:", "scales of one column are broadcast"),
+        ("if infos[name].dtype != torch.uint8:", "if False:", "scales in bfloat16 are exponents"),
+        ("if stack in infos:", "if False:", "a packed tensor hides a plain one"),
+        ("if (scales == _NAN).any():", "if False:", "a scale that is NaN is called too large"),
+        ("if not is_finite(found):", "if False:", "an expert is infinite"),
+    ],
+    ("huggingface/convert/tensors.py", "tests/huggingface/convert/test_malformed_weights.py"): [
+        ("if experts and count != experts:", "if False:", "twice as many experts of half the rows are read"),
+        ("if not is_finite(cast):", "if False:", "a cast makes infinite weights"),
+        ("math.isfinite(largest.item())", "True", "inf is finite"),
+    ],
+    ("huggingface/convert/hf_files.py", "tests/huggingface/convert/test_malformed_weights.py"): [
+        ("if not is_finite(found):", "if False:", "weights that are NaN are trained"),
+        ("if size < expected:", "if False:", "half a download has no sizes"),
+    ],
+    ("huggingface/convert/source.py", "tests/huggingface/convert/test_tied_heads.py"): [
+        ("if same_values(weights, name_of_embedding, name_of_head):", "if True:", "a head that differs is dropped"),
+        (
+            "return _LinksOfFile(apart, infos, True, note)",
+            "return _LinksOfFile(apart, infos)",
+            "two heads, one is tied",
+        ),
+        ("if name_of_embedding not in infos:", "if False:", "a head is not taken for the embedding"),
+    ],
+    ("huggingface/convert/text_part.py", "tests/huggingface/convert/test_tied_heads.py"): [
+        ("or not part.asks_text", "or True", "a tie that only the text's config says is lost"),
+        ('"gemma3_text", tied=True', '"gemma3_text", tied=False', "a silent Gemma 3 has a head of its own"),
+    ],
+    ("huggingface/convert/text_part.py", "tests/huggingface/convert/test_text_part.py"): [
+        ("if name not in _SECTIONS}", "if True}", "sections of rotary axes are refused"),
+        (
+            "{**part.defaults, **outside, **inside}",
+            "{**outside, **inside, **part.defaults}",
+            "silence wins over a config",
+        ),
+        ('for begin in ("", "model.")', 'for begin in ("",)', "a tower by its newer names is unexpected"),
+    ],
+    ("core/storage/cache.py", "tests/storage/test_cache.py"): [
+        ("stated == _hashes(kept / _FILES)", "True", "what is in the cache is believed"),
+        ("files.sync_below(made)", "pass", "a folder has its name before its files are on disk"),
+        ("        if not _is_whole(kept):", "        if not kept.exists():", "a damaged folder stays for ever"),
+    ],
+    ("prepare/tokenize/beside.py", "tests/prepare/test_malformed_tokenizers.py"): [
+        ("name not in known and name not in found]", "False]", "a post-processor makes Rust panic"),
+        ("if adds is not None and not isinstance(adds, bool):", "if False:", "a word as a switch is no switch"),
     ],
     ("core/ops/rotary.py", MODEL): [
         ("    if scaling.rounds:", "    if True:", "every yarn rounds"),
@@ -992,7 +1039,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(f\"model.layers.{values['num_layers']}.\",)", "()", "a layer of further tokens is unexpected"),
     ],
     ("huggingface/convert/tensors.py", "tests/tools/test_convert_checkpoint.py"): [
-        ("found if name.endswith(WIDE) else found.to(self._dtype)", "found.to(self._dtype)", "corrections are cast"),
+        (
+            "        if name.endswith(WIDE):\n            return found",
+            "        if False:\n            return found",
+            "corrections are cast",
+        ),
         ("        if not name.endswith(WIDE):", "        if True:", "a correction is another dtype"),
     ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
