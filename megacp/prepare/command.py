@@ -21,6 +21,7 @@ from megacp.core.config.cli import OneLineParser
 from megacp.core.config.yaml_file import nearest
 
 if TYPE_CHECKING:
+    from megacp.core.data.vision.rules import VisionRules
     from megacp.prepare.packs.settings import BuildSettings
 
 EXAMPLES = """examples:
@@ -221,28 +222,78 @@ def _read(default: Any) -> dict[str, Any]:
     return {"type": type(default), "metavar": {int: "N", float: "X", str: "WORD"}[type(default)]}
 
 
+def _model_folder(args: argparse.Namespace) -> Path:
+    """Return the folder that --tokenizer names, or that its first file is in."""
+    first = Path(args.tokenizer.partition(",")[0])
+    return first.parent if first.is_file() else first
+
+
 def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, str]:
-    """The family of the model in whose folder the tokenizer is. ValueError where --vision-family says another."""
+    """Return the family of the model in whose folder the tokenizer is; empty where the folder does not say.
+
+    ValueError where --vision-family names another one.
+    """
+    from megacp.core.data.vision.decoding import RULES
     from megacp.prepare.tokenize.beside import read_object
 
-    first = Path(args.tokenizer.partition(",")[0])  # a folder, or a file in it
-    config = (first.parent if first.is_file() else first) / "config.json"
+    config = _model_folder(args) / "config.json"
     content = read_object(config) if config.is_file() else {}
-    found = str(content.get("model_type"))
-    if found not in families:
+    model_type = str(content.get("model_type"))
+    found = next((name for name in families if model_type in RULES[name].model_types), None)
+    if found is None:
         if "vision_config" in content and args.family is None:
-            raise ValueError(f"--vision-family: {config} is of a {found}; choose one of {', '.join(families)}")
+            raise ValueError(f"--vision-family: {config} is of a {model_type}; choose one of {', '.join(families)}")
         return {}
     if args.family not in (None, found):
-        raise ValueError(f"--vision-family {args.family}: {config} is of a {found}, leave the flag out")
+        raise ValueError(f"--vision-family {args.family}: {config} is of a {model_type}, leave the flag out")
     if args.family is None:
         print(f"--vision-family {found}: as {config} says", file=sys.stderr)
     return {"family": found}
 
 
+def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules:
+    """Return the rules of images: flags in `given`, then the files in the tokenizer's folder, then the family's own.
+
+    Lines on standard error name the files, and each flag that overrides one of their fields.
+    """
+    from megacp.core.data.vision.decoding import RULES, rules_from_dict
+    from megacp.prepare.media import processor_files
+
+    of_folder = _family(args, RULES)
+    family = of_folder.get("family") or given.get("family") or next(iter(RULES))
+    folder = _model_folder(args)
+    told: processor_files.FolderRules | None = None
+    if family in RULES:
+        try:
+            told = processor_files.read_processor(folder, family)
+        except processor_files.OtherProcessorError as error:
+            # config.json names no family that we know, so the files may belong to another one than --vision-family
+            if of_folder:
+                raise ValueError(f"--tokenizer {error}") from error
+            print(f"image rules: not read, {error}", file=sys.stderr)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--tokenizer {error}") from error
+    if told is None:
+        if of_folder:
+            missing = f"{folder} has no {processor_files.IMAGES}"
+            print(f"image rules: the defaults of --vision-family {family}, as {missing}", file=sys.stderr)
+        return rules_from_dict(of_folder | given)
+    if of_folder and (misfit := processor_files.misfit_of_config(told)):
+        raise ValueError(f"--tokenizer {folder}: {misfit}")
+    print(f"image rules: as {', '.join(told.files)} of {folder} say", file=sys.stderr)
+    rules = rules_from_dict({"family": family, **told.values, **of_folder, **given})
+    overridden = told.differences(rules.to_dict())
+    notes = list(told.notes)
+    if overridden:
+        notes.append(f"{'; '.join(overridden)}: the flag counts, and --load-hf {folder} refuses packs with other rules")
+    for note in notes:
+        print(f"image rules: {note}", file=sys.stderr)
+    return rules
+
+
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
-    from megacp.core.data.vision.decoding import RULES, rules_from_dict
+    from megacp.core.data.vision.decoding import RULES
     from megacp.prepare.packs.settings import BuildSettings
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
@@ -250,7 +301,7 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
     names = {"family", *(f.name for rules in RULES.values() for f in fields(rules))}  # type: ignore[arg-type]
     rules = {name: value for name in sorted(names) if (value := getattr(args, name)) is not None}
     if rules or args.image_urls or (args.image_root, args.max_crops_per_pack) != (None, None):  # there are images
-        lists["image_rules"] = rules_from_dict(_family(args, RULES) | rules)
+        lists["image_rules"] = _image_rules(args, rules)
     return BuildSettings(**{**given, **lists})
 
 

@@ -30,6 +30,7 @@ class Molmo2Rules(VisionRules):
     """
 
     family: ClassVar[str] = "molmo2"
+    model_types: ClassVar[tuple[str, ...]] = ("molmo2",)
     is_named: ClassVar[bool] = False
     token_texts: ClassVar[Mapping[str, str]] = {
         "image_patch": "<im_patch>",

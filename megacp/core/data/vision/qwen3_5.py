@@ -32,6 +32,7 @@ class Qwen35Rules(VisionRules):
     """How images and videos become patches and tokens; builtin types only, stored in the manifest."""
 
     family: ClassVar[str] = "qwen3_5"
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe")
     token_texts: ClassVar[Mapping[str, str]] = {
         "image_patch": "<|image_pad|>",
         "video_patch": "<|video_pad|>",

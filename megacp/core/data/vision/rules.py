@@ -53,6 +53,8 @@ class VisionRules(ABC):
     """The rules of one family. A unit is what is encoded by itself: an image, or `frames_of_unit` taken frames."""
 
     family: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
+    """What `model_type` of a config.json is for models of the family."""
     is_named: ClassVar[bool] = True
     """Whether stored rules name their family; those of the first do not, as when there was no other."""
     token_texts: ClassVar[Mapping[str, str]]
