@@ -120,6 +120,10 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
             f"--data-path {shown_path(config.data.data_path)} was built with the tokenizer {ours[:12]}, --load-hf "
             f"{config.checkpoint.load_hf} has {theirs[:12]}: build it again with the --tokenizer of that folder"
         )
+    if weights is not None and sources.image_rules is not None:
+        where = f"--data-path {shown_path(config.data.data_path)}"
+        if misfits := weights.image_misfits(where, sources.image_rules):
+            raise ValueError("\n".join(misfits))
     return Plan(config, sources, config.grid_shape(world.size), weights)
 
 

@@ -9,7 +9,7 @@ import math
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -43,6 +43,12 @@ class Weights(Protocol):
     """All that is read, by names that are equal on all ranks."""
     known_rows: Mapping[str, int]
     """First rows of a tensor that are there, where not all are: the rest stays as it was initialised."""
+
+    image_rules: Mapping[str, Any] | None
+    """Rules by which images become tokens, as a manifest has them; None where they are not known."""
+
+    def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
+        """List how packs at `where`, made by `image_rules`, differ from what the weights were trained with."""
 
     def keep(self, folder: Place) -> None:
         """Put what an export will need (tokenizer, generation settings) beside the run's checkpoints."""

@@ -51,13 +51,19 @@ class RunState:
     """What `health.Health` remembers of earlier steps."""
 
 
-def fresh_state(config: RunConfig, sources: Sources) -> RunState:
-    """The state of a run at step 0."""
+def fresh_state(config: RunConfig, sources: Sources, weights: Weights | None = None) -> RunState:
+    """Return the state of a run at step 0; `weights` are those of --load-hf.
+
+    Packs without images keep the rules of the weights, which an export writes again.
+    """
+    image_rules = sources.image_rules
+    if image_rules is None and weights is not None and weights.image_rules is not None:
+        image_rules = dict(weights.image_rules)
     return RunState(
         data_fingerprint=sources.fingerprint,
         seed=config.training.seed,
         tokenizer_sha256=sources.tokenizer_sha256,
-        image_rules=sources.image_rules,
+        image_rules=image_rules,
         document_start=sources.document_start,
         document_end=sources.document_end,
         chat_template=sources.chat_template,
@@ -173,7 +179,8 @@ def load(model: ParallelModel, state: RunState, config: RunConfig, start: Start 
         loaded.read([box for box in boxes if not (fresh_pairs and is_of_a_pair(bare_name(box)))])
         model.parameters.loaded(masters=False)
         model.optimizer.reset_masters()
-        return Resumed(dataclasses.replace(state, base=was.base), loaded.path, other_meaning(loaded, state))
+        state = dataclasses.replace(state, base=was.base, image_rules=state.image_rules or was.image_rules)
+        return Resumed(state, loaded.path, other_meaning(loaded, state))
     loaded.read(_cleared(model, None) + boxes_to_load([], model.optimizer.state_slices()))
     model.parameters.loaded(masters=True)
     model.optimizer.set_updates(loaded.extra["updates"])

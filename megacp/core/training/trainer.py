@@ -64,7 +64,7 @@ class Trainer:
         start = starting_point(config, grid.world)
         self.model = ParallelModel(config, grid, self.timers.phase, drawn_at(start, weights))
         self.rows = self.model.rows  # how the rows of a step are dealt to ranks
-        self.state = fresh_state(config, sources)
+        self.state = fresh_state(config, sources, weights)
         resumed: Resumed | None = None
         if start.path is not None:
             resumed = load(self.model, self.state, config, start)
@@ -72,8 +72,8 @@ class Trainer:
             start = dataclasses.replace(start, weights_only=True)
             resumed = load_weights(self.model, weights, self.state)
         if resumed is not None:
+            self.state = resumed.state
             if not start.weights_only:
-                self.state = resumed.state
                 self.saver.resumed(self.state.step, self.model.optimizer.updates, resumed.path)
             if damaged := damaged_tensors(saved_boxes(self.model), grid.world):
                 message = f"{resumed.path} holds numbers that are not finite: {damaged}; --load an older checkpoint"

@@ -16,21 +16,50 @@ from typing import Any
 Values = dict[str, Any]
 """Flags by field name, flat; or fields of a config.json by dotted path."""
 ABSENT = object()
-GENERAL = frozenset(
+GENERATION = frozenset(
+    ("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping")
+    + ("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length")
+    + ("max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams")
+    + ("num_return_sequences", "remove_invalid_values", "repetition_penalty", "suppress_tokens", "temperature")
+    + ("top_k", "top_p", "typical_p", "forced_bos_token_id", "forced_eos_token_id")
+)
+"""Fields of any config that say how the library chooses tokens."""
+GENERAL = GENERATION | frozenset(
     ("_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward")
     + ("dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type")
     + ("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict")
     + ("torch_dtype", "transformers_version", "use_cache")
     + ("_attn_implementation_autoset", "_attn_implementation_internal", "_commit_hash", "_flash_attn_2_enabled")
-    + ("begin_suppress_tokens", "finetuning_task", "gradient_checkpointing", "is_llama_config", "model_max_length")
-    + ("output_scores", "prefix", "return_dict_in_generate", "suppress_tokens", "task_specific_params")
-    + ("tokenizer_class", "transformers.js_config", "unsloth_fixed", "unsloth_version")
-    + ("bad_words_ids", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size")
-    + ("exponential_decay_length_penalty", "length_penalty", "max_length", "max_new_tokens", "min_length")
-    + ("no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "remove_invalid_values")
-    + ("repetition_penalty", "temperature", "top_k", "top_p", "typical_p", "cache_implementation")
+    + ("finetuning_task", "gradient_checkpointing", "is_llama_config", "model_max_length")
+    + ("output_scores", "prefix", "return_dict_in_generate", "task_specific_params")
+    + ("tokenizer_class", "transformers.js_config", "unsloth_fixed", "unsloth_version", "cache_implementation")
 )
 """Fields of any config that say nothing about the function of its weights: of generation, of files, of training."""
+FURTHER_TOKENS = re.compile(r"(^|_)(mtp|nextn)(_|$)|multi_token_prediction")
+"""Names of fields about layers that predict further tokens."""
+FURTHER_LAYERS = re.compile(r"^(?=.*(mtp|nextn)).*_layers$")
+"""Names of fields that count such layers."""
+ROLES: tuple[tuple[re.Pattern[str], str], ...] = (
+    (
+        re.compile(r"(aux|z|balanc\w*)_loss|loss_(coef|alpha|weight)|router_logits"),
+        "training adds the loss of --moe-aux-loss-coeff instead",
+    ),
+    (FURTHER_TOKENS, "layers that predict further tokens are left out, as in the library"),
+    (re.compile("|".join(f"^{name}$" for name in sorted(GENERATION))), "generation takes the flags of its command"),
+    (re.compile("^initializer_range$"), "new weights are drawn by --init-method-std"),
+    (re.compile("dtype$|^float32_"), "--dtype says how numbers are held"),
+    (re.compile("^language_model_only$|^use_frame_special_tokens$"), "the library's model does not read it either"),
+)
+"""Names of fields that have an effect elsewhere and are not used here, by their role; and what counts instead."""
+_OF_DRAWS = 0.02
+"""The usual `initializer_range`, also of --init-method-std."""
+_USUAL: Mapping[str, Any] = {
+    "initializer_range": _OF_DRAWS,
+    "mamba_ssm_dtype": "float32",
+    "use_frame_special_tokens": True,
+    "float32_attention": True,
+}
+"""Values of such fields that change nothing."""
 SILENT: Mapping[str, Any] = {
     **dict.fromkeys(("is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript", "use_bfloat16"), False),
     **dict.fromkeys(("rope_interleaved", "use_mrope", "use_sliding_window", "use_parallel_residual"), False),
@@ -87,7 +116,11 @@ def library_source(model_type: str) -> str:
 
 
 class ConfigJson:
-    """The fields of a config; `faults` gathers what is wrong with them, `left_out` those that say nothing."""
+    """The fields of a config.
+
+    `faults` gathers what is wrong with them, `left_out` those that say nothing. `unused` has those whose effect is
+    elsewhere: what counts instead -> each field and its value.
+    """
 
     def __init__(self, content: Mapping[str, Any], sections: Sequence[str] = ()) -> None:
         """`sections`: names of the objects inside whose fields are read too. ValueError when one is no object."""
@@ -95,9 +128,15 @@ class ConfigJson:
         self._seen: set[str] = set()
         self.faults: list[str] = []
         self.left_out: list[str] = []
+        self.unused: dict[str, list[str]] = {}
         for name in sections:
             if not isinstance(content.get(name) or {}, Mapping):
                 raise ValueError(f"config.json: {name} is no object")
+
+    @property
+    def names(self) -> set[str]:
+        """Fields outside all sections that were asked for."""
+        return {path for path in self._seen if "." not in path}
 
     def _last(self, path: str) -> str:
         """A path without its section."""
@@ -221,6 +260,10 @@ class ConfigJson:
         self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
         return values
 
+    def unused_lines(self) -> list[str]:
+        """List the fields that are not used, a line for each role."""
+        return [f"config.json: {', '.join(told)} not used: {instead}" for instead, told in self.unused.items()]
+
     def refuse_unknown(self, harmless: Collection[str], model_type: str) -> None:
         """Faults for fields that nobody read and that may change the model of the library."""
         library = ""
@@ -229,6 +272,8 @@ class ConfigJson:
             paths += [(f"{section}.{key}", value) for key, value in (self._content.get(section) or {}).items()]
         for path, value in paths:
             key = self._last(path)
+            if path not in self._seen and (key in harmless or key in GENERAL):
+                self._note_unused(path, key, value)
             seen = path in self._seen or path in self._sections or key in harmless or key in GENERAL
             silent = value is None or key.endswith("_id") or (key in SILENT and same(value, SILENT[key]))
             if seen or silent:
@@ -240,6 +285,15 @@ class ConfigJson:
                 self.left_out.append(path)
             else:
                 self.faults.append(f"{path} is not known, so it may change the model (if it does not, take it out)")
+
+    def _note_unused(self, path: str, key: str, value: Any) -> None:
+        """Note a field that is known and not read, if its value has an effect elsewhere."""
+        if not value or same(value, _USUAL.get(key)) or key in ("dtype", "torch_dtype"):
+            return
+        for names, instead in ROLES:
+            if names.search(key):
+                self.unused.setdefault(instead, []).append(f"{path} {shown(value)}")
+                return
 
 
 def rope_fields(values: Values) -> Values:

@@ -16,7 +16,7 @@ from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.layers.moe import MOE, correction_tensor
 from megacp.core.layers.stack import decoder_tensors, layers_of
 from megacp.core.layers.vision import connector_tensors, tower_tensors
-from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
+from megacp.huggingface.convert.config_json import FURTHER_LAYERS, LAYER_TYPES, ConfigJson, Values, rope_fields, shown
 from megacp.huggingface.convert.tensors import Info, Joined, Link, Named, Shape, Source
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"
@@ -461,15 +461,20 @@ class Family:
     """Objects of the config whose fields are read."""
     token_fields: Mapping[str, str] = field(default_factory=dict)
     """Ids of image tokens that stand in the config, by the names of the image rules."""
+    usual_further_layers: ClassVar[int] = 0
+    """Layers that predict further tokens whatever the config says, as the library has it."""
     in_turns: ClassVar[bool] = False
     """Whether rows of gate and up stand in turns in a stack of experts."""
     token_order: tuple[str, ...] = ()
     """The image tokens in the order of their ids behind the vocabulary, where no rules are known."""
 
-    def values(self, content: Mapping[str, Any], left_out: list[str] | None = None) -> Values:
-        """Our flags from a config.json; `left_out` is filled with fields that change nothing in the library.
+    def values(
+        self, content: Mapping[str, Any], left_out: list[str] | None = None, unused: list[str] | None = None
+    ) -> Values:
+        """Return our flags from a config.json.
 
-        ValueError lists fields at fault and those not known.
+        `left_out` is filled with fields that change nothing in the library, `unused` with lines about fields whose
+        effect is elsewhere. ValueError lists fields at fault and those not known.
         """
         config = ConfigJson(self.native(content), self.sections)
         values = self.from_hf(config)
@@ -478,6 +483,8 @@ class Family:
             raise ValueError("config.json: " + "; ".join(config.faults))
         if left_out is not None:
             left_out += config.left_out
+        if unused is not None:
+            unused += config.unused_lines()
         return values
 
     def config(self, values: Values, layout: str = NATIVE) -> dict[str, Any]:
@@ -513,9 +520,11 @@ class Family:
         counts = values["num_layers"], values["vision_num_layers"], values["num_experts"]
         return links_of(table, shapes_of(values), *counts)
 
-    def further(self, values: Values) -> tuple[str, ...]:
-        """How names begin of layers that predict further tokens, which the library leaves out too."""
-        return ("mtp.",)
+    def further_layers(self, content: Mapping[str, Any]) -> int:
+        """Return how many layers after the last predict further tokens; the library leaves them out."""
+        counts = [value for name, value in self.native(content).items() if FURTHER_LAYERS.search(name)]
+        known = [count for count in counts if type(count) is int and count >= 0]
+        return max([*known, self.usual_further_layers])
 
     def opened(self, source: Source, values: Values | None = None) -> Source:
         """A folder's tensors as `links` has them. ValueError for stacks that do not fit `values`, if given."""

@@ -49,6 +49,7 @@ from megacp.huggingface.convert.source import (
     keep_generation,
     model_dtype,
     read_checkpoint,
+    read_generation,
     read_hf,
     refuse_other_input,
     require_all,
@@ -58,7 +59,6 @@ from megacp.huggingface.convert.text_part import PROCESSORS
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.chat_template import THINKS
 from megacp.prepare.records.conversation import answer_ends
-from megacp.prepare.tokenize.beside import read_object
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 
@@ -165,7 +165,7 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
         ends.append(own)
     beside = [file.parent for file in tokenizer.files[:1]] if tokenizer is not None else []
     places = [place / GENERATION for place in (*beside, loaded.folder.parent)]
-    said = next((read_object(place) for place in places if place.is_file()), dict[str, Any]())
+    said = next((read_generation(place) for place in places if place.is_file()), dict[str, Any]())
     missing = {key: i for key, i in ids.items() if said.get(key) is None and (i is not None or not said)}
     generation = {**said, **missing}
     special = {key: generation.get(key) if i is None else i for key, i in ids.items()}

@@ -93,8 +93,7 @@ class ExpertFamily(Family):
 class Glm4Moe(ExpertFamily):
     """The family with a further layer behind the last."""
 
-    def further(self, values: Values) -> tuple[str, ...]:
-        return (f"model.layers.{values['num_layers']}.",)
+    usual_further_layers = 1
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
+from megacp.huggingface.convert.config_json import GENERAL, ConfigJson, Values, same, shown
 from megacp.huggingface.convert.decoder import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Family, Qwen35Words, Table
 from megacp.huggingface.convert.moe import QWEN3_5_MOE, QWEN3_5_MOE_SILENT, QWEN3_5_MOE_WORDS, ExpertFamily
 
@@ -97,7 +97,16 @@ class Qwen35(Family):
         text = content.get("text_config")
         if text is not None and not isinstance(text, Mapping):
             raise ValueError("config.json: text_config is no object")
-        outside = {name: value for name, value in content.items() if name != "text_config"}
+        probe = ConfigJson({}, self.sections)
+        self.from_hf(probe)
+        of_text = probe.names - {"tie_word_embeddings"}  # fields that the library reads inside alone
+        for name in of_text & content.keys() - GENERAL:
+            if not same((text or {}).get(name), content[name]):
+                raise ValueError(
+                    f"config.json: {name} is {shown(content[name])} outside text_config, where the library reads "
+                    f"{shown((text or {}).get(name))}: take it out, or write it inside"
+                )
+        outside = {name: value for name, value in content.items() if name not in of_text | {"text_config"}}
         return {**(text or {}), "tie_word_embeddings": False, **outside}
 
     def spelled(self, content: Values, layout: str) -> Values:

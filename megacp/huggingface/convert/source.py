@@ -6,7 +6,9 @@ Only headers and configs are read here; tensors are read one by one, already che
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.storage import wording
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
-from megacp.huggingface.convert import hf_files, processor
+from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import ABSENT, Values, shown
 from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, Family
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
@@ -43,6 +45,8 @@ from megacp.huggingface.convert.tensors import (
     tensor_problems,
 )
 from megacp.huggingface.convert.text_part import NOT_TEXT, TEXT_PARTS, TextTensors, left_out, text_content
+from megacp.prepare.media import processor_files
+from megacp.prepare.media.processor_files import FolderRules
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
@@ -53,6 +57,8 @@ _COMPANIONS = (*TEMPLATE_NAMES, OLDER_NAME, "added_tokens.json")
 SPECIAL = ("eos_token_id", "bos_token_id", "pad_token_id")
 GENERATION = "generation_config.json"
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which the library finds an adapter, also next to the weights of a model."""
 
 
 def require_all(infos: Mapping[str, Info], links: Sequence[Link], to_ours: bool, where: Path) -> None:
@@ -109,8 +115,10 @@ class Loaded:
     """Low-rank pairs of a checkpoint; `source` and `config` are without them: they are folded into the weights."""
     left_out: Sequence[str] = ()
     """Fields of the config.json that change nothing in the library."""
-    remarks: Sequence[str] = ()
-    """Further lines about what a folder's config says and its files decide."""
+    processor: FolderRules | None = None
+    """What a folder's processor files say, also where ids of image tokens are not known."""
+    unused: Sequence[str] = ()
+    """A line for each kind of fields, files or tensors that a folder has and that is not used."""
     cls: str = ""
     """The library's class of a folder."""
 
@@ -119,20 +127,33 @@ class Loaded:
         """All flags of `config` by name."""
         return flatten(self.config)
 
+    @property
+    def stated_dtype(self) -> str | None:
+        """The dtype in config.json; None where it names none."""
+        content = {**(self.content.get("text_config") or {}), **self.content}
+        said = content.get("dtype") or content.get("torch_dtype")
+        return said.removeprefix("torch.") if isinstance(said, str) else None
+
     @functools.cached_property
     def settled_dtype(self) -> str | None:
         """The dtype in config.json of weights that are float32 and bfloat16, as published norms are; else None."""
         found = {str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)}
-        content = {**(self.content.get("text_config") or {}), **self.content}
-        said = content.get("dtype") or content.get("torch_dtype")
+        said = self.stated_dtype
         return said if found == {"float32", "bfloat16"} and said in found else None
 
     def notes(self, dtype_given: bool) -> list[str]:
-        """What was decided about a folder, a line each."""
-        fields, dtype = ", ".join(self.left_out), None if dtype_given else self.settled_dtype
-        found = [f"config.json: {fields} left out, the library names no such field"] if fields else []
-        found += self.remarks
-        return found + ([f"weights of float32 and bfloat16 become {dtype}, the dtype of config.json"] if dtype else [])
+        """List what was decided about a folder, a line each."""
+        found = []
+        if self.left_out:
+            found.append(f"config.json: {', '.join(self.left_out)} left out, the library names no such field")
+        found += self.unused
+        if not dtype_given and self.settled_dtype is not None:
+            found.append(f"weights of float32 and bfloat16 become {self.settled_dtype}, the dtype of config.json")
+        kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes(self.source)]
+        if not dtype_given and len(kinds) == 1 and self.stated_dtype not in (None, "auto", kinds[0]):
+            said = self.stated_dtype
+            found.append(f"config.json: dtype {said} not used: the weights are {kinds[0]} and stay so without --dtype")
+        return found
 
 
 def read_checkpoint(path: Path, world: Axis) -> Loaded:
@@ -153,10 +174,14 @@ def _described(loaded: LoadedCheckpoint) -> Loaded:
     return Loaded(folder, family, source, config, rules, loaded, pairs=pairs)
 
 
-def read_hf(path: Path, flag: str = "--input") -> Loaded:
-    """A Hugging Face folder. ValueError names the flag, and the field, file or tensor at fault."""
+def read_hf(path: Path, flag: str = "--input", adapter: Path | None = None) -> Loaded:
+    """Open a Hugging Face folder; `adapter` is the folder of --load-adapter, which the caller applies.
+
+    ValueError names the flag, and the field, file or tensor at fault.
+    """
     try:
         refuse_other_input(path, "hf")
+        refuse_embedded_adapter(path, adapter)
         return _of_folder(path)
     except (ValueError, OSError) as error:
         raise ValueError(f"{flag} {path}: {error}") from error
@@ -169,28 +194,44 @@ def _of_folder(path: Path) -> Loaded:
     content = whole if part is None else text_content(whole, part)
     family = of_config(content)
     fields: list[str] = []
-    values = family.values(content, fields)
+    unused: list[str] = []
+    values = family.values(content, fields, unused)
     config = with_values(RunConfig(), {**values, "hf_model_type": family.name})
     if reasons := check(config, 1, trains=False):
         raise ValueError(f"{path / CONFIG} describes a model that no run can have: {'; '.join(reasons)}")
-    remarks = _unused_ties(whole, values)
+    unused += _unused_ties(whole, values)
+    for section in (content, content.get("text_config")):
+        if isinstance(section, dict):
+            require_ids(path / CONFIG, section)
+    unused += generation_notes(path)
     weights: Source
     if part is None:
         weights = files = hf_files.SafetensorsFolder(path)
     else:
         files = hf_files.SafetensorsFolder(path, without=NOT_TEXT)
         weights = TextTensors(files)
-        remarks.append(left_out(whole, files.left_out))
+        unused.append(left_out(whole, files.left_out))
     weights = family.opened(weights, values)
-    infos = {name: info for name, info in weights.infos.items() if not name.startswith(family.further(values))}
+    further = further_tensors(weights.infos, values["num_layers"], family.further_layers(content))
+    if further:
+        told = wording.listed([*further], 2)
+        unused.append(
+            f"{len(further)} tensors of layers that predict further tokens left out, as in the library: {told}"
+        )
+    infos = {name: info for name, info in weights.infos.items() if name not in further}
     found = _links_of_file(family, values, weights, infos)
     if found.untied:
         config = with_values(config, {"untie_embeddings_and_output_weights": True})
     if found.note:
-        remarks.append(found.note)
+        unused.append(found.note)
     require_all(found.infos, found.links, True, path)
     source = Mapped(weights, found.links, to_ours=True)
-    rules = rules_of(path, content, config, family) if config.vision.vision_num_layers else None
+    processor, rules = None, None
+    if config.vision.vision_num_layers:
+        processor, rules = rules_of(path, content, config, family)
+        unused += notes_on_rules(processor, rules)
+    elif others := [name for name in processor_files.FILES if os.path.lexists(path / name)]:
+        unused.append(f"{', '.join(others)}: not used, the model of config.json has no vision tower")
     return Loaded(
         path,
         family,
@@ -201,7 +242,8 @@ def _of_folder(path: Path) -> Loaded:
         content,
         [*files.files],
         left_out=fields,
-        remarks=remarks,
+        processor=processor,
+        unused=unused,
         cls=family.cls if part is None else part.cls,
     )
 
@@ -269,8 +311,66 @@ def _links_of_file(family: Family, values: Values, weights: Source, infos: Mappi
     return _LinksOfFile(apart, infos, True, note)
 
 
-def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: Family) -> VisionRules | None:
-    """The image rules of a folder: its processor files, and ids from its tokenizer or its config."""
+_FURTHER_TENSOR = re.compile(r"(^|\.)(mtp|nextn)(_[a-z]+)*\.")
+_OF_LAYER = re.compile(r"^model\.(?:language_model\.)?layers\.(\d{1,9})\.")
+
+
+def further_tensors(names: Iterable[str], layers: int, further: int) -> dict[str, None]:
+    """Return the tensors of layers that predict further tokens, in order: by name, or after the last of `layers`."""
+    found = dict[str, None]()
+    for name in names:
+        numbered = _OF_LAYER.match(name)
+        is_behind = numbered is not None and layers <= int(numbered[1]) < layers + further
+        if is_behind or _FURTHER_TENSOR.search(name):
+            found[name] = None
+    return found
+
+
+def require_ids(path: Path, content: Mapping[str, Any]) -> None:
+    """ValueError for special tokens in a file that are not ids."""
+    for name in SPECIAL:
+        found = content.get(name)
+        ids = found if isinstance(found, list) else [found]
+        if found is not None and (not ids or any(type(one) is not int for one in ids)):
+            raise ValueError(f"{path}: {name} is {shown(found)}, expected the id of a token, or a list of ids")
+
+
+def read_generation(path: Path) -> dict[str, Any]:
+    """Read a generation_config.json. ValueError for one whose special tokens are not ids."""
+    content = read_object(path)
+    require_ids(path, content)
+    return content
+
+
+_NO_CHOICE = ("transformers_version", "use_cache", "output_", "return_", "cache_", "_", *SPECIAL)
+"""How fields of generation settings begin that choose no token, or that are used."""
+
+
+def generation_notes(folder: Path) -> list[str]:
+    """List what is not used of a folder's generation settings, in one line at most. ValueError for a damaged file.
+
+    Zeros and ones change nothing: no beams, no penalty, a temperature of 1.
+    """
+    if not os.path.lexists(folder / GENERATION):
+        return []
+    content = read_generation(folder / GENERATION)
+    settings = []
+    for name, value in sorted(content.items()):
+        if not name.startswith(_NO_CHOICE) and (value is True or value not in (None, False, 0, 1, [], {})):
+            settings.append(f"{name} {shown(value)}")
+    if not settings:
+        return []
+    told = wording.listed(settings, 10)
+    return [f"{GENERATION}: {told} not used: kept for the export, generation takes the flags of its command"]
+
+
+def rules_of(
+    folder: Path, content: dict[str, Any], config: RunConfig, family: Family
+) -> tuple[FolderRules | None, VisionRules | None]:
+    """Return what a folder's processor files say, and its rules with ids from its tokenizer or its config.
+
+    The first is None without such files, the second also where an id is not known.
+    """
     ids, vision = dict[str, int](), config.vision
     texts = RULES[vision.vision_family].token_texts
     if (folder / "tokenizer.json").is_file():
@@ -281,13 +381,26 @@ def rules_of(folder: Path, content: dict[str, Any], config: RunConfig, family: F
     if wrong := [name for name in said if ids.get(name, said[name]) != said[name]]:
         words = ", ".join(f"{name} {said[name]} and {ids[name]}" for name in wrong)
         raise ValueError(f"{folder}: config.json and tokenizer.json have different ids for {words}")
+    processor = processor_files.read_processor(folder, vision.vision_family)
+    if processor is None:
+        return None, None
     ids = {**said, **ids}
-    if set(ids) != set(texts):
-        return None  # without a tokenizer the ids of column tokens are not known
-    rules = processor.read_rules(folder, ids, vision.vision_family)
-    if rules is not None and (misfit := rules.misfit(vision)):
+    rules = processor.with_ids(ids)
+    if misfit := rules.misfit(vision):
         raise ValueError(f"{folder}: its processor {misfit}")
-    return rules
+    # without a tokenizer the ids of column tokens are not known
+    return processor, rules if set(ids) == set(texts) else None
+
+
+def notes_on_rules(processor: FolderRules | None, rules: VisionRules | None) -> list[str]:
+    """List what is not used of the processor files of a folder with a tower, a line each."""
+    if processor is None:
+        return [f"there is no {processor_files.IMAGES}: the packs alone say how images become tokens"]
+    found = list(processor.notes)
+    if rules is None:
+        files = ", ".join(processor.files)
+        found.append(f"{files}: not kept for an export, since the folder does not say the ids of all image tokens")
+    return found
 
 
 def copy_companions(source: Path, folder: Path, without: Sequence[str] = ()) -> None:
@@ -315,7 +428,7 @@ def keep_generation(loaded: Loaded, folder: Path) -> None:
     """Copy a folder's generation settings; where it has none, write the special ids of its config."""
     given = loaded.folder / GENERATION
     if given.is_file():
-        read_object(given)  # refused now rather than when it is exported
+        read_generation(given)  # refused now rather than when it is exported
         hf_files.copy_file(given, folder / GENERATION)
         return
     text = loaded.content.get("text_config")
@@ -342,6 +455,19 @@ def copy_tokenizer(loaded: Loaded, folder: Path) -> str:
     return tokenizer.sha256
 
 
+def refuse_embedded_adapter(path: Path, applied: Path | None = None) -> None:
+    """ValueError for a model's folder with an adapter in it that is not `applied`: the library would apply it."""
+    if not os.path.lexists(path / ADAPTER_CONFIG):
+        return
+    if applied is not None and applied.exists() and applied.samefile(path):
+        return
+    raise ValueError(
+        f"the folder holds a model and an adapter ({ADAPTER_CONFIG}), which the transformers library applies: train "
+        f"on with --load-hf and --load-adapter {path}, merge it into the weights (peft: merge_and_unload), or move "
+        "the adapter's files to another folder"
+    )
+
+
 def refuse_other_input(path: Path, kind: str) -> None:
     """ValueError when `path` is no folder of this kind (`hf`, `megacp`), with what it is instead."""
     if not path.is_dir():
@@ -350,6 +476,8 @@ def refuse_other_input(path: Path, kind: str) -> None:
     is_checkpoint = MANIFEST_FILE in names or any(map(is_step_name, names))
     if kind == "hf" and CONFIG not in names:
         also = ", it is a checkpoint of megacp: --from megacp" if is_checkpoint else ""
+        if ADAPTER_CONFIG in names:
+            also = ", it is an adapter: give its model with --load-hf, and the adapter with --load-adapter"
         raise ValueError(f"the folder has no {CONFIG}{also}")
     if kind == "megacp" and not is_checkpoint and CONFIG in names:
         raise ValueError(f"there is no committed checkpoint, it is a Hugging Face folder with a {CONFIG}: --from hf")

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from megacp.core.backends.native import DTYPES
 from megacp.core.checkpoint.weights import TensorRows
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.vision import VISION_FAMILIES
+from megacp.core.data.vision.decoding import RULES
 from megacp.core.layers.stack import pair_tensors
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
@@ -28,6 +30,7 @@ from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, shapes_of
 from megacp.huggingface.convert.lora import Adapter
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.source import (
+    ADAPTER_CONFIG,
     Loaded,
     copy_tokenizer,
     keep_generation,
@@ -37,7 +40,7 @@ from megacp.huggingface.convert.source import (
 from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 
 
 class Together:
@@ -97,6 +100,37 @@ class FolderStart:
     fingerprint: str = ""
     files: Mapping[str, Path] = field(default_factory=dict)
     known_rows: Mapping[str, int] = field(default_factory=dict)
+    tower: Loaded | None = None
+    """The folder of --vision-from-hf, whose image tokens have other ids in this model."""
+
+    @property
+    def image_rules(self) -> Mapping[str, Any] | None:
+        """Rules by which images become tokens, as a manifest has them; None where they are not known."""
+        if self.tower is not None or self.loaded.rules is None:
+            return None
+        return self.loaded.rules.to_dict()
+
+    def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
+        """List how packs at `where`, made by `image_rules`, differ from the processor files of the folder."""
+        flag, loaded = ("--vision-from-hf", self.tower) if self.tower is not None else ("--load-hf", self.loaded)
+        processor = loaded.processor
+        if processor is None or image_rules.get("family", next(iter(RULES))) != processor.family:
+            return []  # other families are refused by name elsewhere
+        found = processor.differences(image_rules)
+        if self.tower is None and loaded.rules is not None:
+            said, given = loaded.rules.token_ids, image_rules.get("token_ids", {})
+            found += [
+                f"the id of {name} is {given[name]}, the folder's is {said[name]}"
+                for name in said
+                if given.get(name, said[name]) != said[name]
+            ]
+        if not found:
+            return []
+        again = "build it again by the folder's (without these flags)"
+        return [
+            f"{where} was built with other image rules than those of {flag} {loaded.folder}: {'; '.join(found)}: "
+            f"{again}, or write the dataset's numbers into the folder's files"
+        ]
 
     def keep(self, folder: Place) -> None:
         """Put tokenizer and generation settings beside the run's checkpoints."""
@@ -132,7 +166,8 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError("--load-hf reads weights with the package safetensors: pip install 'megacp[hf]'")
     folder, vision = Path(str(config.checkpoint.load_hf)), config.checkpoint.vision_from_hf
-    loaded = read_hf(folder, "--load-hf")
+    applied = config.checkpoint.load_adapter
+    loaded = read_hf(folder, "--load-hf", None if applied is None else Path(applied))
     try:
         said = config.training.dtype if "dtype" in given else loaded.settled_dtype
         dtype = said or model_dtype(loaded.source)
@@ -141,6 +176,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
         raise ValueError(f"--load-hf {folder}: {error}") from error
     stored, source, known, notes = loaded.config, loaded.source, dict[str, int](), loaded.notes("dtype" in given)
     files = {f"--load-hf {name}": folder / name for name in loaded.files}
+    tower: Loaded | None = None
     if vision is not None:
         tower = read_hf(Path(vision), "--vision-from-hf") if vision != "none" else None
         stored, source, known, told_new = with_tower(loaded, tower, config, given)
@@ -156,7 +192,8 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     # pairs that nothing has begin as they are drawn
     known |= dict.fromkeys((pair.name for pair in pair_tensors(config.model) if pair.name not in source.infos), 0)
     told = {name: [list(info.shape), str(info.dtype)] for name, info in source.infos.items()}
-    described = [told, flatten(stored), sorted(files)]
+    rules = loaded.rules.to_dict() if loaded.rules is not None else None
+    described = [told, flatten(stored), sorted(files), rules]
     fingerprint = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
-    start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, files, known)
+    start = FolderStart(loaded, folder, in_dtype(source, DTYPES[dtype]), sha256, fingerprint, files, known, tower)
     return config, start, "\n".join([note, *notes])

@@ -424,7 +424,7 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
 
 
 def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> Named | None:
-    """Return a part inside `processor_config.json`, which counts first, or the file of older versions; None for neither.
+    """Return a part inside `processor_config.json`, which counts first, or the older file; None for neither.
 
     ValueError for a part that is not an object.
     """

@@ -14,10 +14,12 @@ import torch
 
 from megacp.core.data.vision.molmo2 import Molmo2Rules, image_layout, image_patches
 from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.core.data.vision.rules import VisionRules
 from megacp.huggingface.convert import chat, processor
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.huggingface.generation.prompt import PromptMaker
+from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, PROCESSOR_FILES, VIDEOS, read_processor
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordRules
@@ -197,15 +199,23 @@ OTHER = dataclasses.replace(
 )
 
 
+def read_rules(folder: Path, token_ids: dict[str, int], family: str) -> VisionRules | None:
+    found = read_processor(folder, family)
+    return None if found is None else found.with_ids(token_ids)
+
+
 @pytest.mark.parametrize("rules", [TINY, OTHER])
 def test_rules_come_back_from_the_files(rules: Molmo2Rules, tmp_path: Path) -> None:
     processor.write_processor(rules, tmp_path)
-    assert processor.read_rules(tmp_path, rules.token_ids, "molmo2") == rules
-    (tmp_path / processor.PROCESSOR).unlink()
-    older: Any = processor.read_rules(tmp_path, rules.token_ids, "molmo2")
+    assert read_rules(tmp_path, rules.token_ids, "molmo2") == rules
+    (tmp_path / PROCESSOR).unlink()
+    older: Any = read_rules(tmp_path, rules.token_ids, "molmo2")
     assert (older.max_crops, older.video_fps) == (rules.max_crops, rules.video_fps)
-    (tmp_path / processor.IMAGES).unlink()
-    assert processor.read_rules(tmp_path, rules.token_ids, "molmo2") is None
+    (tmp_path / IMAGES).unlink()
+    with pytest.raises(ValueError, match=f"has {VIDEOS} and no {IMAGES}"):
+        read_rules(tmp_path, rules.token_ids, "molmo2")
+    (tmp_path / VIDEOS).unlink()
+    assert read_rules(tmp_path, rules.token_ids, "molmo2") is None
 
 
 def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -224,8 +234,8 @@ def library_processor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(texts.Molmo2Processor, "check_argument_for_proper_class", lambda *given: None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     parts = images.Molmo2ImageProcessor.from_pretrained(folder), videos.Molmo2VideoProcessor.from_pretrained(folder)
-    settings = json.loads((folder / processor.PROCESSOR).read_text())
-    options = {key: settings[key] for key in (*processor.TEXT, *processor.FIXED_TEXT)}
+    settings = json.loads((folder / PROCESSOR).read_text())
+    options = {key: settings[key] for key in (*PROCESSOR_FILES["molmo2"].switches, *PROCESSOR_FILES["molmo2"].only)}
     return texts.Molmo2Processor(*parts, tokenizer, **options)
 
 
@@ -254,17 +264,17 @@ def test_rules_that_the_library_cannot_follow_and_files_that_we_cannot_are_refus
     with pytest.raises(ValueError, match="time_mode is 'off'"):
         processor.write_processor(dataclasses.replace(TINY, time_mode="off"), tmp_path)
     processor.write_processor(TINY, tmp_path)
-    whole = json.loads((tmp_path / processor.PROCESSOR).read_text())
+    whole = json.loads((tmp_path / PROCESSOR).read_text())
     for part, change, message in (
         ("image_processor", {"resample": 3}, "resample is 3, megacp can only express 2"),
         ("image_processor", {"size": {"height": 16, "width": 32}}, "can only express squares"),
-        ("video_processor", {"patch_size": 8}, "patch_size is 8, that of images is 4"),
+        ("video_processor", {"patch_size": 8}, "video_processor patch_size is 8, .*image_processor patch_size is 4"),
         (None, {"use_frame_special_tokens": False}, "use_frame_special_tokens is False"),
     ):
         changed = {**whole, **change} if part is None else {**whole, part: {**whole[part], **change}}
-        (tmp_path / processor.PROCESSOR).write_text(json.dumps(changed))
+        (tmp_path / PROCESSOR).write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=message):
-            processor.read_rules(tmp_path, TINY.token_ids, "molmo2")
+            read_rules(tmp_path, TINY.token_ids, "molmo2")
 
 
 def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: Path) -> None:
@@ -280,17 +290,17 @@ def test_windows_by_files_of_any_version_and_what_a_video_may_not_say(tmp_path: 
         path, text = tmp_path / name, (tmp_path / name).read_text()
         path.write_text(json.dumps({**json.loads(text), **change}))
         try:
-            return processor.read_rules(tmp_path, rules.token_ids, "qwen3_5")
+            return read_rules(tmp_path, rules.token_ids, "qwen3_5")
         finally:
             path.write_text(text)
 
-    assert read(processor.IMAGES) == rules
-    older = read(processor.IMAGES, size=None, min_pixels=1024, max_pixels=4096)
+    assert read(IMAGES) == rules
+    older = read(IMAGES, size=None, min_pixels=1024, max_pixels=4096)
     assert older == rules
     for name, change, message in (
-        (processor.IMAGES, {"resample": 2}, "resample is 2, megacp can only express 3"),
-        (processor.VIDEOS, {"merge_size": 4}, "merge_size is 4, that of images is 2"),
-        (processor.VIDEOS, {"num_frames": 16}, "num_frames is 16"),
+        (IMAGES, {"resample": 2}, "resample is 2, megacp can only express 3"),
+        (VIDEOS, {"merge_size": 4}, "merge_size is 4, preprocessor_config.json merge_size is 2"),
+        (VIDEOS, {"num_frames": 16}, "num_frames is 16"),
     ):
         with pytest.raises(ValueError, match=message):
             read(name, **change)
