@@ -214,10 +214,8 @@ def _of_folder(path: Path) -> Loaded:
     weights = family.opened(weights, values)
     further = further_tensors(weights.infos, values["num_layers"], family.further_layers(content))
     if further:
-        told = wording.listed([*further], 2)
-        unused.append(
-            f"{len(further)} tensors of layers that predict further tokens left out, as in the library: {told}"
-        )
+        names = wording.listed([*further], 3)
+        unused.append(f"tensors of layers that predict further tokens left out, as in the library: {names}")
     infos = {name: info for name, info in weights.infos.items() if name not in further}
     found = _links_of_file(family, values, weights, infos)
     if found.untied:

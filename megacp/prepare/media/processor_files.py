@@ -42,7 +42,7 @@ class Setting:
 
     rule: str
     default: Any
-    """The library's value where the field is missing or null."""
+    """The library's value where the field is missing. A null is not missing: the library keeps it, and fails."""
     read: Callable[[Any], Any]
     """The rule's value, as JSON has it. ValueError says what was expected."""
 
@@ -57,7 +57,7 @@ class Part:
     """The field `size`; its reader takes the whole part, since older fields may override it."""
     settings: Mapping[str, Setting]
     only: Mapping[str, tuple[Any, Any]]
-    """Field -> the one value that our rules express, and the library's where the field is missing or null."""
+    """Field -> the one value that our rules express, and the library's where the field is missing."""
     further: tuple[str, ...] = ()
     """Fields that the reader of `size` takes too."""
 
@@ -195,7 +195,7 @@ _WORDS_OF_EDGES = "expected shortest_edge and longest_edge: the least and most p
 def _pixels(part: Content, default: list[int], has_older: bool) -> list[int]:
     """Return the least and the most pixels; fields of older files override `size` in the class for images."""
     size = part.get("size")
-    if size is None:
+    if "size" not in part or (size is None and has_older):
         size = dict(zip(_EDGES, default, strict=True))
     if not isinstance(size, dict):
         raise ValueError(_WORDS_OF_EDGES)
@@ -223,10 +223,10 @@ def _video_pixels(part: Content) -> list[int]:
 
 def _square(part: Content) -> int:
     """Return the side of a crop: of an object, of two numbers, or of one where the library makes it a square."""
-    size = part.get("size")
-    if size is None:
+    if "size" not in part:
         return 378
-    if type(size) is int and part.get("default_to_square") in (None, True):
+    size = part["size"]
+    if type(size) is int and part.get("default_to_square", True) is True:
         size = [size, size]
     if isinstance(size, dict) and {*size} == {"height", "width"}:
         size = [size["height"], size["width"]]
@@ -472,21 +472,23 @@ def _read_part(part: Named, spec: Part) -> tuple[dict[str, Any], dict[str, str],
             if name == "size":
                 values[setting.rule] = setting.read(content)
             else:
-                values[setting.rule] = setting.default if given is None else setting.read(given)
+                values[setting.rule] = setting.read(given) if name in content else setting.default
         except ValueError as error:
             names = [name, *(further for further in spec.further if name == "size" and further in content)]
             told = ", ".join(f"{one} is {_shown(content.get(one))}" for one in names)
             problems.append(f"{where}: {told}; {error}")
     for name, (expected, usual) in spec.only.items():
-        given = content.get(name)
-        if _acts_otherwise(usual if given is None else given, expected):
-            told = f"is {_shown(given)}" if given is not None else f"is missing, which the library reads as {usual}"
+        given = content.get(name, usual)
+        if _acts_otherwise(given, expected):
+            told = f"is {_shown(given)}" if name in content else f"is missing, which the library reads as {usual}"
             problems.append(f"{where}: {name} {told}, megacp can only express {_shown(expected)}")
     return values, fields, problems
 
 
 def _acts_otherwise(value: Any, expected: Any) -> bool:
-    """Whether a value differs from the only one that can be expressed; true is not 1."""
+    """Whether a value differs from the only one that can be expressed; true is not 1, and a null is false."""
+    if expected is False and value is None:
+        return False
     if isinstance(expected, float) and _is_number(value):
         return not math.isclose(value, expected, rel_tol=1e-9)
     return type(value) is not type(expected) or bool(value != expected)
