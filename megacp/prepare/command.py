@@ -238,7 +238,7 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
 
     config = _model_folder(args) / "config.json"
     content = read_object(config) if config.is_file() else {}
-    model_type = str(content.get("model_type"))
+    model_type = f"{content.get('model_type')!s:.80}"
     found = next((name for name in families if model_type in RULES[name].model_types), None)
     if found is None:
         if "vision_config" in content and args.family is None:

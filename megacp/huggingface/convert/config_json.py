@@ -200,20 +200,25 @@ class ConfigJson:
         `part`: of a head where the config is silent; None: no part can be said.
         """
         kinds = kinds or tuple(_ROPE_TYPES)
+        plain = {"rope_scaling": "none", "rotary_base": theta}  # what a fault leaves, so that others are found too
         given = {name: self.get(section + name) for name in ("rope_scaling", "rope_parameters")}
         name = next((n for n, params in given.items() if params), "rope_parameters")
         path, params = section + name, ({} if given[name] is None else given[name])
         near, kinds_of_layers = None, given["rope_parameters"]  # near: of layers with a window, which have their own
         if isinstance(kinds_of_layers, Mapping) and kinds_of_layers.keys() == {*LAYER_TYPES}:
             near, params = (kinds_of_layers[kind] for kind in LAYER_TYPES)
-            params = {**params, **(given["rope_scaling"] or {})}
+            older = given["rope_scaling"] or {}
+            if not all(isinstance(one, Mapping) for one in (near, params, older)):
+                self.faults.append(f"{path} is {shown(given[name])}, expected parameters for each kind of layers")
+                return plain
+            params = {**params, **older}
         if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
             self.faults.append(f"{path} is {shown(params)}, expected one set of parameters for all layers")
-            return {}
+            return plain
         kind = params.get("rope_type", params.get("type", "default"))
         if not isinstance(kind, str) or kind not in kinds:
             self.faults.append(f"{path}.rope_type is {shown(kind)}, megacp can express {', '.join(kinds)}")
-            return {}
+            return plain
         outside = self.get(f"{section}rope_theta", theta), self.get(f"{section}partial_rotary_factor")
         base = params.get("rope_theta", outside[0])
         values = {
@@ -224,7 +229,10 @@ class ConfigJson:
         if part is not None:
             path_of_part = f"{section}partial_rotary_factor"
             if (sections := params.get("mrope_section")) is not None:
-                values["mrope_section"] = tuple(sections) if isinstance(sections, list) else None
+                if not isinstance(sections, list) or [type(size) for size in sections] != [int] * 3:
+                    self.faults.append(f"{path}.mrope_section is {shown(sections)}, expected three whole numbers")
+                else:
+                    values["mrope_section"] = tuple(sections)
             values["rotary_percent"] = self.checked(path_of_part, part if said is None else said, part, float, 0.01, 1)
         elif said not in (None, 1.0):
             self.faults.append(f"{section}partial_rotary_factor is {shown(said)}, megacp rotates whole heads")

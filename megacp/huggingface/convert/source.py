@@ -355,7 +355,7 @@ def generation_notes(folder: Path) -> list[str]:
     settings = []
     for name, value in sorted(content.items()):
         if not name.startswith(_NO_CHOICE) and (value is True or value not in (None, False, 0, 1, [], {})):
-            settings.append(f"{name} {shown(value)}")
+            settings.append(f"{processor_files.printable(name)} {shown(value)}")
     if not settings:
         return []
     told = wording.listed(settings, 10)

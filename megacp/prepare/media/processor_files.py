@@ -146,6 +146,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def printable(name: str) -> str:
+    """Return the name of a field for a message: without control characters, long ones cut."""
+    return name if name.isprintable() and len(name) <= 60 else _shown(name)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -542,5 +547,5 @@ def _note_names(where: str, content: Content, used: set[str], notes: list[str]) 
     """Add a line about fields with a value that nothing reads here; the library's classes ignore them as well."""
     left = [name for name, value in content.items() if name not in used | _SILENT and value not in (None, False)]
     if left:
-        told = listed([f"{name} {_shown(content[name])}" for name in sorted(left)], 10)
+        told = listed([f"{printable(name)} {_shown(content[name])}" for name in sorted(left)], 10)
         notes.append(f"{where}: not used, as in the library: {told}")
