@@ -1073,6 +1073,45 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a folder's template is unread",
         ),
     ],
+    ("prepare/media/processor_files.py", "tests/prepare/media/test_processor_files.py"): [
+        ("    inside = whole.get(key)\n", "    inside = None\n", "older processor files count before the newest"),
+        ("if has_older:", "if True:", "older names of sizes count for videos"),
+        ('"size" not in part or (size is None and has_older)', "size is None", "a null is a missing size"),
+        ('"do_normalize": (True, False)', '"do_normalize": (True, True)', "videos that stay bytes are normalised"),
+        ("_normalized(_CLIP_MEAN, _CLIP_DEVIATION)", "_normalized(_HALF, _HALF)", "a missing mean is another one"),
+        ("if _acts_otherwise(given, expected):", "if False:", "steps that a folder leaves out are taken"),
+        ("        if not problems and all(", "        if all(", "videos follow images against the library"),
+    ],
+    ("prepare/command.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        ("**told.values, **of_folder", "**of_folder", "a build does not follow the folder's processor files"),
+        ("    if overridden:\n", "    if False:\n", "a flag overrides the folder's files in silence"),
+    ],
+    ("train.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        (
+            "if misfits := weights.image_misfits(where, sources.image_rules):",
+            "if misfits := list[str]():",
+            "packs by other image rules than the folder's are trained on",
+        ),
+    ],
+    ("core/training/state.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        (
+            "if image_rules is None and weights is not None and weights.image_rules is not None:",
+            "if image_rules is None and weights is not None and False:",
+            "the export of a run on text has no processor files",
+        ),
+        (
+            "image_rules=state.image_rules or was.image_rules",
+            "image_rules=state.image_rules",
+            "a finetuning on text forgets the image rules",
+        ),
+    ],
+    ("huggingface/convert/source.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        ("        refuse_embedded_adapter(path, adapter)\n", "", "an adapter in a model's folder is ignored"),
+        ("layers <= int(numbered[1]) < layers + further", "layers <= int(numbered[1])", "any further layer is dropped"),
+    ],
+    ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        ("if not value or same(value, _USUAL.get(key))", "if True", "fields that are not used are not told"),
+    ],
     ("huggingface/convert/start.py", "tests/huggingface/convert/test_start.py"): [
         (
             '{f"--load-hf {name}": folder / name for name in loaded.files}',

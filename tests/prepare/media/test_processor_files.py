@@ -109,6 +109,16 @@ SAME_AS_LIBRARY: dict[str, tuple[str, Files]] = {
             VIDEOS: {"max_frames": 31, "cap_pixels_per_frame": None, "num_frames": None},
         },
     ),
+    "a missing mean of images, which is not that of videos": (
+        "qwen3_5",
+        {
+            IMAGES: {"patch_size": 16, "size": SIDES},
+            VIDEOS: {
+                "image_mean": [0.48145466, 0.4578275, 0.40821073],
+                "image_std": [0.26862954, 0.26130258, 0.27577711],
+            },
+        },
+    ),
     "one number for three colours": (
         "qwen3_5",
         {IMAGES: {**QWEN_IMAGE, "image_mean": 0.25}, VIDEOS: {**QWEN_VIDEO, "image_mean": 0.25}},
