@@ -47,6 +47,7 @@ NAME_VISION_FAMILIES = (
     "megacp/core/models/multimodal.py",
     "megacp/verify/parity.py",
     "megacp/prepare/records/conversation.py",
+    "megacp/prepare/media/processor_files.py",
 )
 """A family's own files in the shared rooms, the tables with a row for each, and who names a chat template."""
 

@@ -16,7 +16,7 @@ from typing import Any
 Values = dict[str, Any]
 """Flags by field name, flat; or fields of a config.json by dotted path."""
 ABSENT = object()
-GENERATION = frozenset(
+GENERATION_FIELDS = frozenset(
     ("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping")
     + ("encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "length_penalty", "max_length")
     + ("max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams")
@@ -24,7 +24,7 @@ GENERATION = frozenset(
     + ("top_k", "top_p", "typical_p", "forced_bos_token_id", "forced_eos_token_id")
 )
 """Fields of any config that say how the library chooses tokens."""
-GENERAL = GENERATION | frozenset(
+GENERAL = GENERATION_FIELDS | frozenset(
     ("_name_or_path", "architectures", "attn_implementation", "auto_map", "chunk_size_feed_forward")
     + ("dtype", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type")
     + ("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict")
@@ -45,7 +45,10 @@ ROLES: tuple[tuple[re.Pattern[str], str], ...] = (
         "training adds the loss of --moe-aux-loss-coeff instead",
     ),
     (FURTHER_TOKENS, "layers that predict further tokens are left out, as in the library"),
-    (re.compile("|".join(f"^{name}$" for name in sorted(GENERATION))), "generation takes the flags of its command"),
+    (
+        re.compile("|".join(f"^{name}$" for name in sorted(GENERATION_FIELDS))),
+        "generation takes the flags of its command",
+    ),
     (re.compile("^initializer_range$"), "new weights are drawn by --init-method-std"),
     (re.compile("dtype$|^float32_"), "--dtype says how numbers are held"),
     (re.compile("^language_model_only$|^use_frame_special_tokens$"), "the library's model does not read it either"),

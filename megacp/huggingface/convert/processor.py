@@ -12,7 +12,7 @@ from typing import Any
 
 from megacp.core.data.vision.rules import VisionRules
 from megacp.huggingface.convert.hf_files import write_json
-from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, PROCESSOR_FILES, VIDEOS, Part
+from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, PROCESSOR_FILES, VIDEOS, ProcessorPart
 
 Rules = dict[str, Any]
 """Image rules as a dataset's manifest holds them."""
@@ -20,7 +20,7 @@ Rules = dict[str, Any]
 _STEPS = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
 
 
-def _settings(rules: Rules, part: Part) -> dict[str, Any]:
+def _settings(rules: Rules, part: ProcessorPart) -> dict[str, Any]:
     """Return the fields of a part but for its size, and what is fixed in its class."""
     found = {name: rules[setting.rule] for name, setting in part.settings.items()}
     return {**found, **_STEPS, "resample": part.only["resample"][0]}

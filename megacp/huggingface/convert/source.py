@@ -228,7 +228,7 @@ def _of_folder(path: Path) -> Loaded:
     if config.vision.vision_num_layers:
         processor, rules = rules_of(path, content, config, family)
         unused += notes_on_rules(processor, rules)
-    elif others := [name for name in processor_files.FILES if os.path.lexists(path / name)]:
+    elif others := [name for name in processor_files.PROCESSOR_NAMES if os.path.lexists(path / name)]:
         unused.append(f"{', '.join(others)}: not used, the model of config.json has no vision tower")
     return Loaded(
         path,

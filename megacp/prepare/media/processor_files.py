@@ -22,7 +22,7 @@ from megacp.prepare.tokenize.beside import read_object
 IMAGES = "preprocessor_config.json"
 VIDEOS = "video_preprocessor_config.json"
 PROCESSOR = "processor_config.json"
-FILES = (PROCESSOR, IMAGES, VIDEOS)
+PROCESSOR_NAMES = (PROCESSOR, IMAGES, VIDEOS)
 Content = Mapping[str, Any]
 """An object of a JSON file."""
 
@@ -48,7 +48,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessorPart:
     """A processor class of the library, for images or for videos."""
 
     cls: str
@@ -76,8 +76,8 @@ class Part:
 class ProcessorFiles:
     """The processor files of a vision family."""
 
-    images: Part
-    videos: Part
+    images: ProcessorPart
+    videos: ProcessorPart
     switches: Mapping[str, tuple[str, bool | None]] = field(default_factory=dict)
     """Fields of the processor as a whole -> our rule, and the library's value where the field is missing."""
     only: Mapping[str, bool] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class FolderRules:
     def files(self) -> list[str]:
         """Names of the folder's files that say any of the rules."""
         said = {place.partition(" ")[0].removesuffix(":") for place in self.fields.values()}
-        return [name for name in FILES if name in said and os.path.lexists(self.folder / name)]
+        return [name for name in PROCESSOR_NAMES if name in said and os.path.lexists(self.folder / name)]
 
     def with_ids(self, token_ids: Mapping[str, int]) -> VisionRules:
         """Return these rules with ids of image tokens. ValueError for ids that cannot be."""
@@ -268,14 +268,14 @@ _WINDOWS_ONLY: dict[str, tuple[Any, Any]] = {
 }
 _MERGED = {"merge_size": Setting("merge_size", 2, _count())}
 _WINDOWS = ProcessorFiles(
-    images=Part(
+    images=ProcessorPart(
         "Qwen2VLImageProcessor",
         Setting("resize_pixels", None, _image_pixels),
         {"patch_size": Setting("patch_size", 14, _count()), **_MERGED, **_normalized(_CLIP_MEAN, _CLIP_DEVIATION)},
         _WINDOWS_ONLY,
         further=tuple(_OLDER_EDGES),
     ),
-    videos=Part(
+    videos=ProcessorPart(
         "Qwen3VLVideoProcessor",
         Setting("video_resize_pixels", None, _video_pixels),
         {
@@ -296,7 +296,7 @@ _WINDOWS = ProcessorFiles(
 )
 _PATCHES = {"patch_size": Setting("patch_size", 14, _count()), **_normalized(_HALF, _HALF)}
 _CROPS = ProcessorFiles(
-    images=Part(
+    images=ProcessorPart(
         "Molmo2ImageProcessor",
         Setting("image_size", None, _square),
         {
@@ -308,7 +308,7 @@ _CROPS = ProcessorFiles(
         {**_PIXELS_ONLY, "resample": (_BILINEAR, _BILINEAR)},
         further=("default_to_square",),
     ),
-    videos=Part(
+    videos=ProcessorPart(
         "Molmo2VideoProcessor",
         Setting("image_size", None, _square),
         {
@@ -378,7 +378,7 @@ def misfit_of_config(told: FolderRules) -> str | None:
     return "; ".join(problems) or None
 
 
-Named = tuple[str, dict[str, Any]]
+_NamedPart = tuple[str, dict[str, Any]]
 """Part of a processor: where it is, for messages, and its fields."""
 
 
@@ -428,7 +428,7 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
     return found
 
 
-def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> Named | None:
+def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> _NamedPart | None:
     """Return a part inside `processor_config.json`, which counts first, or the older file; None for neither.
 
     ValueError for a part that is not an object.
@@ -453,7 +453,7 @@ def _is_same(path: Path, inside: Content) -> bool:
     return all(outside.get(key) == inside.get(key) for key in {*outside, *inside} - _SILENT)
 
 
-def _other_class(part: Named, key: str, expected: str) -> list[str]:
+def _other_class(part: _NamedPart, key: str, expected: str) -> list[str]:
     """Return the reason why a part is of another class than `expected`, if it names one."""
     where, content = part
     name = content.get(key)
@@ -464,7 +464,7 @@ def _other_class(part: Named, key: str, expected: str) -> list[str]:
     return [f"{where}: {key} is {_shown(name)}, expected {expected}"]
 
 
-def _read_part(part: Named, spec: Part) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+def _read_part(part: _NamedPart, spec: ProcessorPart) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return the rules of a part, the field that says each of them, and what the rules cannot express."""
     where, content = part
     values: dict[str, Any] = {}
@@ -500,7 +500,7 @@ def _acts_otherwise(value: Any, expected: Any) -> bool:
 
 
 def _without_videos(
-    image: Named, values: Content, files: ProcessorFiles, notes: list[str]
+    image: _NamedPart, values: Content, files: ProcessorFiles, notes: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return rules of videos for a folder without settings of videos, and the place of each.
 
