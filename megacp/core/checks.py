@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from megacp.core.config.blend import named_folders, path_problems, shown_path
-from megacp.core.config.model import LINEARS, ModelConfig
+from megacp.core.config.model import LINEARS, LORA_KINDS, ModelConfig, parse_lora_targets
 from megacp.core.config.run import RunConfig, fields, flag, flatten
 from megacp.core.layers.moe import MOE
-from megacp.core.layers.stack import layers_of
+from megacp.core.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
 from megacp.core.storage.place import place_of
 from megacp.core.storage.url import Url, is_url
 
@@ -310,27 +310,44 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--vision-num-layers {layers} needs rows for image tokens: {rows}"
 
 
+def _names_no_layer(word: str, has: Collection[str]) -> bool:
+    """Whether a word of --lora-targets names only kinds that no layer has."""
+    kinds, _ = parse_lora_targets(word)
+    return bool(kinds) and not any(kind in has for kind in kinds)
+
+
 def _lora(config: RunConfig, world: int) -> Iterator[str]:
     m = config.model
     if m.lora_rank == 0:
         if m.lora_alpha is not None or m.lora_targets is not None or m.lora_dropout > 0:
             yield "--lora-alpha, --lora-targets and --lora-dropout act only with --lora-rank above 0"
         return
-    asked = (m.lora_targets or "q,v").replace(",", " ").split()
-    if asked != ["all"] and (not asked or not set(asked) <= set(LINEARS)):
-        yield f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)}, or all"
-    linears = [{**layer.linears(m), **layer.mlp.of_expert(m)} for layer in layers_of(m)]
-    has = [name for name in m.lora_linears if any(name in of for of in linears)]
-    lacking = [name for name in m.lora_linears if name not in has]
-    if lacking and (asked != ["all"] or not has):
+    targets = m.lora_targets or "q,v"
+    asked, faults = parse_lora_targets(targets)
+    if faults or not asked:
+        shown = f" (not {', '.join(faults)})" if faults else ""
+        yield (
+            f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)} or of {', '.join(LORA_KINDS)}, "
+            f"or all; KIND:RANK:ALPHA gives one its own rank and alpha{shown}"
+        )
+    has = lora_kinds(m)
+    lacking = [word for word in targets.replace(",", " ").split() if _names_no_layer(word, has)]
+    if lacking and not faults:
         yield f"--lora-targets {' '.join(lacking)}: no layer has one of them"
-    of_mlp = [name for name in has if name in ("gate", "up", "down")]
-    if m.lora_dropout > 0 and m.num_experts > 0 and of_mlp:
-        yield f"--lora-dropout {m.lora_dropout} on {', '.join(of_mlp)}: pairs of experts have none, as peft's"
-    widths = {name: min(min(of[name].inputs, of[name].outputs) for of in linears if name in of) for name in has}
-    if narrow := [f"{name} ({width})" for name, width in widths.items() if m.lora_rank > width]:
-        yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow)}"
-    if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and {"gate", "up", "down"} & set(m.lora_linears):
+    experts = [kind for kind in has if kind in EXPERT_KINDS]
+    if m.lora_dropout > 0 and experts:
+        yield f"--lora-dropout {m.lora_dropout} on {', '.join(experts)}: pairs of experts have none, as peft's"
+    narrow = dict[str, str]()
+    for layer in layers_of(m):
+        for kind, linear in layer.lora_linears(m).items():
+            width, rank = min(linear.inputs, linear.outputs), m.lora_pairs[kind].rank
+            # rates of a gated delta rule (b, a) are as narrow as it has heads
+            if rank > width and kind.split(".")[1] in LINEARS:
+                narrow[kind] = f"{kind} ({rank} of {width})"
+    if narrow:
+        yield f"--lora-rank {m.lora_rank} is above the smaller width of {', '.join(narrow.values())}"
+    of_mlp = any(kind.endswith((".gate", ".up", ".down")) for kind in has)
+    if m.lora_dropout > 0 and config.training.mlp_chunk_tokens > 0 and of_mlp:
         tiles = f"--mlp-chunk-tokens {config.training.mlp_chunk_tokens}"
         yield f"--lora-dropout {m.lora_dropout} on the MLP with {tiles}: a tile does not know the names of its tokens"
     if (folder := config.checkpoint.vision_from_hf) is not None:

@@ -120,10 +120,12 @@ def _pairs(share: Share, described: Layer) -> tuple[int, int]:
     for kind in described.kinds:
         linears, tiled = kind.linears(model), share.tiled and kind is not described.mixer
         for product in kind.products:
-            pairs = sum(name in model.lora_linears for name in product)
+            ranks = share.pair_ranks(kind.name, product)
             tokens = share.tokens if linears[product[0]].cut == "rows" else share.rows
-            given += 0 if tiled else pairs * model.lora_rank * tokens
-            dropped += share.product_input(linears[product[0]]) * (pairs > 0 and model.lora_dropout > 0)
+            if not tiled:
+                given += sum(ranks) * tokens
+            if ranks and model.lora_dropout > 0:
+                dropped += share.product_input(linears[product[0]])
     return given, dropped
 
 

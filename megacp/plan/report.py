@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from megacp.core.config.parallel import AXES
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
-from megacp.core.layers.stack import without_pairs
 from megacp.core.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
 from megacp.core.models import costs
+from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.pipeline_parallel.schedules import Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
 from megacp.core.storage.wording import human_bytes, human_count
@@ -88,11 +88,10 @@ def _heading(config: RunConfig, world_size: int) -> str:
         lines += _expert_load(config)
     if m.lora_rank:
         lines.append(
-            f"Trained: {human_count(costs.trained_parameters(config))} parameters in low-rank pairs of rank "
-            f"{m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on {', '.join(m.lora_linears)}; all else is frozen"
+            f"Trained: {human_count(costs.trained_parameters(config))} parameters in low-rank pairs of "
+            f"{describe_pairs(m)}; all else is frozen"
         )
-        if bare := without_pairs(m):
-            lines.append(f"Not trained: {bare}")
+        lines += parts_without_pairs(config)
     if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
         lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
     if m.vocab_size == 0:

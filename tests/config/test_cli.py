@@ -338,7 +338,7 @@ CONTRADICTIONS: list[tuple[dict, int, str]] = [
     ({**EXPERTS, "fp8": "delayed"}, 1, "--fp8 delayed with"),
     ({**EXPERTS, TP: 2, "sequence_parallel": False}, 2, "--sequence-parallel"),
     ({**EXPERTS, EP: 4, "num_distributed_optimizer_instances": 2}, 4, "--num-distributed-optimizer-instances 2"),
-    ({**EXPERTS, "lora_rank": 4, "lora_targets": "q,up", "lora_dropout": 0.1}, 1, "--lora-dropout 0.1 on up"),
+    ({**EXPERTS, "lora_rank": 4, "lora_targets": "q,up", "lora_dropout": 0.1}, 1, "--lora-dropout 0.1 on experts.up"),
     ({"linear_attention_rule": "mamba2", "linear_attention_freq": "[1]", **Q_DOWN}, 1, "--lora-targets q: no layer"),
     ({"num_distributed_optimizer_instances": 4, "global_batch_size": 12}, 6, "--num-distributed-optimizer-instances 4"),
     ({STRATEGY: "optim_grads", "gradient_accumulation_fusion": True}, 1, "--gradient-accumulation-fusion"),

@@ -13,7 +13,7 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.distributed.grid import Axis, ProcessGrid, build_grid
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.layers.stack import model_tensors, without_pairs
+from megacp.core.layers.stack import model_tensors
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.core.models import build
 from megacp.verify.parity import MODELS, prepare
@@ -73,12 +73,3 @@ def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(na
                     continue
                 assert (*firsts, size) == (0, *itertools.accumulate(sizes)), key
                 assert tensor.name in TABLES or {*sizes} == {size // shape.tp}, key
-
-
-def test_layers_without_a_pair_are_named() -> None:
-    hybrid = {"num_layers": 4, "linear_attention_freq": "[1,1,0,1]", "linear_attention_rule": "mamba2"}
-    adapted = {**hybrid, "lora_rank": 2}
-    told = without_pairs(with_values(RunConfig(), adapted).model)
-    assert told == "3 of 4 layers (mamba) get no low-rank pair, since they have no q, v: 0, 1, 3"
-    for values in ({**adapted, "lora_targets": "output"}, hybrid, {"lora_rank": 2}):
-        assert without_pairs(with_values(RunConfig(), values).model) == ""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megacp.core.backends import apex
 from megacp.core.backends.select import backend_problems, select_backend
+from megacp.core.config.model import PairSize
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.collectives import all_gather, all_reduce
@@ -155,11 +156,14 @@ def test_a_norm_over_columns_equals_one_process() -> None:
         torch.testing.assert_close(torch.cat(found, -1), one, **CLOSE)
 
 
-PAIRS = LoraSpec(("q", "v", "out"), 3, 2.5)
+PAIRS = LoraSpec({"a.q": PairSize(3, 7.5), "a.v": PairSize(2, 8.0), "b.out": PairSize(3, 7.5)})
+RANKS = {"q": 3, "k": 0, "v": 2}
 FROZEN = {f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)}
 FROZEN["b.out.weight"] = randn(OUT, 8, seed=3)
 LOW = {
-    f"a.{name}.lora_{m}.weight": randn(*s, seed=8) for name, n in OUTPUTS for m, s in (("A", (3, WIDTH)), ("B", (n, 3)))
+    f"a.{name}.lora_{m}.weight": randn(*shape, seed=8)
+    for name, rows in OUTPUTS
+    for m, shape in (("A", (RANKS[name], WIDTH)), ("B", (rows, RANKS[name])))
 }
 LOW |= {"b.out.lora_A.weight": randn(3, 8, seed=9), "b.out.lora_B.weight": randn(OUT, 3, seed=10)}
 
@@ -207,6 +211,9 @@ def test_low_rank_pairs_equal_one_process(parallel: bool, dropout: float) -> Non
     if not dropout:
         x, delta = randn(TOKENS, WIDTH, seed=40), LOW["a.q.lora_B.weight"] @ LOW["a.q.lora_A.weight"]
         torch.testing.assert_close(one[1][0], x @ (FROZEN["a.q.weight"] + 2.5 * delta).t(), **CLOSE)
+        torch.testing.assert_close(one[1][1], x @ FROZEN["a.k.weight"].t(), **CLOSE)
+        delta = LOW["a.v.lora_B.weight"] @ LOW["a.v.lora_A.weight"]  # of another rank and scale in the same product
+        torch.testing.assert_close(one[1][2], x @ (FROZEN["a.v.weight"] + 4.0 * delta).t(), **CLOSE)
         wide, delta = randn(TOKENS, 8, seed=41), LOW["b.out.lora_B.weight"] @ LOW["b.out.lora_A.weight"]
         torch.testing.assert_close(one[0][0], wide @ (FROZEN["b.out.weight"] + 2.5 * delta).t(), **CLOSE)
     results = run_ranks(low_rank, 2, parallel, dropout)

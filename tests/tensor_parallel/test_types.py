@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megacp.core.backends.native import NormSpec, RMSNorm, layer_norm
+from megacp.core.config.model import PairSize
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed import collectives, differentiable
 from megacp.core.distributed.collectives import Pending
@@ -173,7 +174,7 @@ COLUMN = LinearSpec("a", {"q": layers.Linear(WIDTH, 8, 0.1, True), "k": layers.L
 ROW = LinearSpec("b", {"out": layers.Linear(WIDE, WIDTH, 0.1, True, "columns")})
 COLUMNS, TABLE = layers.Tensor("n.weight", (WIDE,), "rows", "ones"), layers.Tensor("t", (13, WIDTH), "rows", std=0.1)
 NORM, HEADS = NormSpec("n", WIDTH, 1e-6), NormSpec("n", 4, 1e-6)
-PAIRS = lora.LoraSpec(("q", "out"), 2, 1.0)
+PAIRS = lora.LoraSpec(dict.fromkeys(("a.q", "b.out"), PairSize(2, 2.0)))
 
 
 def column(o: LinearOptions) -> nn.Module:

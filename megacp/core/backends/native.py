@@ -119,8 +119,7 @@ class NativeBackend:
         trained = "text" not in self.frozen
         model = config.model
         self.activation, self.norm_init = model.mlp_activation, "zeros" if model.apply_layernorm_1p else "ones"
-        pairs = LoraSpec(model.lora_linears, model.lora_rank, model.lora_scale, model.lora_dropout)
-        self.lora = pairs if model.lora_rank else None
+        self.lora = LoraSpec(model.lora_pairs, model.lora_dropout) if model.lora_pairs else None
         self.options = LinearOptions(
             grid.tp,
             self.sequence_parallel,

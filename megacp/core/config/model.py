@@ -7,7 +7,9 @@ of ranks.
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -16,8 +18,68 @@ from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Fraction, NotNegati
 VOCABULARY_MULTIPLE = 8
 """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
 LINEARS = ("q", "k", "v", "output", "gate", "up", "down")
-"""The linears of a block, by the names that --lora-targets takes; a gated delta rule's have the names of attention's.
+"""Short words of --lora-targets. Each means all kinds of linears whose names end in it; `all` means all words."""
+LORA_KINDS = (
+    *("attention.q", "attention.k", "attention.v", "attention.output"),
+    *("linear_attention.q", "linear_attention.k", "linear_attention.v", "linear_attention.output"),
+    *("linear_attention.z", "linear_attention.b", "linear_attention.a"),
+    "mamba.output",
+    *("mlp.gate", "mlp.up", "mlp.down"),
+    *("shared.gate", "shared.up", "shared.down"),
+    *("experts.gate", "experts.up", "experts.down"),
+)
+"""Kinds of linears that can have a low-rank pair: the part of a block, and the linear in it. `mlp` is a dense MLP,
+`shared` the MLP that all tokens pass next to their experts, `experts` all routed experts of a layer.
 """
+
+
+@dataclass(frozen=True)
+class PairSize:
+    """Rank and alpha of the low-rank pairs of one kind."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product of A and B."""
+        return self.alpha / self.rank
+
+
+def parse_lora_targets(text: str) -> tuple[dict[str, PairSize | None], list[str]]:
+    """Return the kinds that --lora-targets names, and its faulty words.
+
+    A kind has the rank and alpha of its word (`experts.gate:4:8`), or None if the word gives none. If several words
+    name a kind, the last one decides.
+    """
+    words = text.replace(",", " ").split()
+    if words == ["all"]:
+        words = list(LINEARS)
+    found = dict[str, PairSize | None]()
+    faults = []
+    for word in words:
+        name, *own = word.split(":")
+        if name in LINEARS:
+            kinds = [kind for kind in LORA_KINDS if kind.endswith(f".{name}")]
+        else:
+            kinds = [kind for kind in LORA_KINDS if kind == name]
+        size = _pair_size(own)
+        if not kinds or (own and size is None):
+            faults.append(word)
+            continue
+        found |= dict.fromkeys(kinds, size)
+    return found, faults
+
+
+def _pair_size(words: list[str]) -> PairSize | None:
+    """Return the rank and alpha that two words spell, or None if they do not spell any."""
+    if len(words) != 2 or not re.fullmatch(r"[1-9][0-9]{0,8}", words[0]):
+        return None
+    try:
+        alpha = float(words[1])
+    except ValueError:
+        return None
+    return PairSize(int(words[0]), alpha) if 0 < alpha < math.inf else None
 
 
 @dataclass(frozen=True)
@@ -206,22 +268,29 @@ class ModelConfig:
     """Weight of the pairs over 1 / --lora-rank (default: --lora-rank, so a weight of 1, as peft's 8 and 8)."""
 
     lora_targets: str | None = None
-    """Linears of the decoder that get a pair: some of q, k, v, output, gate, up and down, with commas between, or all
-    (default: q,v, as peft has it for most decoders)."""
+    """Linears of the decoder that get a pair, separated by commas: a word (q, k, v, output, gate, up or down) means all
+    linears of that name, a kind (attention.q, linear_attention.q, mlp.gate, shared.gate, experts.gate) only that one;
+    KIND:RANK:ALPHA gives it a rank and alpha of its own; all means all words (default: q,v, as in peft for most
+    decoders)."""
 
     lora_dropout: Fraction[float] = 0.0
     """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
 
     @functools.cached_property
-    def lora_linears(self) -> tuple[str, ...]:
-        """Linears with a low-rank pair, in the order of `LINEARS`; names that are none are left out."""
-        asked = (self.lora_targets or "q,v").replace(",", " ").split() if self.lora_rank > 0 else ()
-        return tuple(name for name in LINEARS if name in asked or asked == ["all"])
+    def lora_pairs(self) -> Mapping[str, PairSize]:
+        """Kinds of linears with a low-rank pair, in the order of `LORA_KINDS`, also those that no layer has. Faulty
+        words of `lora_targets` are left out.
+        """
+        if self.lora_rank == 0:
+            return {}
+        asked, _ = parse_lora_targets(self.lora_targets or "q,v")
+        return {kind: asked[kind] or self.usual_pair for kind in LORA_KINDS if kind in asked}
 
     @property
-    def lora_scale(self) -> float:
-        """Weight of the pairs: alpha / rank."""
-        return 1.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+    def usual_pair(self) -> PairSize:
+        """Rank and alpha of kinds without their own. Without --lora-alpha the pairs have a weight of 1."""
+        alpha = float(self.lora_rank) if self.lora_alpha is None else self.lora_alpha
+        return PairSize(self.lora_rank, alpha)
 
     @property
     def head_dim(self) -> int:

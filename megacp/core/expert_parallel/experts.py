@@ -20,6 +20,7 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.route import Groups
 from megacp.core.large_blocks import empty
 from megacp.core.layers.moe import expert_pairs, expert_tensors
+from megacp.core.layers.table import kind_of
 from megacp.core.ops.pointwise import ACTIVATIONS, FromInputs
 from megacp.core.tensor_parallel.linear import LinearOptions, row_parameter
 
@@ -136,26 +137,31 @@ class ExpertLinear(nn.Module):
         self.weight, *bias = (row_parameter(prefix, of_kind, options) for of_kind in kinds)
         self.bias = bias[0] if bias else None
         self.widths = [weights[0].shape[0] for weights, *_ in tensors]
-        self.adapted = [name in config.lora_linears for name in names]
-        self.rank, self.scale = config.lora_rank, config.lora_scale
-        if any(self.adapted):
+        self.sizes = [config.lora_pairs.get(kind_of(f"experts.{name}")) for name in names]
+        self.ranks = [size.rank for size in self.sizes if size is not None]
+        if self.ranks:
             trained = replace(options, trained=True)
-            pairs = [expert_pairs(config, name, experts) for name in names if name in config.lora_linears]
+            pairs = [
+                expert_pairs(config, name, experts)
+                for name, size in zip(names, self.sizes, strict=True)
+                if size is not None
+            ]
             down = list(chain(*zip(*(a for a, _ in pairs), strict=True)))
-            self.low = row_parameter(prefix, down, trained)  # A of all pairs of an expert in turn, [n pairs r, in]
+            self.low = row_parameter(prefix, down, trained)  # A of all pairs of an expert in turn, [n ranks, in]
             self.high = nn.ParameterList(row_parameter(prefix, b, trained) for _, b in pairs)  # B of each, [n out, r]
 
     def forward(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`weights[R, 1]`: what biases are to be multiplied by, as x has been."""
         y = matrices_product(x, self.weight, groups)
         y = y if self.bias is None else _Biased.apply(y, self.bias, weights, groups)
-        if not any(self.adapted):
+        if not self.ranks:
             return y
-        pairs = zip(matrices_product(x, self.low, groups).split(self.rank, -1), self.high, strict=True)
-        parts = [
-            torch.add(part, matrices_product(*next(pairs), groups), alpha=self.scale) if adapted else part
-            for part, adapted in zip(y.split(self.widths, -1), self.adapted, strict=True)
-        ]
+        pairs = zip(matrices_product(x, self.low, groups).split(self.ranks, -1), self.high, strict=True)
+        parts = []
+        for part, size in zip(y.split(self.widths, -1), self.sizes, strict=True):
+            if size is not None:
+                part = torch.add(part, matrices_product(*next(pairs), groups), alpha=size.scale)
+            parts.append(part)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 

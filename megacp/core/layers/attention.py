@@ -90,7 +90,7 @@ def _kept(share: Share) -> tuple[int, int]:
         columns += heads * model.head_dim  # the output on both sides of the swap
     wide_heads = heads + (norms == "head") * (heads + groups)
     wide = share.tokens * wide_heads // share.tp + 2 * share.tokens * (norms == "all_heads")
-    return share.tokens * columns // share.tp - share.unread(ATTENTION_PROJECTED), wide
+    return share.tokens * columns // share.tp - share.unread("attention", ATTENTION_PROJECTED), wide
 
 
 def _held(share: Share) -> int:

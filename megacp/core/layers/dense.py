@@ -28,12 +28,12 @@ def _linears(width: Width, model: ModelConfig) -> dict[str, Linear]:
     }
 
 
-def _kept(width: Width, share: Share) -> tuple[int, int]:
+def _kept(name: str, width: Width, share: Share) -> tuple[int, int]:
     """Gate and up, and SwiGLU's output: 3 f / tp a token; nothing of tiles."""
     if share.tiled:
         return 0, 0
     wide = share.tokens * width(share.model) // share.tp
-    return 2 * wide + wide * (share.cheap and share.reads_again(DOWN)), 0
+    return 2 * wide + wide * (share.cheap and share.reads_again(name, DOWN)), 0
 
 
 def tile_work(config: RunConfig, width: Width = _width) -> int:
@@ -45,7 +45,7 @@ def tile_work(config: RunConfig, width: Width = _width) -> int:
     return elements * t.element_bytes + rows * t.accumulation_bytes
 
 
-def _work(width: Width, share: Share) -> int:
+def _work(name: str, width: Width, share: Share) -> int:
     """SwiGLU's gradient becomes that of gate and up (2 f a token / tp), from the gradient of its output (f). The
     gradient of the block (h) stands beside.
 
@@ -59,7 +59,7 @@ def _work(width: Width, share: Share) -> int:
         beside = (2 * share.residual + 2 * tile * ffn // share.tp) * share.size
         return tile_work(config, width) + beside + weights * ("text" not in config.frozen_parts)
     # selective keeps no output of SwiGLU that could go, nor does a frozen product
-    held = 2 if share.cheap and share.reads_again(DOWN) else 3
+    held = 2 if share.cheap and share.reads_again(name, DOWN) else 3
     # gathered for the last product
     whole = share.tokens * hidden if config.parallel.sequence_parallel and share.tp > 1 else 0
     return (share.residual + whole + held * share.tokens * ffn // share.tp) * share.size
@@ -67,12 +67,12 @@ def _work(width: Width, share: Share) -> int:
 
 def gated_mlp(name: str, width: Width) -> LayerKind:
     """An MLP of a width, whose input something else keeps."""
-    rows = partial(_linears, width), (GATE_UP, DOWN), partial(_kept, width), partial(_work, width)
+    rows = partial(_linears, width), (GATE_UP, DOWN), partial(_kept, name, width), partial(_work, name, width)
     return LayerKind(name, *rows)
 
 
 def _kept_with_input(share: Share) -> tuple[int, int]:
-    return _MLP.kept(share)[0] - share.unread(GATE_UP) * (not share.tiled), 0
+    return _MLP.kept(share)[0] - share.unread("mlp", GATE_UP) * (not share.tiled), 0
 
 
 _MLP = gated_mlp("mlp", _width)

@@ -58,7 +58,8 @@ def _kept(share: Share) -> tuple[int, int]:
     columns = projected + channels + heads + (1 + share.cheap) * linears["output"].inputs
     states = chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
     wide = share.tokens * 4 * heads // share.tp + states + 2 * heads // share.tp
-    return share.tokens * columns // share.tp - share.unread(DELTA_PROJECTED), wide
+    unread = share.unread("linear_attention", DELTA_PROJECTED)
+    return share.tokens * columns // share.tp - unread, wide
 
 
 def _work(share: Share) -> int:

@@ -60,7 +60,7 @@ def _kept(share: Share) -> tuple[int, int]:
     columns = projected + 2 * channels + (4 + share.cheap) * values
     states = chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
     wide = share.tokens * (3 * heads + values + groups) // share.tp + states + 2 * heads // share.tp
-    return share.tokens * columns // share.tp - share.unread(MAMBA_PROJECTED), wide
+    return share.tokens * columns // share.tp - share.unread("mamba", MAMBA_PROJECTED), wide
 
 
 def _work(share: Share) -> int:

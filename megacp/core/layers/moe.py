@@ -15,6 +15,9 @@ from megacp.core.config.run import RunConfig
 from megacp.core.layers.dense import gated_mlp
 from megacp.core.layers.table import EXPERTS, Flops, LayerKind, Linear, Share, Tensor, output_std
 
+_ROUTED = "experts"
+"""The part of kinds of linears (`experts.gate`) that all routed experts of a layer share."""
+
 
 def router_tensor(model: ModelConfig) -> Tensor:
     """A score of each expert, of a token."""
@@ -48,7 +51,8 @@ def expert_tensors(model: ModelConfig, name: str, experts: range) -> list[tuple[
 
 def expert_pairs(model: ModelConfig, name: str, experts: range) -> tuple[list[Tensor], list[Tensor]]:
     """The low-rank matrices A and B beside it, of some experts."""
-    pairs = (_of_expert(model)[name].pair(f"experts.{expert}.{name}", model.lora_rank) for expert in experts)
+    rank = model.lora_pairs[f"{_ROUTED}.{name}"].rank
+    pairs = (_of_expert(model)[name].pair(f"experts.{expert}.{name}", rank) for expert in experts)
     down, up = zip(*pairs, strict=True)
     return list(down), list(up)
 
@@ -101,9 +105,9 @@ def _kept(share: Share) -> tuple[int, int]:
     Tiles need the row alone.
     """
     rows, model = expert_rows(share), share.model
-    first, last = share.reads_again(("gate", "up")), share.reads_again(("down",))
+    first, last = share.reads_again(_ROUTED, ("gate", "up")), share.reads_again(_ROUTED, ("down",))
     columns = (2 + (share.cheap and last)) * model.expert_hidden_size + model.hidden_size * first
-    columns += model.lora_rank * sum(name in model.lora_linears for name in _of_expert(model))
+    columns += sum(share.pair_ranks(_ROUTED, [*_of_expert(model)]))
     if share.tiled:
         columns = model.hidden_size
     opened = (share.residual + share.rows) * model.moe_shared_expert_gate
@@ -130,7 +134,7 @@ def _work(share: Share) -> int:
     in the model's dtype.
     """
     config, model = share.config, share.model
-    again = model.expert_hidden_size * (not share.cheap and not share.tiled and share.reads_again(("down",)))
+    again = model.expert_hidden_size * (not share.cheap and not share.tiled and share.reads_again(_ROUTED, ("down",)))
     work = (3 * model.hidden_size + again) * expert_rows(share) * share.size
     if share.tiled:
         ranks, ep = share.tp if config.parallel.sequence_parallel else 1, config.parallel.expert_model_parallel_size

@@ -10,14 +10,16 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megacp.core.config.model import ModelConfig, skip_pattern
+from megacp.core.config.model import LORA_KINDS, ModelConfig, skip_pattern
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import DENSE
 from megacp.core.layers.gated_delta import GATED_DELTA
 from megacp.core.layers.mamba2 import MAMBA2
 from megacp.core.layers.moe import MOE, SHARED
-from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, norm_weight
+from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, kind_of, norm_weight
 
+EXPERT_KINDS = tuple(kind for kind in LORA_KINDS if kind.startswith("experts."))
+"""Kinds of linears of routed experts."""
 STATES = {"gated_delta": GATED_DELTA, "mamba2": MAMBA2}
 """Layers with a state by the words of --linear-attention-rule."""
 
@@ -72,8 +74,20 @@ class Layer:
             for expert in range(model.num_experts):
                 found |= {f"experts.{expert}.{name}": linear for name, linear in of_expert}
             for name, linear in found.items():
-                if name.split(".")[-1] in model.lora_linears:
-                    yield from linear.pair(f"{self.name}.{kind.name}.{name}", model.lora_rank)
+                whole_name = f"{self.name}.{kind.name}.{name}"
+                size = model.lora_pairs.get(kind_of(whole_name))
+                if size is not None:
+                    yield from linear.pair(whole_name, size.rank)
+
+    def lora_linears(self, model: ModelConfig) -> dict[str, Linear]:
+        """The linears that have a low-rank pair, by kind; one stands for those of all experts."""
+        found = {}
+        for kind in self.kinds:
+            for name, linear in kind.linears(model).items():
+                found[kind_of(f"{kind.name}.{name}")] = linear
+            for name, linear in kind.of_expert(model).items():
+                found[kind_of(f"{kind.name}.experts.{name}")] = linear
+        return {kind: linear for kind, linear in found.items() if kind in model.lora_pairs}
 
     def has_pairs(self, model: ModelConfig) -> bool:
         """Whether some linear of the block has a low-rank pair."""
@@ -101,25 +115,6 @@ def layers_of(model: ModelConfig) -> tuple[Layer, ...]:
     return tuple(found)
 
 
-def without_pairs(model: ModelConfig) -> str:
-    """Return a sentence that names the layers without a low-rank pair; "" if every layer has one.
-
-    Layers of a hybrid differ in kind, and some kinds have no linear of the names in `--lora-targets`.
-    """
-    if model.lora_rank == 0:
-        return ""
-    bare = [number for number, layer in enumerate(layers_of(model)) if not layer.has_pairs(model)]
-    if not bare:
-        return ""
-    kinds = sorted({layers_of(model)[number].mixer.name for number in bare})
-    numbers = ", ".join(map(str, bare))
-    targets = ", ".join(model.lora_linears)
-    return (
-        f"{len(bare)} of {model.num_layers} layers ({', '.join(kinds)}) get no low-rank pair, "
-        f"since they have no {targets}: {numbers}"
-    )
-
-
 def vocabulary_table(model: ModelConfig, name: str, rows: int) -> Tensor:
     """A table of the vocabulary, embedding or head."""
     return Tensor(f"{name}.weight", (rows, model.hidden_size), "rows", std=model.init_method_std, treated="table")
@@ -133,6 +128,12 @@ def decoder_tensors(model: ModelConfig) -> Iterator[Tensor]:
     yield norm_weight(model, "final_norm", model.hidden_size)
     if model.untie_embeddings_and_output_weights:
         yield vocabulary_table(model, "head", model.vocab_size)
+
+
+def lora_kinds(model: ModelConfig) -> tuple[str, ...]:
+    """The kinds of linears with a low-rank pair that some layer has, in the order of `LORA_KINDS`."""
+    found = {kind for layer in layers_of(model) for kind in layer.lora_linears(model)}
+    return tuple(kind for kind in model.lora_pairs if kind in found)
 
 
 def pair_tensors(model: ModelConfig) -> Iterator[Tensor]:

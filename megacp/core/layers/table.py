@@ -31,6 +31,12 @@ A, B = "lora_A.weight", "lora_B.weight"
 """Ends of the names of the two matrices of a low-rank pair, as peft has them."""
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of a linear, as --lora-targets names it: `experts.gate` of `layers.1.mlp.experts.3.gate`."""
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    return ".".join(parts[-2:])
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A global tensor, without padding."""
@@ -156,17 +162,25 @@ class Share:
         """Elements that a product multiplies."""
         return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
 
-    def reads_again(self, product: Sequence[str]) -> bool:
-        """Whether the backward of a product reads its input: a frozen one does for a low-rank pair, but for one with
-        dropout, which reads what is left of it.
-        """
-        pairs = set(self.model.lora_linears) if self.model.lora_dropout == 0 else set()
-        return "text" not in self.config.frozen_parts or not pairs.isdisjoint(product)
+    def pair_ranks(self, part: str, product: Sequence[str]) -> list[int]:
+        """Ranks of the low-rank pairs of a product; `part`: its part of a block (`attention`, `mlp.shared`)."""
+        pairs = self.model.lora_pairs
+        kinds = [kind_of(f"{part}.{name}") for name in product]
+        return [pairs[kind].rank for kind in kinds if kind in pairs]
 
-    def unread(self, product: Sequence[str]) -> int:
+    def reads_again(self, part: str, product: Sequence[str]) -> bool:
+        """Whether the backward of a part's product reads its input.
+
+        A frozen product needs it only for a low-rank pair without dropout; a pair with dropout reads its own copy.
+        """
+        if "text" not in self.config.frozen_parts:
+            return True
+        return self.model.lora_dropout == 0 and bool(self.pair_ranks(part, product))
+
+    def unread(self, part: str, product: Sequence[str]) -> int:
         """Elements of the input of a part's first product that its norm would keep, where nothing reads them again."""
         kept = self.cheap or self.model.norm_position == "after"
-        return self.residual * (kept and not self.reads_again(product))
+        return self.residual if kept and not self.reads_again(part, product) else 0
 
 
 @dataclass(frozen=True)

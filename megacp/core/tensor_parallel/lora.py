@@ -13,27 +13,30 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.core.config.model import PairSize
 from megacp.core.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
-from megacp.core.distributed.parameter import spec_of
-from megacp.core.layers.table import A, B
+from megacp.core.layers.table import A, B, kind_of
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec, parameter_spec
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraSpec:
-    """Which linears have pairs, by the last part of their names; rank and weight of all of them."""
+    """Which kinds of linears have pairs, and of which size."""
 
-    linears: tuple[str, ...]
-    rank: int
-    scale: float
+    pairs: Mapping[str, PairSize]
     dropout: float = 0.0
     """Dropout of the inputs of the pairs, in training."""
+
+    def sizes(self, spec: LinearSpec) -> list[PairSize | None]:
+        """The size of the pair of each linear of a product; None: it has no pair."""
+        return [self.pairs.get(kind_of(f"{spec.prefix}.{name}")) for name in spec.linears]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +68,16 @@ class LowRank(nn.Module):
         self.site = zlib.crc32(f"{spec.prefix}.{next(iter(spec.linears))}".encode()) * 0x9E3779B97F4A7C15
         # the pairs are trained; autograd takes the gradients of views of a stacked matrix
         self.options = dataclasses.replace(options, trained=True, weight_gradients=None)
-        named = {name: part for name, part in spec.linears.items() if name in lora.linears}
-        pairs = [part.pair(f"{spec.prefix}.{name}", lora.rank) for name, part in named.items()]
-        # matrices A of all pairs, and their B
-        self.down, self.up = (
-            self.options.parameter(parameter_spec(tensors, self.options)) for tensors in zip(*pairs, strict=True)
-        )
+        self.sizes = lora.sizes(spec)
+        pairs = [
+            part.pair(f"{spec.prefix}.{name}", size.rank)
+            for (name, part), size in zip(spec.linears.items(), self.sizes, strict=True)
+            if size is not None
+        ]
+        # matrices A of all pairs stacked, [sum of ranks, inputs], and B of each pair, [outputs, its rank]
+        downs, ups = zip(*pairs, strict=True)
+        self.down = self.options.parameter(parameter_spec(downs, self.options))
+        self.ups = nn.ParameterList(self.options.parameter(parameter_spec([up], self.options)) for up in ups)
 
     def dropped(self, x: torch.Tensor, whole: bool, first: int = 0) -> torch.Tensor:
         """`x` in training, with zeros; `whole`: of all tokens, and its columns from `first` on."""
@@ -87,19 +94,19 @@ class ColumnPairs(LowRank):
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
         self.widths = [part.outputs // options.tp.size for part in spec.linears.values()]
-        self.adapted = [name in lora.linears for name in spec.linears]
-        self.rows = [piece.shape[0] for piece in spec_of(self.up).pieces]
+        self.ranks = [size.rank for size in self.sizes if size is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
         y = self.linear(x)
         u = F.linear(self.dropped(x, whole=False), self.down)  # all pairs at once: [.., h] -> [.., pairs r]
         u = gather_from(u, self.tp) if self.sequence_parallel else copy_to(u, self.tp)
-        pairs = zip(u.split(self.lora.rank, -1), self.up.split(self.rows), strict=True)
-        parts = [
-            torch.add(part, F.linear(*next(pairs)), alpha=self.lora.scale) if adapted else part
-            for part, adapted in zip(y.split(self.widths, -1), self.adapted, strict=True)
-        ]
+        pairs = zip(u.split(self.ranks, -1), self.ups, strict=True)
+        parts = []
+        for part, size in zip(y.split(self.widths, -1), self.sizes, strict=True):
+            if size is not None:
+                part = torch.add(part, F.linear(*next(pairs)), alpha=size.scale)
+            parts.append(part)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
@@ -108,18 +115,22 @@ class RowPair(LowRank):
 
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
+        (size,) = self.sizes
+        assert size is not None
+        self.scale = size.scale
         self.first = options.tp.rank * self.down.shape[1]  # column of the whole input with which this rank's begin
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t, f/tp]` is what the linear multiplies."""
         u = F.linear(self.dropped(x, True, self.first), self.down)  # [t, f/tp] -> [t, r], partial over tp
         u = reduce_scatter_to(u, self.tp) if self.sequence_parallel else reduce_from(u, self.tp)
-        return torch.add(self.linear(x), F.linear(u, self.up), alpha=self.lora.scale)
+        return torch.add(self.linear(x), F.linear(u, self.ups[0]), alpha=self.scale)
 
 
 def adapted(
     linear: nn.Module, spec: LinearSpec, kind: type[LowRank], lora: LoraSpec | None, options: LinearOptions
 ) -> nn.Module:
-    """The linear with pairs of this kind where `lora` names one of its tensors, else the linear itself."""
-    named = lora is not None and any(name in lora.linears for name in spec.linears)
-    return kind(linear, spec, lora, options) if named and lora is not None else linear
+    """Return the linear with pairs of this class if `lora` names one of its tensors, else the linear itself."""
+    if lora is None or not any(lora.sizes(spec)):
+        return linear
+    return kind(linear, spec, lora, options)

@@ -14,8 +14,8 @@ from megacp.core.data.blend import PackBlend
 from megacp.core.data.manifest import thoughts_told
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
-from megacp.core.layers.stack import without_pairs
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
+from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.monitor.log import LogTargets, RunLog
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.core.storage.wording import human_count
@@ -72,14 +72,14 @@ def opening_lines(
     config: RunConfig, grid: ProcessGrid, sources: Sources, chosen: Sequence[str], start: Start, resumed: Resumed | None
 ) -> list[str]:
     """What runs where, what it starts from, and what is not as it was."""
-    lines = [heading(config, grid), *chosen]
+    lines = [heading(config, grid), *parts_without_pairs(config), *chosen]
     source = sources.train
     if isinstance(source, PackBlend):
         firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]  # [datasets + 1]: pack numbers
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
             words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
-    lines += filter(None, (without_pairs(config.model), thoughts_told(sources.chat_template), start.note))
+    lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
         random = f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"
@@ -107,8 +107,8 @@ def blend_figures(source: PackBlend, before: int, consumed: int, is_last: bool) 
 def _trained(config: RunConfig) -> str:
     """How many of them are trained, where some are frozen."""
     pairs = ""
-    if rank := config.model.lora_rank:
-        pairs = f" in low-rank pairs of rank {rank} on {', '.join(config.model.lora_linears)}"
+    if config.model.lora_rank:
+        pairs = f" in low-rank pairs of {describe_pairs(config.model)}"
     return f" ({human_count(trained_parameters(config))} trained{pairs})" if config.frozen_parts else ""
 
 

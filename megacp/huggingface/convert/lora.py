@@ -1,70 +1,51 @@
 """Low-rank pairs of a checkpoint: folded into the weights they stand beside, or as an adapter that peft loads.
 
 A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins linears that have
-pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. Experts have
-one of all of them, as peft has it for a parameter: A by expert, B by rank, and that of gate and up one layer deeper.
-Beside experts the other MLPs are told as parameters too: peft takes modules of their names for the experts.
+pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. If their A
+are equal, as after reading one pair of all of them, it is that pair. Experts have one of all of them, as peft has it
+for a parameter: A by expert, B by rank, and that of gate and up one layer deeper. Of some families the other MLPs are
+written as parameters too, because peft takes modules of their names for the experts.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megacp.core.config.model import LINEARS, ModelConfig
-from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.layers.table import A, B
+from megacp.core.config.model import ModelConfig, PairSize
+from megacp.core.config.run import RunConfig, with_values
+from megacp.core.layers.table import A, B, kind_of
+from megacp.core.models.pair_words import describe_pairs
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named, Source, whole
-from megacp.prepare.tokenize.beside import read_object
 
-_BEGIN = "base_model.model."
+_PREFIX = "base_model.model."
 """Prefix of names in an adapter: peft's model around the library's."""
-READ = (
-    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "target_parameters", "exclude_modules", "init_lora_weights"),
-)
-"""Fields of an adapter_config.json that are read."""
-HARMLESS = (
-    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout", "layers_pattern", "megatron_core", "runtime_config", "qalora_group_size", "ensure_weight_tying"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
-)
-"""What no answer of a saved adapter depends on. Any other field must say that there is nothing."""
-_NOTHING = ("null", "false", "[]", "{}", '"none"')
-_BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
-"""Values of init_lora_weights that leave the weights beside the pairs as they are."""
-_LINEAR = re.compile(rf"layers\.\d+\.[\w.]+\.({'|'.join(LINEARS)})\.weight")
+_CONVERTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe")
+"""Families with experts of whose adapters peft takes modules named like an MLP's linears for those of experts."""
 
 
-def _kind(name: str) -> str:
-    """What a pair stands beside, in any layer and of any expert: `mlp.experts.gate`."""
-    return ".".join(part for part in name.removesuffix(f".{A}").split(".")[2:] if not part.isdigit())
-
-
-def _stacks_beside(parameter: str) -> list[str]:
-    """Both stacks of the experts in a layer."""
+def stacks_beside(parameter: str) -> list[str]:
+    """Name both stacks of the experts in a layer."""
     return [parameter.partition(".experts.")[0] + end for end in STACKS]
 
 
-def _modules(parameter: str, both: bool) -> str:
-    """Where peft has the pair of a stack of experts; `both`: of gate and up there is one, and of down."""
-    return parameter.rpartition(".")[0] + ".base_layer" * (both and parameter.endswith(STACKS[0]))
+def modules_of_stacks(parameter: str, both: bool) -> str:
+    """Name the module where peft has the pair of a stack of experts; `both`: both stacks of the layer have one."""
+    module = parameter.rpartition(".")[0]
+    return f"{module}.base_layer" if both and parameter.endswith(STACKS[0]) else module
 
 
-def _of_experts(link: Link) -> list[tuple[Named, ...]]:
-    """The matrices of each expert in a stack."""
+def experts_of(link: Link) -> list[tuple[Named, ...]]:
+    """Return the matrices of each expert in a stack."""
     each = 2 if link.theirs[0].name.endswith(STACKS[0]) else 1
     return list(zip(*(link.ours[first::each] for first in range(each)), strict=True))
 
@@ -77,9 +58,11 @@ class Pairs:
         self.infos: Mapping[str, Info] = {name: info for name, info in source.infos.items() if not is_of_a_pair(name)}
 
     def __str__(self) -> str:
-        m = self.config.model
-        linears = ", ".join(m.lora_linears)
-        return f"low-rank pairs of rank {m.lora_rank}, alpha {m.lora_rank * m.lora_scale:g}, on {linears}"
+        return f"low-rank pairs of {describe_pairs(self.config.model)}"
+
+    def size(self, name: str) -> PairSize:
+        """Rank and alpha of the pair beside a weight."""
+        return self.config.model.lora_pairs[kind_of(name.removesuffix(".weight"))]
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a tensor."""
@@ -89,140 +72,8 @@ class Pairs:
         wide = accumulation_dtype(found.dtype)
         up, down = self.source.rows(f"{stem}{B}", start, stop), whole(self.source, f"{stem}{A}")
         # [rows, r] x [r, inputs] -> [rows, inputs]
-        scale = self.config.model.lora_scale
+        scale = self.size(name).scale
         return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=scale).to(found.dtype)
-
-
-class Adapter:
-    """The pairs of an adapter that peft has written, by our names; a source."""
-
-    def __init__(self, folder: Path, family: Family, values: Values) -> None:
-        """ValueError says what a run cannot have of it: parts beside pairs, another scale, pairs in some layers."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        links = family.links_of_modules(values)
-        content = self._content = read_object(folder / "adapter_config.json")
-        others = [name for name in content if name not in (*READ, *HARMLESS)]
-        strange = [name for name in others if json.dumps(content[name]) not in _NOTHING]
-        if content.get("peft_type") != "LORA" or strange:
-            raise ValueError(
-                f"adapter_config.json says {', '.join(strange) or 'another peft_type'}: pairs alone are read"
-            )
-        if (start := content.get("init_lora_weights", True)) not in _BESIDE:
-            raise ValueError(
-                f"adapter_config.json says init_lora_weights {start}, which changes the weights beside the pairs: save "
-                "plain pairs with peft's path_initial_model_for_weight_conversion"
-            )
-        self.rank, self._tensors = int(content["r"]), dict[str, torch.Tensor]()
-        self._power = 0.5 if content.get("use_rslora") else 1  # of the rank that an alpha is divided by
-        self.alpha = float(content["lora_alpha"]) * self.rank ** (1 - self._power)
-        try:
-            read = load_file(folder / "adapter_model.safetensors")
-        except SafetensorError as error:
-            raise ValueError(f"adapter_model.safetensors: {error}") from error
-        theirs = {name.removeprefix(_BEGIN): x for name, x in read.items()}
-        mlps = [f".{link.theirs[0].name}" for link in links if ".mlp." in link.ours[0].name]
-        for target in content.get("target_parameters") or ():
-            if not any(name.endswith(f".{target}") for name in mlps):
-                raise ValueError(f"adapter_config.json says target_parameters {target}: no MLP of the model has it")
-        for link in links:
-            if not _LINEAR.fullmatch(link.ours[0].name):
-                continue
-            name = link.theirs[0].name
-            if name.endswith(STACKS):
-                self._add_experts(link, theirs, family.in_turns)
-                continue
-            module = name.removesuffix(".weight")
-            as_parameter = self._is_target(name, "target_parameters")
-            target, said = (name, "target_parameters") if as_parameter else (module, "target_modules")
-            if self._has(module, target, theirs, said):
-                down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
-                self._add(name, link.ours, down, self._weighed(target, down, up))
-        found = Counter(_kind(name) for name in self._tensors if name.endswith(A))
-        linears = (named.name for link in links for named in link.ours if _LINEAR.fullmatch(named.name))
-        of_model = Counter(_kind(f"{name.removesuffix('weight')}{A}") for name in linears)
-        if theirs or not found or any(count != of_model[kind] for kind, count in found.items()):
-            left = f"{next(iter(theirs))} has no place in the model" if theirs else f"pairs of {dict(found)}"
-            raise ValueError(f"{left}: each kind of linear has a pair in all layers or in none")
-        kinds = {kind.rpartition(".")[2] for kind in found}
-        targets = ",".join(name for name in LINEARS if name in kinds)
-        self.flags: dict[str, Value] = {"lora_rank": self.rank, "lora_targets": targets}
-        self.flags["lora_alpha"] = self.alpha
-        self.infos: Mapping[str, Info] = {name: Info(tuple(x.shape), x.dtype) for name, x in self._tensors.items()}
-
-    def _has(self, module: str, target: str, theirs: Mapping[str, torch.Tensor], said: str) -> bool:
-        """Whether the file has the pair of a module. ValueError where its config says otherwise of the target."""
-        has = f"{module}.{A}" in theirs
-        if has != self._is_target(target, said):
-            told = f"adapter_config.json says {said} {self._content.get(said)}"
-            raise ValueError(f"{told}, and {target} has {'a' if has else 'no'} pair")
-        return has
-
-    def _add_experts(self, link: Link, theirs: dict[str, torch.Tensor], in_turns: bool) -> None:
-        """A `[E r, inputs]`, by expert, and B `[rows, r E]`, by rank, of all experts of a layer."""
-        name = link.theirs[0].name
-        both = all(self._is_target(other, "target_parameters") for other in _stacks_beside(name))
-        module, experts = _modules(name, both), _of_experts(link)
-        if not self._is_target(name, "target_parameters") or not self._has(module, name, theirs, "target_parameters"):
-            return
-        down, up = theirs.pop(f"{module}.{A}"), theirs.pop(f"{module}.{B}")
-        rank = len(down) // len(experts)
-        downs, ups = down.unflatten(0, (-1, rank)), up.unflatten(1, (rank, -1)).permute(2, 0, 1)
-        if in_turns and name.endswith(STACKS[0]):
-            ups = torch.cat([ups[:, ::2], ups[:, 1::2]], 1)
-        for ours, a, b in zip(experts, downs, ups, strict=True):
-            self._add(name, ours, a, self._weighed(name, a, b))
-
-    def _is_target(self, module: str, said: str) -> bool:
-        """Whether peft puts a pair beside a module, or a parameter, when it loads the adapter."""
-
-        def among(names: Any) -> bool:
-            if isinstance(names, str):
-                return names == "all-linear" or re.fullmatch(names, module) is not None
-            return any(f".{module}".endswith(f".{name}") for name in names or ())
-
-        return among(self._content.get(said)) and not among(self._content.get("exclude_modules"))
-
-    def _weighed(self, module: str, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """B of a module for the one alpha / rank of a run: times its own over that, rounded once, where it has one."""
-
-        def own(name: str, other: float) -> Any:
-            patterns = (self._content.get(name) or {}).items()
-            return next((x for pattern, x in patterns if re.match(rf"(.*\.)?({pattern})$", module)), other)
-
-        rank = own("rank_pattern", self.rank)
-        if down.shape[0] != rank:
-            raise ValueError(f"{module}: rank {down.shape[0]}, adapter_config.json says {rank}")
-        scale, common = own("alpha_pattern", self._content["lora_alpha"]) / rank**self._power, self.alpha / self.rank
-        if math.isclose(scale, common, rel_tol=1e-12):
-            return up
-        return (up.double() * (scale / common)).to(accumulation_dtype(up.dtype))
-
-    def _add(self, name: str, links: tuple[Named, ...], down: torch.Tensor, up: torch.Tensor) -> None:
-        """A `[r, inputs]` and B `[rows, r]` of a module, which may be several of our linears joined."""
-        ours, rows = len(links), [named.shape[0] for named in links]
-        if up.shape[0] != sum(rows) or down.shape[1:] != links[0].shape[1:] or down.shape[0] != up.shape[1]:
-            raise ValueError(f"{name}: A {tuple(down.shape)}, B {tuple(up.shape)} do not fit the model")
-        ups, some = up.split(rows), [i for i, x in enumerate(up.split(rows)) if x.any()]
-        if 1 < len(some) < ours and down.shape[0] == len(some) * self.rank:  # pairs of some, as `_joined` writes them
-            self._add(name, tuple(links[i] for i in some), down, torch.cat([ups[i] for i in some]))
-            return
-        if down.shape[0] == ours * self.rank:  # a pair of each
-            downs, ups = down.split(self.rank), [x[:, i * self.rank :][:, : self.rank] for i, x in enumerate(ups)]
-            if not torch.equal(torch.block_diag(*ups), up):
-                raise ValueError(f"{name}: its pair of rank {down.shape[0]} is none of {ours} linears")
-        elif down.shape[0] == self.rank:
-            downs = (down,) * ours
-        else:
-            raise ValueError(f"{name}: rank {down.shape[0]}, of others {self.rank}: one is needed")
-        for named, a, b in zip(links, downs, ups, strict=True):
-            stem = named.name.removesuffix("weight")
-            self._tensors |= {f"{stem}{A}": a, f"{stem}{B}": b}
-
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a tensor."""
-        return self._tensors[name][start:stop]
 
 
 def folded(source: Source, config: RunConfig) -> tuple[Source, RunConfig, Pairs | None]:
@@ -240,70 +91,123 @@ def write_adapter(
     """Fill a folder that peft loads, for the model named `base`; its elements."""
     from safetensors.torch import save_file
 
-    tensors, ranks = dict[str, torch.Tensor](), dict[str, int]()
-    for target, module, rank, down, up in _joined(pairs, family, values):
-        ranks[target] = rank
-        for end, tensor in ((A, down), (B, up)):
-            tensors[f"{_BEGIN}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
+    tensors = dict[str, torch.Tensor]()
+    sizes = dict[str, PairSize]()
+    for target, module, pair in _joined(pairs, family, values):
+        sizes[target] = pair.size
+        for end, tensor in ((A, pair.down), (B, pair.up)):
+            tensors[f"{_PREFIX}{module}.{end}"] = tensor.to(dtype or tensor.dtype).contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    hf_files.write_json(folder / "adapter_config.json", _config(pairs.config.model, ranks, base))
+    hf_files.write_json(folder / "adapter_config.json", _config(pairs.config.model, sizes, base))
     return sum(tensor.numel() for tensor in tensors.values())
 
 
-def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str, str, int, torch.Tensor, torch.Tensor]]:
-    """Each module or parameter of the library that has a pair: its name, where peft has it, rank, A and B."""
+@dataclass(frozen=True)
+class _Joined:
+    """A `[r, inputs]` and B `[rows, r]` of joined linears."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    size: PairSize
+
+
+def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str, str, _Joined]]:
+    """Yield each module or parameter of the library that has a pair: its name, the pair's module, and the pair."""
     infos, links = pairs.source.infos, family.links_of_modules(values)
     targets = {link.theirs[0].name for link in links if any(_stem(named) + A in infos for named in link.ours)}
-    beside_experts = any(name.endswith(STACKS) for name in targets)
+    beside_experts = family.name in _CONVERTED or any(name.endswith(STACKS) for name in targets)
     for link in links:
         name = link.theirs[0].name
         if name not in targets:
             continue
         if not name.endswith(STACKS):
-            down, up = _pair(pairs, link.ours)
             module = name.removesuffix(".weight")
             target = name if beside_experts and ".mlp." in link.ours[0].name else module
-            yield target, module, len(down), down, up
+            yield target, module, _joined_pair(pairs, [link.ours])[0]
             continue
-        downs, ups = zip(*(_pair(pairs, ours) for ours in _of_experts(link)), strict=True)
-        up = torch.stack(ups, 2)  # [rows, r, E]
+        of_experts = _joined_pair(pairs, experts_of(link))
+        up = torch.stack([pair.up for pair in of_experts], 2)  # [rows, r, E]
         if family.in_turns and name.endswith(STACKS[0]):
             up = torch.stack(up.chunk(2), 1).flatten(0, 1)
-        both = targets.issuperset(_stacks_beside(name))
-        yield name, _modules(name, both), len(downs[0]), torch.cat(downs), up.flatten(1)
+        down = torch.cat([pair.down for pair in of_experts])
+        module = modules_of_stacks(name, targets.issuperset(stacks_beside(name)))
+        yield name, module, _Joined(down, up.flatten(1), of_experts[0].size)
 
 
 def _stem(named: Named) -> str:
     return named.name.removesuffix("weight")
 
 
-def _pair(pairs: Pairs, ours: Sequence[Named]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A `[r, inputs]` and B `[rows, r]` of joined linears, of which one at least has a pair."""
+def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joined]:
+    """Return a pair of each group of joined linears, all of one rank; at least one linear of a group has a pair.
+
+    If all linears of a group have the same A, as after reading one pair of all of them, it is written once. Otherwise
+    the A are stacked and B is in blocks.
+    """
     infos = pairs.source.infos
-    downs = [whole(pairs.source, f"{_stem(named)}{A}") for named in ours if f"{_stem(named)}{A}" in infos]
-    ups = [
-        whole(pairs.source, f"{_stem(named)}{B}")
-        if f"{_stem(named)}{A}" in infos
-        else downs[0].new_zeros(named.shape[0], 0)
-        for named in ours
-    ]
-    return torch.cat(downs), torch.block_diag(*ups)
+    has = [f"{_stem(named)}{A}" in infos for named in groups[0]]
+    sizes = [pairs.size(named.name) for named, one in zip(groups[0], has, strict=True) if one]
+    downs = [_matrices(pairs, group, has, A) for group in groups]
+    ups = [_matrices(pairs, group, has, B) for group in groups]
+    # zeros that an adapter got for its rank are not written
+    ranks = [max(_rank(a[i], b[i]) for a, b in zip(downs, ups, strict=True)) for i in range(len(sizes))]
+    is_shared = all(has) and len(set(sizes)) == 1 and all(torch.equal(a[0], other) for a in downs for other in a)
+    found = []
+    for group, a, b in zip(groups, downs, ups, strict=True):
+        if is_shared:
+            rank = max(ranks)
+            found.append(_Joined(a[0][:rank], torch.cat([up[:, :rank] for up in b]), _cut(sizes[0], rank)))
+            continue
+        given = iter(zip(a, b, ranks, sizes, strict=True))
+        scale, blocks, parts = sizes[0].scale, [], []
+        for named, one in zip(group, has, strict=True):
+            if not one:
+                blocks.append(a[0].new_zeros(named.shape[0], 0))
+                continue
+            down, up, rank, size = next(given)
+            if size.scale != scale:
+                up = (up.double() * (size.scale / scale)).to(accumulation_dtype(up.dtype))
+            blocks.append(up[:, :rank])
+            parts.append(down[:rank])
+        alpha = sum(_cut(size, rank).alpha for size, rank in zip(sizes, ranks, strict=True))
+        if any(size.scale != scale for size in sizes):
+            alpha = scale * sum(ranks)
+        found.append(_Joined(torch.cat(parts), torch.block_diag(*blocks), PairSize(sum(ranks), alpha)))
+    return found
 
 
-def _config(model: ModelConfig, ranks: Mapping[str, int], base: str | None) -> dict[str, Any]:
-    """An adapter_config.json; `ranks` by module or parameter. With a larger rank, of joined ones, alpha grows."""
-    alpha = model.lora_rank * model.lora_scale
-    others = {module: rank for module, rank in ranks.items() if rank != model.lora_rank}
-    parameters = sorted(name for name in ranks if name.endswith((*STACKS, ".weight")))
-    return {
+def _matrices(pairs: Pairs, group: Sequence[Named], has: Sequence[bool], end: str) -> list[torch.Tensor]:
+    """Read A or B of the linears of a group that have a pair."""
+    return [whole(pairs.source, f"{_stem(named)}{end}") for named, one in zip(group, has, strict=True) if one]
+
+
+def _rank(down: torch.Tensor, up: torch.Tensor) -> int:
+    """Return the rank of a pair without its last rows of A and columns of B that are zero; at least 1."""
+    used = (down != 0).any(1) | (up != 0).any(0)
+    return max([1, *(used.nonzero().flatten() + 1).tolist()])
+
+
+def _cut(size: PairSize, rank: int) -> PairSize:
+    """Return a size of another rank with the same scale."""
+    return size if rank == size.rank else PairSize(rank, size.scale * rank)
+
+
+def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None) -> dict[str, Any]:
+    """Return an adapter_config.json; `sizes` by module or parameter."""
+    usual = model.usual_pair
+    parameters = sorted(name for name in sizes if name.endswith((*STACKS, ".weight")))
+    content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": model.lora_rank,
-        "lora_alpha": alpha,
-        "lora_dropout": model.lora_dropout,
-        "target_modules": sorted(ranks.keys() - set(parameters)) or None,
-        **({"target_parameters": parameters} if parameters else {}),
-        "rank_pattern": others,
-        "alpha_pattern": {module: alpha * rank / model.lora_rank for module, rank in others.items()},
+        "r": usual.rank,
+        "lora_alpha": usual.alpha,
+        # peft has no dropout on pairs beside parameters
+        "lora_dropout": 0.0 if parameters else model.lora_dropout,
+        "target_modules": sorted(sizes.keys() - set(parameters)) or None,
+        "rank_pattern": {name: size.rank for name, size in sizes.items() if size.rank != usual.rank},
+        "alpha_pattern": {name: size.alpha for name, size in sizes.items() if size.alpha != usual.alpha},
     }
+    if parameters:
+        content["target_parameters"] = parameters
+    return content

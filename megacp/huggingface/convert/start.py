@@ -22,12 +22,12 @@ from megacp.core.checkpoint.weights import TensorRows
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.vision import VISION_FAMILIES
 from megacp.core.data.vision.decoding import RULES
-from megacp.core.layers.stack import pair_tensors
+from megacp.core.layers.stack import lora_kinds, pair_tensors
 from megacp.core.storage.place import Place
 from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
+from megacp.huggingface.convert.adapter import Adapter
 from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, shapes_of
-from megacp.huggingface.convert.lora import Adapter
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.source import (
     ADAPTER_CONFIG,
@@ -148,11 +148,14 @@ def _adapter(config: RunConfig, loaded: Loaded, given: Collection[str]) -> Adapt
     path = config.checkpoint.load_adapter
     try:
         adapter = Adapter(Path(str(path)), loaded.family, loaded.values)
-    except (ValueError, OSError, KeyError) as error:
+    except (ValueError, OSError) as error:
         raise ValueError(f"--load-adapter {path}: {error}") from error
-    own = {name: value for name, value in adapter.flags.items() if name not in given}
-    asked, has = (with_values(config, values).model for values in (own, adapter.flags))
-    if (asked.lora_rank, asked.lora_alpha, asked.lora_linears) != (has.lora_rank, has.lora_alpha, has.lora_linears):
+    has = with_values(loaded.config, adapter.flags).model
+    flags = flatten(config)
+    said = {name: flags[name] if name in given else value for name, value in adapter.flags.items()}
+    asked = with_values(loaded.config, said).model
+    wanted, held = ({kind: model.lora_pairs[kind] for kind in lora_kinds(model)} for model in (asked, has))
+    if wanted != held:
         told = " ".join(f"{flag(name)} {value}" for name, value in adapter.flags.items())
         raise ValueError(f"--load-adapter {path} has {told}: leave these flags out")
     return adapter
@@ -185,6 +188,7 @@ def open_start(config: RunConfig, given: Collection[str]) -> tuple[RunConfig, Fo
     stored = with_values(stored, {"dtype": dtype})
     if config.checkpoint.load_adapter is not None:
         adapter = _adapter(config, loaded, given)
+        notes += adapter.notes
         files |= {f"--load-adapter {name}": Path(config.checkpoint.load_adapter) / name for name in ADAPTER_FILES}
         config, stored = with_values(config, adapter.flags), with_values(stored, adapter.flags)
         source = Together({name: (each, name) for each in (source, adapter) for name in each.infos})

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
+from megacp.huggingface.convert.adapter import Adapter
+from megacp.huggingface.convert.adapter_config import HARMLESS, READ
 from megacp.huggingface.convert.families import of_config
-from megacp.huggingface.convert.lora import HARMLESS, READ, Adapter, folded, write_adapter
+from megacp.huggingface.convert.lora import folded, write_adapter
 from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.start import Together
 from megacp.huggingface.convert.tensors import Joined, Mapped, whole
@@ -289,9 +291,9 @@ def test_a_run_of_pairs_goes_on_on_another_grid_and_leaves_the_model_as_it_was(
     run, base = str(tmp_path / "run"), str(tmp_path / "base")
     steps = "--lr 0.01 --lr-decay-style constant --adam-eps 1e-4 --dtype float64 --train-iters".split()
     assert train(["--load-hf", str(folder), "--save", run, *RANKED, *steps, "2"]) == 0
-    assert "(9.22 k trained in low-rank pairs of rank 4 on q, k, v, output, gate, up, down) in float64" in (
-        capsys.readouterr().out
-    )
+    kinds = [*(f"attention.{x}" for x in ("q", "k", "v", "output")), *(f"mlp.{x}" for x in ("gate", "up", "down"))]
+    told = f"(9.22 k trained in low-rank pairs of rank 4, alpha 4, on {', '.join(kinds)}) in float64"
+    assert told in capsys.readouterr().out
     before = weights_of(tmp_path / "run")
     rows = ["--global-batch-size", "4", "--seq-length", "64"]
     go_on = ["--load", run, "--save", run, *rows, *steps, "4"]
@@ -348,8 +350,10 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
     content = json.loads(path.read_text())
     if name == "phi3":  # as peft makes it: one pair of the rank that the others have
         pairs = _tensors(adapter / "adapter_model.safetensors")
-        one = {key: x[:RANK] if "lora_A" in key else x[:, :RANK].contiguous() for key, x in pairs.items()}
-        save_file({key: x.contiguous() for key, x in one.items()}, adapter / "adapter_model.safetensors")
+        one = {}
+        for key, x in pairs.items():
+            one[key] = x[:RANK].contiguous() if "lora_A" in key else torch.randn(len(x), RANK).double()
+        save_file(one, adapter / "adapter_model.safetensors")
         path.write_text(json.dumps(content | {"rank_pattern": {}, "alpha_pattern": {}}))
         assert train([*flags, str(tmp_path / "b")]) == 0
         begun, stem = weights_of(tmp_path / "b"), "layers.0.attention"
