@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megacp.core.config.blend import named_folders, path_problems, shown_path
 from megacp.core.config.model import LINEARS, LORA_KINDS, ModelConfig, parse_lora_targets
+from megacp.core.config.ranges import MAX_EXPERTS_IN_ALL
 from megacp.core.config.run import RunConfig, fields, flag, flatten
 from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
@@ -169,6 +170,9 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
         for given in alone + asked + ([correction] if corrects else []):
             yield f"{given} acts only with --num-experts above 0"
         return
+    layers = sum(layer.mlp is MOE for layer in layers_of(m))
+    if layers * m.num_experts > MAX_EXPERTS_IN_ALL:
+        yield f"{count} in {layers} layers are {layers * m.num_experts:,}, at most {MAX_EXPERTS_IN_ALL:,} can be named"
     if "text" in config.frozen_parts:
         for given in asked + ([correction] if corrects else []):
             yield f"{given}: the router that it is for is frozen"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megacp.core.config.ranges import MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
+from megacp.core.config.ranges import MAX_EXPERTS, MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
 
 VOCABULARY_MULTIPLE = 8
 """Rows of the vocabulary on each tp rank are padded to a multiple of it; padding is in no checkpoint."""
@@ -210,7 +210,7 @@ class ModelConfig:
     add_mlp_bias: bool = False
     """Biases on the linears of the MLP."""
 
-    num_experts: NotNegative[int] = 0
+    num_experts: Annotated[int, Range(0, MAX_EXPERTS)] = 0
     """Experts of a layer with a mixture of them in the place of its MLP; 0: every MLP is dense."""
 
     moe_router_topk: Positive[int] = 2

@@ -14,6 +14,11 @@ T = TypeVar("T")
 MAX_LAYERS = 4096
 """Layers of a model: pipelines are cut exactly, in a time that grows with the square of them."""
 
+MAX_EXPERTS, MAX_EXPERTS_IN_ALL = 8192, 1 << 16
+"""Experts of a layer, and of all layers: each has tensors with names of their own, a kilobyte before any weight. The
+largest published models have 512 and 31 thousand.
+"""
+
 
 @dataclass(frozen=True)
 class Range:

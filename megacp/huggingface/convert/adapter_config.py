@@ -36,6 +36,8 @@ HARMLESS = (
 MOST_RANK, MOST_ALPHA, LEAST_ALPHA = 1 << 20, 1e9, 1e-9
 SECONDS = 5.0
 """Seconds of computing that all regular expressions of a config may take; some hundred modules take a millisecond."""
+_SWITCHES = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")
+"""Fields of what is not followed that are true or false."""
 _BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the weights beside the pairs as they are."""
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
@@ -62,6 +64,10 @@ def _is_layers(value: Any) -> bool:
     return _is_layer(value) or (isinstance(value, list) and all(_is_layer(layer) for layer in value))
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
 def _is_switch(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -85,6 +91,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "layers_pattern": (_is_text_or_names, "a text or a list of texts"),
     "target_parameters": (_is_names, "a list of texts"),
     "layers_to_transform": (_is_layers, "a layer's number or a list of them"),
+    "qalora_group_size": (_is_whole, "a whole number"),
     "rank_pattern": (_is_object, "an object of ranks"),
     "alpha_pattern": (_is_object, "an object of numbers"),
 }
@@ -111,7 +118,7 @@ class AdapterConfig:
         kind = content.get("peft_type")
         if kind != "LORA":
             raise ValueError(f"{NAME} says another peft_type than LORA, {shown(kind)}: only low-rank pairs are read")
-        strange = [name for name in content if name not in (*READ, *HARMLESS) and not _is_nothing(content[name])]
+        strange = [name for name in content if name not in (*READ, *HARMLESS) and not _is_nothing(name, content[name])]
         if strange:
             told = ", ".join(f"{shown(name)[1:-1]} {shown(content[name])}" for name in strange[:20])
             raise ValueError(f"{NAME} says {told}: only low-rank pairs are read")
@@ -231,9 +238,13 @@ class _Matcher:
         return found is not None and int(found["idx"]) in self._layers
 
 
-def _is_nothing(value: Any) -> bool:
-    """Whether a value says that something is not used."""
-    return value is None or value is False or value in ([], {}, "none")
+def _is_nothing(name: str, value: Any) -> bool:
+    """Whether the value of a field says that it is not used."""
+    if value is None or value is False:
+        return True
+    if name in _SWITCHES:
+        return False
+    return bool(value == "none") if name == "bias" else value in ([], {})
 
 
 def _names_or_expression(field: str, said: str | Sequence[str]) -> Callable[[str], bool]:

@@ -9,6 +9,7 @@ written as parameters too, because peft takes modules of their names for the exp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,24 +156,28 @@ def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joine
     found = []
     for group, a, b in zip(groups, downs, ups, strict=True):
         if is_shared:
-            rank = max(ranks)
-            found.append(_Joined(a[0][:rank], torch.cat([up[:, :rank] for up in b]), _cut(sizes[0], rank)))
+            found.append(_cut(a[0], torch.cat(b), sizes[0], max(ranks)))
             continue
-        given = iter(zip(a, b, ranks, sizes, strict=True))
-        scale, blocks, parts = sizes[0].scale, [], []
+        given = (_cut(*one) for one in zip(a, b, sizes, ranks, strict=True))
+        blocks = list[torch.Tensor]()
+        parts = list[_Joined]()
         for named, one in zip(group, has, strict=True):
             if not one:
                 blocks.append(a[0].new_zeros(named.shape[0], 0))
                 continue
-            down, up, rank, size = next(given)
-            if size.scale != scale:
-                up = (up.double() * (size.scale / scale)).to(accumulation_dtype(up.dtype))
-            blocks.append(up[:, :rank])
-            parts.append(down[:rank])
-        alpha = sum(_cut(size, rank).alpha for size, rank in zip(sizes, ranks, strict=True))
-        if any(size.scale != scale for size in sizes):
-            alpha = scale * sum(ranks)
-        found.append(_Joined(torch.cat(parts), torch.block_diag(*blocks), PairSize(sum(ranks), alpha)))
+            part = next(given)
+            scale = parts[0].size.scale if parts else part.size.scale
+            up = part.up
+            if part.size.scale != scale:
+                up = (up.double() * (part.size.scale / scale)).to(accumulation_dtype(up.dtype))
+            blocks.append(up)
+            parts.append(part)
+        rank = sum(part.size.rank for part in parts)
+        alpha = sum(part.size.alpha for part in parts)
+        if any(part.size.scale != parts[0].size.scale for part in parts):
+            alpha = parts[0].size.scale * rank
+        down = torch.cat([part.down for part in parts])
+        found.append(_Joined(down, torch.block_diag(*blocks), PairSize(rank, alpha)))
     return found
 
 
@@ -187,9 +192,18 @@ def _rank(down: torch.Tensor, up: torch.Tensor) -> int:
     return max([1, *(used.nonzero().flatten() + 1).tolist()])
 
 
-def _cut(size: PairSize, rank: int) -> PairSize:
-    """Return a size of another rank with the same scale."""
-    return size if rank == size.rank else PairSize(rank, size.scale * rank)
+def _cut(down: torch.Tensor, up: torch.Tensor, size: PairSize, rank: int) -> _Joined:
+    """Return a pair without the zeros above its rank.
+
+    If alpha can stay without rounding B, it does, as it did not change when the zeros were added.
+    """
+    down, up = down[:rank], up[:, :rank]
+    if rank == size.rank:
+        return _Joined(down, up, size)
+    factor = rank / size.rank
+    if math.frexp(factor)[0] == 0.5:  # a power of two
+        return _Joined(down, up * factor, PairSize(rank, size.alpha))
+    return _Joined(down, up, PairSize(rank, size.scale * rank))
 
 
 def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None) -> dict[str, Any]:

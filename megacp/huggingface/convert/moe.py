@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megacp.core.config.ranges import MAX_EXPERTS
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import (
     DECODER,
@@ -109,7 +110,7 @@ class ExpertWords(Words):
     def from_hf(self, c: ConfigJson) -> Values:
         v = super().from_hf(c)
         name = next((name for name in _COUNTS if c.get(name) is not None), self.experts[0])
-        count = v["num_experts"] = c.number(name, self.experts[1])
+        count = v["num_experts"] = c.number(name, self.experts[1], high=MAX_EXPERTS)
         c.only(**dict.fromkeys(_COUNTS, count))
         v["moe_router_topk"] = c.number("num_experts_per_tok", self.chosen, high=count)
         v["moe_router_pre_softmax"] = self.has_norm and not c.switch("norm_topk_prob")
