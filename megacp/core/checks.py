@@ -170,9 +170,9 @@ def _experts(config: RunConfig, world: int) -> Iterator[str]:
         for given in alone + asked + ([correction] if corrects else []):
             yield f"{given} acts only with --num-experts above 0"
         return
-    layers = sum(layer.mlp is MOE for layer in layers_of(m))
-    if layers * m.num_experts > MAX_EXPERTS_IN_ALL:
-        yield f"{count} in {layers} layers are {layers * m.num_experts:,}, at most {MAX_EXPERTS_IN_ALL:,} can be named"
+    in_all = m.num_layers * m.num_experts
+    if in_all > MAX_EXPERTS_IN_ALL:
+        yield f"{count} in {m.num_layers} layers are {in_all:,}, at most {MAX_EXPERTS_IN_ALL:,} can be named"
     if "text" in config.frozen_parts:
         for given in asked + ([correction] if corrects else []):
             yield f"{given}: the router that it is for is frozen"

@@ -49,7 +49,10 @@ MODELS: dict[str, Values] = {
     "equal scores": {**MOE, "num_experts": 24, "moe_router_topk": 2, "norm_position": "after"},
     "sigmoids in groups": {**BALANCED, **SIGMOID, **SHARED, "moe_router_bias": True},
     "as gpt-oss": {**GPT_OSS, "num_experts": 24, "init_method_std": 0.1},
-    "pairs": {**MOE, **SHARED, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0, "lora_targets": "all"},
+    "pairs": {
+        **{**MOE, **SHARED, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0},
+        "lora_targets": "q,k,v,output,gate,up,down,experts.up:3:7,shared.down:1:4",
+    },
 }
 """Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without
 a token."""

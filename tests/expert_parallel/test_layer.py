@@ -198,23 +198,24 @@ def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.
 
 def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to() -> None:
     """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW A^T."""
-    pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,gate,down"}
+    pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,up,experts.gate:2:5,down"}
+    scales = {"q": 2.0, "up": 2.0, "gate": 2.5, "down": 2.0}
     adapted, whole = (ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {}))
     draw = np.random.default_rng(1)
     tensors = {name: draw.normal(0, 0.1, x.shape) for name, x in assemble([parameter_pieces(adapted)]).items()}
     fill(adapted.chunks[0], {name: torch.tensor(x) for name, x in tensors.items()})
     made, linears = dict(tensors), {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)}
     low, high = ({name: tensors.pop(f"{name}.{kind}") for name in linears} for kind in (A, B))
-    assert "layers.1.mlp.experts.7.down" in linears and "layers.1.mlp.experts.7.up" not in linears
+    assert low["layers.1.mlp.experts.7.up"].shape[0] == 3 and low["layers.1.mlp.experts.7.gate"].shape[0] == 2
     for name in linears:
-        made[f"{name}.weight"] = tensors[f"{name}.weight"] + 2 * high[name] @ low[name]
+        made[f"{name}.weight"] = tensors[f"{name}.weight"] + scales[name.rpartition(".")[2]] * high[name] @ low[name]
     fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
     losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
     found, expected = (assemble([gradient_pieces(model)]) for model in (adapted, whole))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     for name in linears:
-        of_sum = expected[f"{name}.weight"]
-        for kind, by_chain in ((A, 2 * high[name].T @ of_sum), (B, 2 * of_sum @ low[name].T)):
+        of_sum = scales[name.rpartition(".")[2]] * expected[f"{name}.weight"]
+        for kind, by_chain in ((A, high[name].T @ of_sum), (B, of_sum @ low[name].T)):
             exact = 1e-11 * np.abs(by_chain).max()
             np.testing.assert_allclose(found[f"{name}.{kind}"], by_chain, rtol=0, atol=exact)
 

@@ -24,10 +24,18 @@ Sizes = tuple[int, int, int, int]
 QUICK: list[Sizes] = [(2, 2, 2, 2)]
 SIZES = itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2))
 GRIDS = [(tp, cp, pp, virtual) for tp, cp, pp, virtual in SIZES if tp * cp * pp == 8 and virtual <= pp]
-PAIRS = {"lora_rank": 2, "lora_targets": "all"}
+PAIRS = {"lora_rank": 2, "lora_targets": "q,k,v,output,gate,up,down,mlp.up:3:1"}
+STATE_PAIRS = {"lora_rank": 2, "lora_targets": "q,k,v,output,gate,up,down,linear_attention.z,linear_attention.b:3:4"}
 CUT = {"rows": 0, "columns": 1, "whole": None}
 TABLES = ("embedding.weight", "head.weight")
 """Cut after padding, so not evenly."""
+
+
+def _pairs(name: str) -> dict[str, object]:
+    """Flags of pairs of a model, if its name asks for them; two ranks in one product."""
+    if "pairs" not in name:
+        return {}
+    return STATE_PAIRS if "qwen3_5" in name else PAIRS
 
 
 def alone(shape: GridShape, rank: int) -> ProcessGrid:
@@ -55,7 +63,7 @@ def held(config: RunConfig, shape: GridShape, rank: int) -> set[tuple[object, ..
 def test_the_pieces_of_all_built_parameters_are_exactly_the_described_tensors(name: str, grids: list[Sizes]) -> None:
     """A cut tensor is on the tp ranks part by part, a whole one on each of them; stages hold nothing else."""
     for grid in grids:
-        given = dict(zip(FLAGS, grid, strict=True)) | (PAIRS if "pairs" in name else {})
+        given = dict(zip(FLAGS, grid, strict=True)) | _pairs(name)
         config = prepare(with_values(RunConfig(), given), given, model=name.split()[0]).config
         shape, parts = GridShape(*grid[:2], pp=grid[2], ep=1), defaultdict(list)
         for rank in range(shape.tp):
