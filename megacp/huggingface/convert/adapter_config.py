@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.model import PairSize
+from megacp.core.storage.wording import listed
 from megacp.huggingface.convert.config_json import ConfigJson, shown
 from megacp.prepare.tokenize.beside import read_object
 
@@ -40,6 +41,8 @@ _SWITCHES = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")
 """Fields of what is not followed that are true or false."""
 _BESIDE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of init_lora_weights that leave the weights beside the pairs as they are."""
+_PLAIN = re.compile(r"\w{1,60}", re.ASCII)
+"""A field's name that is shown as it is."""
 _LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 """The first number in a module's name, by which peft knows its layer."""
 
@@ -120,8 +123,8 @@ class AdapterConfig:
             raise ValueError(f"{NAME} says another peft_type than LORA, {shown(kind)}: only low-rank pairs are read")
         strange = [name for name in content if name not in (*READ, *HARMLESS) and not _is_nothing(name, content[name])]
         if strange:
-            told = ", ".join(f"{shown(name)[1:-1]} {shown(content[name])}" for name in strange[:20])
-            raise ValueError(f"{NAME} says {told}: only low-rank pairs are read")
+            told = [f"{name if _PLAIN.fullmatch(name) else shown(name)} {shown(content[name])}" for name in strange]
+            raise ValueError(f"{NAME} says {listed(told, 10)}: only low-rank pairs are read")
         fields = ConfigJson(content)
         self.rank: int = fields.number("r", 8, high=MOST_RANK)
         self.alpha: float = fields.number("lora_alpha", 8.0, float, LEAST_ALPHA, MOST_ALPHA)
@@ -137,7 +140,7 @@ class AdapterConfig:
         self._ranks = self._pattern(fields, content.get("rank_pattern"), "rank_pattern")
         self._alphas = self._pattern(fields, content.get("alpha_pattern"), "alpha_pattern")
         if faults:
-            raise ValueError(f"{NAME}: {'; '.join(faults[:20])}")
+            raise ValueError(f"{NAME}: {listed(faults, 10, '; ')}")
         if start not in _BESIDE:
             raise ValueError(
                 f"{NAME} says init_lora_weights {shown(start)}, which changes the weights beside the pairs: save plain "

@@ -43,6 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:Fu
 RANK, ALPHA, STEPS = 3, 7.0, 3
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "output": "o_proj"}
 MODULES |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+STATE_MODULES = {f"linear_attention.{x}": f"linear_attn.in_proj_{x}" for x in "zba"}
+STATE_MODULES |= {"linear_attention.output": "linear_attn.out_proj", "attention.v": "self_attn.v_proj"}
 ADAMW = {"lr": 0.01, "weight_decay": 0.1, "clip_grad": 0.3, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-4}
 PAIRS = {"lora_rank": RANK, "lora_alpha": ALPHA}
 Tuned = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
@@ -52,8 +54,9 @@ Tuned = tuple[float, dict[str, np.ndarray], dict[str, np.ndarray]]
 def our_name(name: str) -> str:
     parts = name.replace(".default", "").split(".")
     place = parts.index("layers")
-    kind = {"self_attn": "attention", "mlp": "mlp"}[parts[place + 2]]
-    ours = {theirs: ours for ours, theirs in MODULES.items()}[parts[place + 3]]
+    kind = {"self_attn": "attention", "linear_attn": "linear_attention", "mlp": "mlp"}[parts[place + 2]]
+    of_states = {theirs.rpartition(".")[2]: ours.rpartition(".")[2] for ours, theirs in STATE_MODULES.items()}
+    ours = {**of_states, **{theirs: ours for ours, theirs in MODULES.items()}}[parts[place + 3]]
     return ".".join(["layers", parts[place + 1], kind, ours, *parts[place + 4 :]])
 
 
@@ -73,7 +76,8 @@ def peft_of(name: str, targets: str, patch: pytest.MonkeyPatch) -> tuple[dict[st
         theirs = Joined(Tensors(dict(base.state_dict())))
         frozen = Mapped(theirs, architecture.links(values, architecture.layout_of(theirs.infos)), to_ours=True)
         weights = {key: whole(frozen, key).clone() for key in frozen.infos}
-        wanted = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=[MODULES[n] for n in names])
+        modules = [{**MODULES, **STATE_MODULES}[name] for name in names]
+        wanted = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=modules)
         model = peft.get_peft_model(base, wanted).to(torch.float64)
         trained = {our_name(key): p for key, p in model.named_parameters() if p.requires_grad}
         with torch.no_grad():
@@ -118,7 +122,10 @@ def ours(
 
 @pytest.mark.parametrize(
     ("name", "targets"),
-    [("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up"), ("olmoe", "q,output")],
+    [
+        *(("qwen3", "all"), ("llama 3 with biases", "q,v"), ("olmo2", "k,output,up"), ("olmoe", "q,output")),
+        ("qwen3_5_text", ",".join(STATE_MODULES)),
+    ],
 )
 @pytest.mark.slow
 def test_loss_gradients_and_steps_are_those_of_peft(name: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
