@@ -609,7 +609,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/tensor_parallel/lora.py", TP): [
         ("x, True, self.first), self.down)", "x, True), self.down)", "tp ranks share dropout columns"),
         ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),
-        ("F.linear(u, self.up), alpha=self.lora.scale)", "F.linear(u, self.up))", "alpha / rank is left out"),
+        ("F.linear(u, self.ups[0]), alpha=self.scale)", "F.linear(u, self.ups[0]))", "alpha / rank is left out"),
+        ("next(ups)), alpha=size.scale)", "next(ups)))", "alpha / rank is left out of what is cut by rows"),
     ],
     ("core/models/delta_net.py", GOLDEN): [
         ("backend.norm(norm, over_heads=True)", "backend.norm(norm)", "gated norms of heads are not summed over tp"),
@@ -1187,21 +1188,57 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
     ("huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        ("for pair in of_experts], 2)", "for pair in of_experts], 1)", "B of experts is written by expert"),
+        ('.base_layer" if both and', '.base_layer" if False and', "gate and up of experts have the place of down"),
+        ("if family.in_turns and name", "if False and name", "gate and up of a written pair are not in turns"),
+        ("name if beside_experts and", "name if False and", "peft takes an MLP beside experts for them"),
+    ],
+    ("huggingface/convert/lora.py", "tests/huggingface/convert/test_adapters.py"): [
         (
-            "up.unflatten(1, (rank, -1)).permute(2, 0, 1)",
-            "up.unflatten(1, (-1, rank)).transpose(0, 1)",
+            "is_exact = math.frexp(rank / size.rank)[0] == 0.5",
+            "is_exact = False",
+            "zeros of a rank leave another alpha",
+        ),
+        ("ranks[place] = max(ranks[place], _rank(a[place], up))", "ranks[place] = len(a[place])", "zeros are exported"),
+    ],
+    ("huggingface/convert/adapter.py", "tests/huggingface/convert/test_lora.py"): [
+        (
+            "up.unflatten(1, (rank, count)).permute(2, 0, 1)",
+            "up.unflatten(1, (count, rank)).transpose(0, 1)",
             "B is by expert",
         ),
-        ("torch.stack(ups, 2)", "torch.stack(ups, 1)", "B of experts is written by expert"),
-        ('".base_layer" * (both and', '".base_layer" * (False and', "gate and up of experts have the place of down"),
-        ("if in_turns and name", "if False and name", "gate and up of a pair are not in turns"),
+        ("if self._in_turns and place", "if False and place", "gate and up of a read pair are not in turns"),
+    ],
+    ("huggingface/convert/adapter.py", "tests/huggingface/convert/test_adapters.py"): [
+        ("sorted(used[kinds]) or range(len(kinds))", "range(len(kinds))", "a joined linear without a pair gets one"),
+        ("        if missing:\n", "        if False:\n", "pairs in some layers become pairs of all"),
+        ("            if in_blocks:\n", "            if False:\n", "pairs that were joined stay joined"),
+        ("known[0] if known else table)", "table)", "an adapter of the text model does not fit its tower"),
+    ],
+    ("huggingface/convert/adapter.py", "tests/huggingface/convert/test_malformed_adapters.py"): [
+        ("        if strange:\n", "        if False:\n", "a target parameter of no linear is not told"),
+        ("if not tensor.isfinite().all():", "if False:", "pairs that are not finite are trained"),
+    ],
+    ("huggingface/convert/adapter_config.py", "tests/huggingface/convert/test_malformed_adapters.py"): [
+        ("is not None and not is_sound(value)", "is not None and False", "a field may have any type"),
+        ("        if strange:\n", "        if False:\n", "DoRA is read as plain pairs"),
+    ],
+    ("huggingface/convert/adapter_config.py", "tests/huggingface/convert/test_adapters.py"): [
         (
-            'for target in content.get("target_parameters") or ():',
-            "for target in ():",
-            "a target of no expert is not told",
+            "for pattern, number in self._alphas if pattern.match(name)",
+            "for pattern, number in ()",
+            "one alpha for all",
         ),
-        ('own("alpha_pattern", self._content["lora_alpha"])', 'self._content["lora_alpha"]', "one alpha for all pairs"),
-        ("name if beside_experts and", "name if False and", "peft takes an MLP beside experts for them"),
+        ("alpha * rank**0.5 if self._is_root else alpha", "alpha", "alpha is divided by a rank, not by its root"),
+    ],
+    ("core/config/model.py", "tests/models/test_pair_words.py"): [
+        ('kind.endswith(f".{name}")]', 'kind == f"attention.{name}"]', "words mean linears of attention alone"),
+    ],
+    ("core/models/pair_words.py", "tests/models/test_pair_words.py"): [
+        ("elif not any(kind.startswith(", "elif False and any(kind.startswith(", "a mixer without pairs is not told"),
+    ],
+    ("core/checks.py", "tests/config/test_cli.py"): [
+        ("if in_all > MAX_EXPERTS_IN_ALL:", "if False:", "a folder may name experts without end"),
     ],
     ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
         ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacp.core.config.blend import named_folders, path_problems, shown_path
@@ -314,10 +314,10 @@ def _vision(config: RunConfig, world: int) -> Iterator[str]:
         yield f"--vision-num-layers {layers} needs rows for image tokens: {rows}"
 
 
-def _names_no_layer(word: str, has: Collection[str]) -> bool:
+def _names_no_layer(word: str, model: ModelConfig) -> bool:
     """Whether a word of --lora-targets names only kinds that no layer has."""
-    kinds, _ = parse_lora_targets(word)
-    return bool(kinds) and not any(kind in has for kind in kinds)
+    kinds, _ = parse_lora_targets(word, model.usual_pair)
+    return bool(kinds) and kinds.keys().isdisjoint(lora_kinds(model))
 
 
 def _lora(config: RunConfig, world: int) -> Iterator[str]:
@@ -327,15 +327,15 @@ def _lora(config: RunConfig, world: int) -> Iterator[str]:
             yield "--lora-alpha, --lora-targets and --lora-dropout act only with --lora-rank above 0"
         return
     targets = m.lora_targets or "q,v"
-    asked, faults = parse_lora_targets(targets)
+    asked, faults = parse_lora_targets(targets, m.usual_pair)
     if faults or not asked:
         shown = f" (not {', '.join(faults)})" if faults else ""
         yield (
             f"--lora-targets {m.lora_targets}: name some of {', '.join(LINEARS)} or of {', '.join(LORA_KINDS)}, "
-            f"or all; KIND:RANK:ALPHA gives one its own rank and alpha{shown}"
+            f"or all; KIND:RANK:ALPHA gives one its own rank and alpha, attention.q+v one A for both{shown}"
         )
     has = lora_kinds(m)
-    lacking = [word for word in targets.replace(",", " ").split() if _names_no_layer(word, has)]
+    lacking = [word for word in targets.replace(",", " ").split() if _names_no_layer(word, m)]
     if lacking and not faults:
         yield f"--lora-targets {' '.join(lacking)}: no layer has one of them"
     experts = [kind for kind in has if kind in EXPERT_KINDS]

@@ -51,7 +51,7 @@ MODELS: dict[str, Values] = {
     "as gpt-oss": {**GPT_OSS, "num_experts": 24, "init_method_std": 0.1},
     "pairs": {
         **{**MOE, **SHARED, "num_experts": 24, "lora_rank": 2, "lora_alpha": 6.0},
-        "lora_targets": "q,k,v,output,gate,up,down,experts.up:3:7,shared.down:1:4",
+        "lora_targets": "q,k,v,output,gate,up,down,experts.gate+up:3:7,shared.down:1:4",
     },
 }
 """Scores of "equal scores" are all 0 in the first step, and most stay 0: a choice by number alone, and experts without

@@ -196,28 +196,43 @@ def test_one_kernel_for_all_experts_makes_what_a_loop_makes(monkeypatch: pytest.
     assert not found[1][2][8:16].any()
 
 
-def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to() -> None:
+@pytest.mark.parametrize("targets", ["q,up,experts.gate:2:5,down", "q,mlp.up,experts.gate+up:2:5,down"])
+def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str) -> None:
     """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW A^T."""
-    pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": "q,up,experts.gate:2:5,down"}
-    scales = {"q": 2.0, "up": 2.0, "gate": 2.5, "down": 2.0}
+    pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": targets}
+    is_shared = "+" in targets
+    scales = {"q": 2.0, "up": 2.5 if is_shared else 2.0, "gate": 2.5, "down": 2.0}
     adapted, whole = (ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {}))
     draw = np.random.default_rng(1)
     tensors = {name: draw.normal(0, 0.1, x.shape) for name, x in assemble([parameter_pieces(adapted)]).items()}
     fill(adapted.chunks[0], {name: torch.tensor(x) for name, x in tensors.items()})
     made, linears = dict(tensors), {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)}
-    low, high = ({name: tensors.pop(f"{name}.{kind}") for name in linears} for kind in (A, B))
-    assert low["layers.1.mlp.experts.7.up"].shape[0] == 3 and low["layers.1.mlp.experts.7.gate"].shape[0] == 2
+    # gate and up may have one A, under the name of gate
+    places = {name: name.replace(".up", ".gate") if is_shared else name for name in linears}
+    low, high = {places[name]: tensors[f"{places[name]}.{A}"] for name in linears}, {}
     for name in linears:
-        made[f"{name}.weight"] = tensors[f"{name}.weight"] + scales[name.rpartition(".")[2]] * high[name] @ low[name]
+        tensors.pop(f"{name}.{A}", None)
+        high[name] = tensors.pop(f"{name}.{B}")
+    assert high["layers.1.mlp.experts.7.up"].shape[1] == (2 if is_shared else 3)
+    assert high["layers.1.mlp.experts.7.gate"].shape[1] == 2
+    assert ("layers.1.mlp.experts.7.up" in low) is not is_shared
+    for name in linears:
+        made[f"{name}.weight"] = (
+            tensors[f"{name}.weight"] + scales[name.rpartition(".")[2]] * high[name] @ low[places[name]]
+        )
     fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
     losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
     found, expected = (assemble([gradient_pieces(model)]) for model in (adapted, whole))
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    by_chain: dict[str, np.ndarray] = {}
     for name in linears:
         of_sum = scales[name.rpartition(".")[2]] * expected[f"{name}.weight"]
-        for kind, by_chain in ((A, high[name].T @ of_sum), (B, of_sum @ low[name].T)):
-            exact = 1e-11 * np.abs(by_chain).max()
-            np.testing.assert_allclose(found[f"{name}.{kind}"], by_chain, rtol=0, atol=exact)
+        by_chain[f"{name}.{B}"] = of_sum @ low[places[name]].T
+        down = f"{places[name]}.{A}"
+        by_chain[down] = by_chain.get(down, 0) + high[name].T @ of_sum
+    assert by_chain.keys() == {name for name in found if is_of_a_pair(name)}
+    for name, exact in by_chain.items():
+        np.testing.assert_allclose(found[name], exact, rtol=0, atol=1e-11 * np.abs(exact).max())
 
 
 def test_a_layer_that_is_computed_again_chooses_nothing_anew() -> None:

@@ -101,6 +101,7 @@ def kept_storages(found: dict[int, int]):
         {"lora_rank": 4, "lora_targets": "all", "lora_dropout": 0.1, "recompute_granularity": "selective"},
         {"lora_rank": 4, "lora_targets": "output,gate", "mlp_chunk_tokens": 20},
         {"num_experts": 8, **SHARED, "lora_rank": 4, "lora_targets": "experts.gate,experts.up:2:4,v"},
+        {"num_experts": 8, **SHARED, "lora_rank": 4, "lora_targets": "experts.gate+up,attention.q+v:2:4"},
         {"num_experts": 8, **SHARED, "lora_rank": 4, "lora_targets": "shared.down,attention.q:6:6"},
     ],
 )

@@ -156,8 +156,10 @@ def test_a_norm_over_columns_equals_one_process() -> None:
         torch.testing.assert_close(torch.cat(found, -1), one, **CLOSE)
 
 
-PAIRS = LoraSpec({"a.q": PairSize(3, 7.5), "a.v": PairSize(2, 8.0), "b.out": PairSize(3, 7.5)})
-RANKS = {"q": 3, "k": 0, "v": 2}
+PAIRS = LoraSpec(
+    {"a.q": PairSize(3, 7.5), "a.k": PairSize(3, 7.5, "q"), "a.v": PairSize(2, 8.0), "b.out": PairSize(3, 7.5)}
+)
+RANKS = {"q": 3, "k": 3, "v": 2}
 FROZEN = {f"a.{name}.weight": randn(rows, WIDTH, seed=i) for i, (name, rows) in enumerate(OUTPUTS)}
 FROZEN["b.out.weight"] = randn(OUT, 8, seed=3)
 LOW = {
@@ -211,7 +213,8 @@ def test_low_rank_pairs_equal_one_process(parallel: bool, dropout: float) -> Non
     if not dropout:
         x, delta = randn(TOKENS, WIDTH, seed=40), LOW["a.q.lora_B.weight"] @ LOW["a.q.lora_A.weight"]
         torch.testing.assert_close(one[1][0], x @ (FROZEN["a.q.weight"] + 2.5 * delta).t(), **CLOSE)
-        torch.testing.assert_close(one[1][1], x @ FROZEN["a.k.weight"].t(), **CLOSE)
+        delta = LOW["a.k.lora_B.weight"] @ LOW["a.q.lora_A.weight"]  # q and k share A
+        torch.testing.assert_close(one[1][1], x @ (FROZEN["a.k.weight"] + 2.5 * delta).t(), **CLOSE)
         delta = LOW["a.v.lora_B.weight"] @ LOW["a.v.lora_A.weight"]  # of another rank and scale in the same product
         torch.testing.assert_close(one[1][2], x @ (FROZEN["a.v.weight"] + 4.0 * delta).t(), **CLOSE)
         wide, delta = randn(TOKENS, 8, seed=41), LOW["b.out.lora_B.weight"] @ LOW["b.out.lora_A.weight"]

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from megacp.core.config.ranges import MAX_EXPERTS, MAX_LAYERS, AboveZero, Fraction, NotNegative, Positive, Range
@@ -33,12 +33,22 @@ LORA_KINDS = (
 """
 
 
+_ONE_INPUT = {
+    "attention": ("q", "k", "v"),
+    "linear_attention": ("q", "k", "v", "z", "b", "a"),
+    **dict.fromkeys(("mlp", "shared", "experts"), ("gate", "up")),
+}
+"""Linears of a part that are multiplied by the same inputs, so that their pairs may share A."""
+
+
 @dataclass(frozen=True)
 class PairSize:
     """Rank and alpha of the low-rank pairs of one kind."""
 
     rank: int
     alpha: float
+    shares: str = ""
+    """The linear of the same part whose A these pairs use; empty: they have their own."""
 
     @property
     def scale(self) -> float:
@@ -46,29 +56,61 @@ class PairSize:
         return self.alpha / self.rank
 
 
-def parse_lora_targets(text: str) -> tuple[dict[str, PairSize | None], list[str]]:
-    """Return the kinds that --lora-targets names, and its faulty words.
+def parse_lora_targets(text: str, usual: PairSize) -> tuple[dict[str, PairSize], list[str]]:
+    """Return the sizes of the kinds that --lora-targets names, and its faulty words.
 
-    A kind has the rank and alpha of its word (`experts.gate:4:8`), or None if the word gives none. If several words
-    name a kind, the last one decides.
+    A kind has the rank and alpha of its word (`experts.gate:4:8`), or the usual ones. If several words name a kind, the
+    last one decides. `attention.q+v` is a pair of q and v together, with one A.
     """
     words = text.replace(",", " ").split()
     if words == ["all"]:
         words = list(LINEARS)
-    found = dict[str, PairSize | None]()
+    found = dict[str, PairSize]()
     faults = []
     for word in words:
         name, *own = word.split(":")
-        if name in LINEARS:
-            kinds = [kind for kind in LORA_KINDS if kind.endswith(f".{name}")]
-        else:
-            kinds = [kind for kind in LORA_KINDS if kind == name]
-        size = _pair_size(own)
-        if not kinds or (own and size is None):
+        size = _pair_size(own) if own else usual
+        kinds = _kinds_of(name)
+        if not kinds or size is None:
             faults.append(word)
             continue
         found |= dict.fromkeys(kinds, size)
+        if "+" in name:
+            shares = kinds[0].partition(".")[2]
+            found |= dict.fromkeys(kinds[1:], replace(size, shares=shares))
+    for kind, size in list(found.items()):
+        if size.shares and found.get(f"{kind.partition('.')[0]}.{size.shares}") != replace(size, shares=""):
+            faults.append(f"{kind} shares A of {size.shares}, which has another rank or alpha")
+            del found[kind]
     return found, faults
+
+
+def _kinds_of(name: str) -> list[str]:
+    """Return the kinds that a word means: all of its name, one, or several that share A; none for an unknown word."""
+    if name in LINEARS:
+        return [kind for kind in LORA_KINDS if kind.endswith(f".{name}")]
+    if name in LORA_KINDS:
+        return [name]
+    part, _, joined = name.partition(".")
+    linears = joined.split("+")
+    in_order = [linear for linear in _ONE_INPUT.get(part, ()) if linear in linears]
+    return [f"{part}.{linear}" for linear in linears] if len(linears) > 1 and linears == in_order else []
+
+
+def joined_words(sizes: Mapping[str, PairSize]) -> dict[str, PairSize]:
+    """Return sizes by words of --lora-targets, those of kinds that share A in one: `attention.q+v`."""
+    found = dict[str, PairSize]()
+    for kind in LORA_KINDS:
+        part, _, linear = kind.partition(".")
+        if kind not in sizes or sizes[kind].shares:
+            continue
+        sharing = [
+            other.partition(".")[2]
+            for other in LORA_KINDS
+            if other in sizes and other.startswith(f"{part}.") and sizes[other].shares == linear
+        ]
+        found["+".join([kind, *sharing])] = sizes[kind]
+    return found
 
 
 def _pair_size(words: list[str]) -> PairSize | None:
@@ -270,8 +312,8 @@ class ModelConfig:
     lora_targets: str | None = None
     """Linears of the decoder that get a pair, separated by commas: a word (q, k, v, output, gate, up or down) means all
     linears of that name, a kind (attention.q, linear_attention.q, mlp.gate, shared.gate, experts.gate) only that one;
-    KIND:RANK:ALPHA gives it a rank and alpha of its own; all means all words (default: q,v, as in peft for most
-    decoders)."""
+    KIND:RANK:ALPHA gives it a rank and alpha of its own, attention.q+v is one pair with one A for both; all means all
+    words (default: q,v, as in peft for most decoders)."""
 
     lora_dropout: Fraction[float] = 0.0
     """Dropout on what the pairs are given, in [0, 1); the frozen model is given all of it."""
@@ -283,8 +325,8 @@ class ModelConfig:
         """
         if self.lora_rank == 0:
             return {}
-        asked, _ = parse_lora_targets(self.lora_targets or "q,v")
-        return {kind: asked[kind] or self.usual_pair for kind in LORA_KINDS if kind in asked}
+        asked, _ = parse_lora_targets(self.lora_targets or "q,v", self.usual_pair)
+        return {kind: asked[kind] for kind in LORA_KINDS if kind in asked}
 
     @property
     def usual_pair(self) -> PairSize:

@@ -20,9 +20,10 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.route import Groups
 from megacp.core.large_blocks import empty
 from megacp.core.layers.moe import expert_pairs, expert_tensors
-from megacp.core.layers.table import kind_of
+from megacp.core.layers.table import Tensor, kind_of
 from megacp.core.ops.pointwise import ACTIVATIONS, FromInputs
 from megacp.core.tensor_parallel.linear import LinearOptions, row_parameter
+from megacp.core.tensor_parallel.lora import places_of_inputs
 
 
 def _one_kernel(x: torch.Tensor, width: int) -> bool:
@@ -138,17 +139,18 @@ class ExpertLinear(nn.Module):
         self.bias = bias[0] if bias else None
         self.widths = [weights[0].shape[0] for weights, *_ in tensors]
         self.sizes = [config.lora_pairs.get(kind_of(f"experts.{name}")) for name in names]
-        self.ranks = [size.rank for size in self.sizes if size is not None]
+        self.places, self.ranks = places_of_inputs(names, self.sizes)
         if self.ranks:
             trained = replace(options, trained=True)
-            pairs = [
-                expert_pairs(config, name, experts)
-                for name, size in zip(names, self.sizes, strict=True)
-                if size is not None
-            ]
-            down = list(chain(*zip(*(a for a, _ in pairs), strict=True)))
+            downs, ups = list[list[Tensor]](), list[list[Tensor]]()
+            for name, size in zip(names, self.sizes, strict=True):
+                if size is not None:
+                    *a, b = expert_pairs(config, name, experts)
+                    downs += a
+                    ups.append(b)
+            down = list(chain(*zip(*downs, strict=True)))
             self.low = row_parameter(prefix, down, trained)  # A of all pairs of an expert in turn, [n ranks, in]
-            self.high = nn.ParameterList(row_parameter(prefix, b, trained) for _, b in pairs)  # B of each, [n out, r]
+            self.high = nn.ParameterList(row_parameter(prefix, b, trained) for b in ups)  # B of each, [n out, r]
 
     def forward(self, x: torch.Tensor, groups: Groups, weights: torch.Tensor | None = None) -> torch.Tensor:
         """`weights[R, 1]`: what biases are to be multiplied by, as x has been."""
@@ -156,11 +158,11 @@ class ExpertLinear(nn.Module):
         y = y if self.bias is None else _Biased.apply(y, self.bias, weights, groups)
         if not self.ranks:
             return y
-        pairs = zip(matrices_product(x, self.low, groups).split(self.ranks, -1), self.high, strict=True)
+        inputs, ups = matrices_product(x, self.low, groups).split(self.ranks, -1), iter(self.high)
         parts = []
-        for part, size in zip(y.split(self.widths, -1), self.sizes, strict=True):
+        for part, size, place in zip(y.split(self.widths, -1), self.sizes, self.places, strict=True):
             if size is not None:
-                part = torch.add(part, matrices_product(*next(pairs), groups), alpha=size.scale)
+                part = torch.add(part, matrices_product(inputs[place], next(ups), groups), alpha=size.scale)
             parts.append(part)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 

@@ -49,12 +49,11 @@ def expert_tensors(model: ModelConfig, name: str, experts: range) -> list[tuple[
     return list(zip(*(linear.tensors(f"experts.{expert}.{name}") for expert in experts), strict=True))
 
 
-def expert_pairs(model: ModelConfig, name: str, experts: range) -> tuple[list[Tensor], list[Tensor]]:
-    """The low-rank matrices A and B beside it, of some experts."""
-    rank = model.lora_pairs[f"{_ROUTED}.{name}"].rank
-    pairs = (_of_expert(model)[name].pair(f"experts.{expert}.{name}", rank) for expert in experts)
-    down, up = zip(*pairs, strict=True)
-    return list(down), list(up)
+def expert_pairs(model: ModelConfig, name: str, experts: range) -> list[list[Tensor]]:
+    """The low-rank matrices A, unless they are another linear's, and B beside it: those of some experts."""
+    size, linear = model.lora_pairs[f"{_ROUTED}.{name}"], _of_expert(model)[name]
+    pairs = [list(linear.pair(f"experts.{expert}.{name}", size)) for expert in experts]
+    return [list(of_each) for of_each in zip(*pairs, strict=True)]
 
 
 def shared_gate_tensor(model: ModelConfig) -> Tensor:

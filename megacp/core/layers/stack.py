@@ -77,7 +77,7 @@ class Layer:
                 whole_name = f"{self.name}.{kind.name}.{name}"
                 size = model.lora_pairs.get(kind_of(whole_name))
                 if size is not None:
-                    yield from linear.pair(whole_name, size.rank)
+                    yield from linear.pair(whole_name, size)
 
     def lora_linears(self, model: ModelConfig) -> dict[str, Linear]:
         """The linears that have a low-rank pair, by kind; one stands for those of all experts."""

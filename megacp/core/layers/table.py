@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megacp.core.config.model import ModelConfig
+from megacp.core.config.model import ModelConfig, PairSize
 from megacp.core.config.run import RunConfig
 from megacp.core.config.training import Treated
 
@@ -82,14 +82,18 @@ class Linear:
             cut: Cut = "rows" if self.cut == "rows" else "whole"
             yield Tensor(f"{name}.bias", (self.outputs,), cut, "zeros", decays=False, reduced_over=over)
 
-    def pair(self, name: str, rank: int) -> Iterator[Tensor]:
-        """The low-rank matrices A `[rank, inputs]` and B `[outputs, rank]` beside it: the cut one has the cut side."""
-        down, up, over = (rank, self.inputs), (self.outputs, rank), self.reduced_over
+    def pair(self, name: str, size: PairSize) -> Iterator[Tensor]:
+        """The low-rank matrices A `[rank, inputs]`, unless it is another linear's, and B `[outputs, rank]` beside it.
+
+        The cut one has the cut side.
+        """
+        down, up, over = (size.rank, self.inputs), (self.outputs, size.rank), self.reduced_over
         # what peft's Kaiming draw with a = sqrt(5) comes to
         down_std = 1 / math.sqrt(3 * self.inputs)
         down_cut: Cut = "columns" if self.cut == "columns" else "whole"
         up_cut: Cut = "rows" if self.cut == "rows" else "whole"
-        yield Tensor(f"{name}.{A}", down, down_cut, "uniform", down_std, treated="matrix", reduced_over=over)
+        if not size.shares:
+            yield Tensor(f"{name}.{A}", down, down_cut, "uniform", down_std, treated="matrix", reduced_over=over)
         yield Tensor(f"{name}.{B}", up, up_cut, "zeros", treated="matrix", reduced_over=over)
 
 
@@ -163,10 +167,9 @@ class Share:
         return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
 
     def pair_ranks(self, part: str, product: Sequence[str]) -> list[int]:
-        """Ranks of the low-rank pairs of a product; `part`: its part of a block (`attention`, `mlp.shared`)."""
-        pairs = self.model.lora_pairs
-        kinds = [kind_of(f"{part}.{name}") for name in product]
-        return [pairs[kind].rank for kind in kinds if kind in pairs]
+        """Ranks of all A of a product's low-rank pairs; `part`: its part of a block (`attention`, `mlp.shared`)."""
+        sizes = (self.model.lora_pairs.get(kind_of(f"{part}.{name}")) for name in product)
+        return [size.rank for size in sizes if size is not None and not size.shares]
 
     def reads_again(self, part: str, product: Sequence[str]) -> bool:
         """Whether the backward of a part's product reads its input.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megacp.core.config.model import ModelConfig
+from megacp.core.config.model import ModelConfig, joined_words
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
@@ -15,9 +15,8 @@ def describe_pairs(model: ModelConfig) -> str:
     """Describe the low-rank pairs in words: `rank 8, alpha 16, on attention.q, experts.gate (rank 4, alpha 8)`."""
     usual = model.usual_pair
     names = []
-    for kind in lora_kinds(model):
-        size = model.lora_pairs[kind]
-        names.append(kind if size == usual else f"{kind} (rank {size.rank}, alpha {size.alpha:g})")
+    for word, size in joined_words({kind: model.lora_pairs[kind] for kind in lora_kinds(model)}).items():
+        names.append(word if size == usual else f"{word} (rank {size.rank}, alpha {size.alpha:g})")
     return f"rank {usual.rank}, alpha {usual.alpha:g}, on {', '.join(names)}"
 
 

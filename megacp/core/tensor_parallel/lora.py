@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch import nn
 
 from megacp.core.config.model import PairSize
 from megacp.core.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
-from megacp.core.layers.table import A, B, kind_of
+from megacp.core.layers.table import A, B, Tensor, kind_of
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec, parameter_spec
 
@@ -55,6 +55,18 @@ def is_of_a_pair(name: str) -> bool:
     return name.endswith((f".{A}", f".{B}"))
 
 
+def places_of_inputs(names: Sequence[str], sizes: Sequence[PairSize | None]) -> tuple[list[int], list[int]]:
+    """Return the number of each linear's A, and the ranks of all A of a product.
+
+    Linears whose pairs share A have the same one; a linear without a pair has 0.
+    """
+    own = [name for name, size in zip(names, sizes, strict=True) if size is not None and not size.shares]
+    places = []
+    for name, size in zip(names, sizes, strict=True):
+        places.append(0 if size is None else own.index(size.shares or name))
+    return places, [size.rank for size in sizes if size is not None and not size.shares]
+
+
 class LowRank(nn.Module):
     """A frozen linear and the pairs beside it. Its block says the names of a microbatch's dropout bits before."""
 
@@ -69,13 +81,14 @@ class LowRank(nn.Module):
         # the pairs are trained; autograd takes the gradients of views of a stacked matrix
         self.options = dataclasses.replace(options, trained=True, weight_gradients=None)
         self.sizes = lora.sizes(spec)
-        pairs = [
-            part.pair(f"{spec.prefix}.{name}", size.rank)
-            for (name, part), size in zip(spec.linears.items(), self.sizes, strict=True)
-            if size is not None
-        ]
+        self.places, self.ranks = places_of_inputs([*spec.linears], self.sizes)
         # matrices A of all pairs stacked, [sum of ranks, inputs], and B of each pair, [outputs, its rank]
-        downs, ups = zip(*pairs, strict=True)
+        downs, ups = list[Tensor](), list[Tensor]()
+        for (name, part), size in zip(spec.linears.items(), self.sizes, strict=True):
+            if size is not None:
+                *down, up = part.pair(f"{spec.prefix}.{name}", size)
+                downs += down
+                ups.append(up)
         self.down = self.options.parameter(parameter_spec(downs, self.options))
         self.ups = nn.ParameterList(self.options.parameter(parameter_spec([up], self.options)) for up in ups)
 
@@ -94,18 +107,17 @@ class ColumnPairs(LowRank):
     def __init__(self, linear: nn.Module, spec: LinearSpec, lora: LoraSpec, options: LinearOptions) -> None:
         super().__init__(linear, spec, lora, options)
         self.widths = [part.outputs // options.tp.size for part in spec.linears.values()]
-        self.ranks = [size.rank for size in self.sizes if size is not None]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x[t/tp, h]` under sequence parallelism, else `x[t, h]`."""
         y = self.linear(x)
         u = F.linear(self.dropped(x, whole=False), self.down)  # all pairs at once: [.., h] -> [.., pairs r]
         u = gather_from(u, self.tp) if self.sequence_parallel else copy_to(u, self.tp)
-        pairs = zip(u.split(self.ranks, -1), self.ups, strict=True)
+        inputs, ups = u.split(self.ranks, -1), iter(self.ups)
         parts = []
-        for part, size in zip(y.split(self.widths, -1), self.sizes, strict=True):
+        for part, size, place in zip(y.split(self.widths, -1), self.sizes, self.places, strict=True):
             if size is not None:
-                part = torch.add(part, F.linear(*next(pairs)), alpha=size.scale)
+                part = torch.add(part, F.linear(inputs[place], next(ups)), alpha=size.scale)
             parts.append(part)
         return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 

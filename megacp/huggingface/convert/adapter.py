@@ -1,7 +1,7 @@
 """A LoRA adapter that peft has written, as a source of low-rank pairs by our names.
 
 Where the library joins linears that we hold apart (Phi-3's qkv, gate and up of stacked experts), the adapter has one
-pair for all of them. If its B is in blocks, each linear gets its own part, else each gets the whole A and its rows of
+pair for all of them. If its B is in blocks, each linear gets its own part, else all share A, each with its rows of
 B. Experts have one pair for all of them if the library holds their matrices as one parameter (A by expert, B by rank),
 or one pair for each linear of each expert.
 
@@ -15,12 +15,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from megacp.core.config.model import LORA_KINDS, PairSize
+from megacp.core.config.model import LORA_KINDS, PairSize, joined_words
 from megacp.core.config.run import Value
 from megacp.core.layers.table import A, B, kind_of
 from megacp.core.models.pair_words import layers_in_words
@@ -79,7 +79,7 @@ class Adapter:
         if tensors:
             names = listed([shown(name) for name in tensors], 3)
             raise ValueError(f"{WEIGHTS}: {names}: no linear of the model that can have a pair has this name")
-        apart = list(_split(list(_without_empty(pairs)), self._config.rank))
+        apart = list(_split(list(_without_empty(pairs))))
         self._require_all_layers(apart, family, values)
         self._sizes = _size_by_kind(apart)
         self._tensors = dict[str, torch.Tensor]()
@@ -221,6 +221,8 @@ class Adapter:
             up = wide.to(accumulation_dtype(up.dtype))
         rows, inputs = pair.ours[0].shape
         for end, tensor, shape in ((A, pair.down, (size.rank, inputs)), (B, up, (rows, size.rank))):
+            if end == A and size.shares:
+                continue
             self._tensors[f"{stem}.{end}"] = tensor
             self.infos[f"{stem}.{end}"] = Info(shape, tensor.dtype)
 
@@ -229,14 +231,11 @@ class Adapter:
         sizes = list(self._sizes.values())
         usual = self._config.usual
         if usual not in sizes:
-            usual = max(sizes, key=sizes.count)
+            usual = replace(max(sizes, key=sizes.count), shares="")
         words = []
-        for kind in LORA_KINDS:
-            size = self._sizes.get(kind)
-            if size == usual:
-                words.append(kind)
-            elif size is not None:
-                words.append(f"{kind}:{size.rank}:{str(size.alpha).removesuffix('.0')}")
+        for word, size in joined_words(self._sizes).items():
+            alpha = str(size.alpha).removesuffix(".0")
+            words.append(word if size == usual else f"{word}:{size.rank}:{alpha}")
         return {"lora_rank": usual.rank, "lora_alpha": usual.alpha, "lora_targets": ",".join(words)}
 
 
@@ -336,29 +335,28 @@ def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
         yield _Pair(pair.name, ours, pair.down, torch.cat([blocks[i] for i in kept]), pair.size)
 
 
-def _split(pairs: Sequence[_Pair], usual: int) -> Iterator[_Pair]:
-    """Give each of some joined linears its own pair; `usual`: the rank of most pairs.
+def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
+    """Give each of some joined linears its own pair.
 
     If B is in blocks wherever these linears are joined, each has its own part of A and B: pairs of each have been
-    joined. Without a trained B only the rank can tell. Otherwise each has the whole A and its rows of B.
+    joined. Otherwise all share the A of the first, each with its rows of B.
     """
-    groups = defaultdict[tuple[object, ...], list[_Pair]](list)
+    groups = defaultdict[tuple[str, ...], list[_Pair]](list)
     for pair in pairs:
-        kinds = tuple(kind_of(_stem(named)) for named in pair.ours)
-        groups[kinds, pair.size.rank].append(pair)
+        groups[tuple(kind_of(_stem(named)) for named in pair.ours)].append(pair)
     for group in groups.values():
-        in_blocks = _in_blocks(group, usual)
+        in_blocks = _in_blocks(group)
         for pair in group:
-            count, rank, size = len(pair.ours), pair.size.rank, pair.size
-            downs = [pair.down] * count
-            ups = pair.up.split([named.shape[0] for named in pair.ours])
             if in_blocks:
-                rank //= count
-                size = PairSize(rank, size.alpha / count)
-                downs = list(pair.down.split(rank))
-                ups = tuple(_blocks(pair))
-            for named, down, up in zip(pair.ours, downs, ups, strict=True):
-                yield _Pair(pair.name, (named,), down, up, size)
+                count, size = len(pair.ours), pair.size
+                size = PairSize(size.rank // count, size.alpha / count)
+                for named, down, up in zip(pair.ours, pair.down.split(size.rank), _blocks(pair), strict=True):
+                    yield _Pair(pair.name, (named,), down, up, size)
+                continue
+            size = pair.size
+            for named, up in zip(pair.ours, pair.up.split([named.shape[0] for named in pair.ours]), strict=True):
+                yield _Pair(pair.name, (named,), pair.down, up, size)
+                size = replace(size, shares=_stem(pair.ours[0]).rpartition(".")[2])
 
 
 def _blocks(pair: _Pair) -> list[torch.Tensor]:
@@ -368,25 +366,34 @@ def _blocks(pair: _Pair) -> list[torch.Tensor]:
     return [of_one[:, i * rank : (i + 1) * rank] for i, of_one in enumerate(rows)]
 
 
-def _in_blocks(pairs: Sequence[_Pair], usual: int) -> bool:
-    """Whether B of all these pairs of joined linears is in equal blocks; `usual` as in `_split`."""
-    count, rank = len(pairs[0].ours), pairs[0].size.rank
-    if count == 1 or rank % count:
-        return False
+def _in_blocks(pairs: Sequence[_Pair]) -> bool:
+    """Whether B of all these pairs of joined linears is in equal blocks, of which each has been trained somewhere."""
+    count = len(pairs[0].ours)
     used = [False] * count
     for pair in pairs:
+        if count == 1 or pair.size.rank % count:
+            return False
         blocks = _blocks(pair)
         if not torch.equal(torch.block_diag(*blocks), pair.up):
             return False
         used = [before or bool(block.any()) for before, block in zip(used, blocks, strict=True)]
-    return all(used) or rank // count == usual
+    return all(used)
 
 
 def _size_by_kind(pairs: Iterable[_Pair]) -> dict[str, PairSize]:
-    """Return the size of each kind: the first of those with the largest rank."""
+    """Return the size of each kind: the first of those with the largest rank.
+
+    Linears share A only if they do in all layers.
+    """
     found = dict[str, PairSize]()
+    shares = defaultdict[str, set[str]](set)
     for pair in pairs:
         kind = kind_of(_stem(pair.ours[0]))
+        shares[kind].add(pair.size.shares)
         if kind not in found or pair.size.rank > found[kind].rank:
-            found[kind] = pair.size
+            found[kind] = replace(pair.size, shares="")
+    for kind, of_kind in shares.items():
+        (first, *others) = of_kind
+        if first and not others and found.get(f"{kind.partition('.')[0]}.{first}") == found[kind]:
+            found[kind] = replace(found[kind], shares=first)
     return found

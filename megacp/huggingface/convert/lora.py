@@ -1,8 +1,8 @@
 """Low-rank pairs of a checkpoint: folded into the weights they stand beside, or as an adapter that peft loads.
 
 A folded weight is W + scale B A, summed in fp32 or wider and rounded once. Where the library joins linears that have
-pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. If their A
-are equal, as after reading one pair of all of them, it is that pair. Experts have one of all of them, as peft has it
+pairs of their own (Phi-3's qkv), the adapter has one pair of their ranks together: A stacked, B in blocks. Linears that
+share A have one pair as it is. Experts have one of all of them, as peft has it
 for a parameter: A by expert, B by rank, and that of gate and up one layer deeper. Of some families the other MLPs are
 written as parameters too, because peft takes modules of their names for the experts.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,19 @@ class Pairs:
         """Rank and alpha of the pair beside a weight."""
         return self.config.model.lora_pairs[kind_of(name.removesuffix(".weight"))]
 
+    def down_name(self, name: str) -> str:
+        """The matrix A of the pair beside a weight, which may be that of another linear."""
+        stem = name.removesuffix(".weight")
+        shares = self.size(name).shares
+        return f"{stem.rpartition('.')[0]}.{shares}.{A}" if shares else f"{stem}.{A}"
+
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows [start, stop) of a tensor."""
         found, stem = self.source.rows(name, start, stop), name.removesuffix("weight")
-        if f"{stem}{A}" not in self.source.infos:
+        if f"{stem}{B}" not in self.source.infos:
             return found
         wide = accumulation_dtype(found.dtype)
-        up, down = self.source.rows(f"{stem}{B}", start, stop), whole(self.source, f"{stem}{A}")
+        up, down = self.source.rows(f"{stem}{B}", start, stop), whole(self.source, self.down_name(name))
         # [rows, r] x [r, inputs] -> [rows, inputs]
         scale = self.size(name).scale
         return found.to(wide).addmm(up.to(wide), down.to(wide), alpha=scale).to(found.dtype)
@@ -115,7 +121,7 @@ class _Joined:
 def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str, str, _Joined]]:
     """Yield each module or parameter of the library that has a pair: its name, the pair's module, and the pair."""
     infos, links = pairs.source.infos, family.links_of_modules(values)
-    targets = {link.theirs[0].name for link in links if any(_stem(named) + A in infos for named in link.ours)}
+    targets = {link.theirs[0].name for link in links if any(_stem(named) + B in infos for named in link.ours)}
     beside_experts = family.name in _CONVERTED or any(name.endswith(STACKS) for name in targets)
     for link in links:
         name = link.theirs[0].name
@@ -142,68 +148,78 @@ def _stem(named: Named) -> str:
 def _joined_pair(pairs: Pairs, groups: Sequence[Sequence[Named]]) -> list[_Joined]:
     """Return a pair of each group of joined linears, all of one rank; at least one linear of a group has a pair.
 
-    If all linears of a group have the same A, as after reading one pair of all of them, it is written once. Otherwise
-    the A are stacked and B is in blocks.
+    All A of a group are stacked, and B of a linear is in the columns of its A.
     """
     infos = pairs.source.infos
-    has = [f"{_stem(named)}{A}" in infos for named in groups[0]]
+    has = [f"{_stem(named)}{B}" in infos for named in groups[0]]
+    names = [pairs.down_name(named.name) for named, one in zip(groups[0], has, strict=True) if one]
     sizes = [pairs.size(named.name) for named, one in zip(groups[0], has, strict=True) if one]
-    downs = [_matrices(pairs, group, has, A) for group in groups]
-    ups = [_matrices(pairs, group, has, B) for group in groups]
-    # zeros that an adapter got for its rank are not written
-    ranks = [max(_rank(a[i], b[i]) for a, b in zip(downs, ups, strict=True)) for i in range(len(sizes))]
-    is_shared = all(has) and len(set(sizes)) == 1 and all(torch.equal(a[0], other) for a in downs for other in a)
-    found = []
-    for group, a, b in zip(groups, downs, ups, strict=True):
-        if is_shared:
-            found.append(_cut(a[0], torch.cat(b), sizes[0], max(ranks)))
-            continue
-        given = (_cut(*one) for one in zip(a, b, sizes, ranks, strict=True))
-        blocks = list[torch.Tensor]()
-        parts = list[_Joined]()
-        for named, one in zip(group, has, strict=True):
-            if not one:
-                blocks.append(a[0].new_zeros(named.shape[0], 0))
-                continue
-            part = next(given)
-            scale = parts[0].size.scale if parts else part.size.scale
-            up = part.up
-            if part.size.scale != scale:
-                up = (up.double() * (part.size.scale / scale)).to(accumulation_dtype(up.dtype))
-            blocks.append(up)
-            parts.append(part)
-        rank = sum(part.size.rank for part in parts)
-        alpha = sum(part.size.alpha for part in parts)
-        if any(part.size.scale != parts[0].size.scale for part in parts):
-            alpha = parts[0].size.scale * rank
-        down = torch.cat([part.down for part in parts])
-        found.append(_Joined(down, torch.block_diag(*blocks), PairSize(rank, alpha)))
-    return found
+    own = list(dict.fromkeys(names))
+    places = [own.index(name) for name in names]
+    of_groups = []
+    ranks = [1] * len(own)
+    for group in groups:
+        with_pair = [named for named, one in zip(group, has, strict=True) if one]
+        downs = {pairs.down_name(named.name): named for named in with_pair}
+        a = [whole(pairs.source, name) for name in downs]
+        b = [whole(pairs.source, f"{_stem(named)}{B}") for named in with_pair]
+        of_groups.append((a, b))
+        # zeros that an adapter got for its rank are not written
+        for place, up in zip(places, b, strict=True):
+            ranks[place] = max(ranks[place], _rank(a[place], up))
+    return [
+        _stacked(group, has, places, ranks, sizes, *of_one) for group, of_one in zip(groups, of_groups, strict=True)
+    ]
 
 
-def _matrices(pairs: Pairs, group: Sequence[Named], has: Sequence[bool], end: str) -> list[torch.Tensor]:
-    """Read A or B of the linears of a group that have a pair."""
-    return [whole(pairs.source, f"{_stem(named)}{end}") for named, one in zip(group, has, strict=True) if one]
+def _stacked(
+    group: Sequence[Named],
+    has: Sequence[bool],
+    places: Sequence[int],
+    ranks: Sequence[int],
+    sizes: Sequence[PairSize],
+    downs: Sequence[torch.Tensor],
+    ups: Sequence[torch.Tensor],
+) -> _Joined:
+    """Stack the pairs of joined linears; `places`: which of `downs` belongs to each of `ups`, `ranks`: of `downs`."""
+    cut = [_cut(size, ranks[place]) for place, size in zip(places, sizes, strict=True)]
+    scale = cut[0].scale
+    given = iter(zip(places, sizes, ups, strict=True))
+    blocks = []  # B of each linear, [rows, sum of ranks]
+    for named, one in zip(group, has, strict=True):
+        block = downs[0].new_zeros(named.shape[0], sum(ranks))
+        if one:
+            place, size, up = next(given)
+            up = up[:, : ranks[place]]
+            factor = size.scale / scale
+            if not math.isclose(factor, 1.0, rel_tol=1e-12):
+                up = (up.double() * factor).to(accumulation_dtype(up.dtype))
+            first = sum(ranks[:place])
+            block = block.to(up.dtype)
+            block[:, first : first + ranks[place]] = up
+        blocks.append(block)
+    down = torch.cat([of_one[:rank] for of_one, rank in zip(downs, ranks, strict=True)])
+    alpha = scale * sum(ranks)
+    if all(math.isclose(size.scale, scale, rel_tol=1e-12) for size in cut):
+        alpha = sum(dict(zip(places, (size.alpha for size in cut), strict=True)).values())
+    return _Joined(down, torch.cat(blocks), PairSize(sum(ranks), alpha))
+
+
+def _cut(size: PairSize, rank: int) -> PairSize:
+    """Return the size of a pair without the zeros above its rank.
+
+    Alpha stays if B then changes by a power of two, without rounding: it did not change when the zeros were added.
+    """
+    if rank == size.rank:
+        return replace(size, shares="")
+    is_exact = math.frexp(rank / size.rank)[0] == 0.5
+    return PairSize(rank, size.alpha if is_exact else size.scale * rank)
 
 
 def _rank(down: torch.Tensor, up: torch.Tensor) -> int:
     """Return the rank of a pair without its last rows of A and columns of B that are zero; at least 1."""
     used = (down != 0).any(1) | (up != 0).any(0)
     return max([1, *(used.nonzero().flatten() + 1).tolist()])
-
-
-def _cut(down: torch.Tensor, up: torch.Tensor, size: PairSize, rank: int) -> _Joined:
-    """Return a pair without the zeros above its rank.
-
-    If alpha can stay without rounding B, it does, as it did not change when the zeros were added.
-    """
-    down, up = down[:rank], up[:, :rank]
-    if rank == size.rank:
-        return _Joined(down, up, size)
-    factor = rank / size.rank
-    if math.frexp(factor)[0] == 0.5:  # a power of two
-        return _Joined(down, up * factor, PairSize(rank, size.alpha))
-    return _Joined(down, up, PairSize(rank, size.scale * rank))
 
 
 def _config(model: ModelConfig, sizes: Mapping[str, PairSize], base: str | None) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.layers.stack import pair_tensors
+from megacp.core.training.step import ParallelModel
 from megacp.huggingface.convert.adapter import Adapter
 from megacp.huggingface.convert.families import of_config
 from megacp.huggingface.convert.lora import Pairs, folded, write_adapter
@@ -22,6 +24,12 @@ from megacp.huggingface.convert.tensors import Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
 from tests.huggingface.convert.models import MODELS, Tensors
+from tests.huggingface.convert.test_exact import TOKENS, row
+from tests.huggingface.convert.test_lora import ADAMW, STEPS
+from tests.ranks import grid
+from tests.reference.precision import float32_is_float64
+from tests.reference.sharding import assemble, fill
+from tests.reference.training import pieces_of_slices
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 peft = pytest.importorskip("peft", reason="peft is not installed (extra: test)")
@@ -114,19 +122,19 @@ MODULES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
         {"target_modules": "all-linear"},
         [
             *("attention.q", "attention.k", "attention.v", "attention.output"),
-            *(f"linear_attention.{name}" for name in ("q", "k", "v", "output", "z", "b", "a")),
+            *(f"linear_attention.{name}" for name in ("q+k+v", "output", "z", "b", "a")),
             *("mlp.gate", "mlp.up", "mlp.down"),
         ],
     ),
     "joined linears": (
         "phi3",
         {"target_modules": ["qkv_proj", "down_proj"]},
-        ["attention.q", "attention.k", "attention.v", "mlp.down"],
+        ["attention.q+k+v", "mlp.down"],
     ),
     "joint pairs of gate and up, of twice the rank": (
         "qwen3_moe",
         {"target_modules": ["q_proj", *MLP]},
-        ["attention.q", "experts.gate:8:12", "experts.up:8:12", "experts.down"],
+        ["attention.q", "experts.gate+up:8:12", "experts.down"],
     ),
     "another rank on experts": (
         "qwen3_5_moe_text",
@@ -136,12 +144,12 @@ MODULES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "rank_pattern": {".*experts.*": 7},
             "alpha_pattern": {STACKS[0]: 3},
         },
-        ["attention.q", "experts.gate:7:6", "experts.up:7:6", "experts.down:7:3"],
+        ["attention.q", "experts.gate+up:7:6", "experts.down:7:3"],
     ),
     "another rank on experts in turns": (
         "gpt_oss",
         {"target_modules": ["k_proj"], "target_parameters": STACKS, "rank_pattern": {STACKS[0]: 2}},
-        ["attention.k", "experts.gate", "experts.up", "experts.down:2:6"],
+        ["attention.k", "experts.gate+up", "experts.down:2:6"],
     ),
     "another rank in one layer": (
         "qwen3",
@@ -225,6 +233,65 @@ def test_single_experts_may_have_a_rank_of_their_own(tmp_path: Path) -> None:
         name = f"layers.1.mlp.experts.4.{word}.weight"
         change = scale * pairs[f"{stem}B.weight"] @ pairs[f"{stem}A.weight"]
         torch.testing.assert_close(whole(found, name), whole(plain, name) + change, rtol=1e-12, atol=1e-12)
+
+
+def steps_of_peft(base: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The pairs after some steps of peft and torch's AdamW."""
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base), folder, is_trainable=True)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    settings = {"betas": (0.9, 0.95), "eps": ADAMW["adam_eps"], "weight_decay": ADAMW["weight_decay"]}
+    adamw = torch.optim.AdamW(trained.values(), lr=ADAMW["lr"], **settings)
+    for _ in range(STEPS):
+        logits = model(input_ids=torch.from_numpy(row().tokens)[None]).logits[0]
+        F.cross_entropy(logits, torch.from_numpy(row().labels)).backward()
+        torch.nn.utils.clip_grad_norm_(trained.values(), ADAMW["clip_grad"])
+        adamw.step()
+        adamw.zero_grad()
+    return {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def steps_of_ours(base: Any, folder: Path, again: Path) -> dict[str, torch.Tensor]:
+    """The pairs after as many steps of a run that begins with the adapter, exported, as peft loads them."""
+    family, values = described(base)
+    adapter = Adapter(folder, family, values)
+    links = family.links_of_modules(values)
+    plain = Mapped(family.opened(Tensors(dict(base.state_dict()))), links, to_ours=True)
+    both = Together({name: (source, name) for source in (plain, adapter) for name in source.infos})
+    run = {"seq_length": TOKENS, "dtype": "float64", "global_batch_size": 1}
+    config = with_values(RunConfig(), {**values, **adapter.flags, **ADAMW, **run})
+    model = ParallelModel(config, grid())
+    fill(model.chunks[0], {name: whole(both, name) for name in both.infos})
+    for step in range(1, STEPS + 1):
+        model.gradients([row()], step, float(TOKENS))
+        model.optimizer.step(ADAMW["lr"])
+    after = assemble([pieces_of_slices(model.parameters.parameters_held())])
+    again.mkdir()
+    weights = Tensors({name: torch.from_numpy(value) for name, value in after.items()})
+    write_adapter(Pairs(weights, config), family, values, again, None, None)
+    return logits_and_pairs(base, again)[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "down_proj"]}),
+        ("qwen3_5_moe_text", MODULES["another rank on experts"][1]),
+        ("qwen3_5_text", {"target_modules": ["v_proj", "in_proj_qkv", "in_proj_b"]}),
+        ("qwen3", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}, "use_rslora": True}),
+    ],
+)
+def test_a_run_that_continues_an_adapter_takes_the_steps_of_peft(
+    name: str, more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with float32_is_float64(monkeypatch):
+        base = made_by_peft(tmp_path, name, **more)
+        expected = steps_of_peft(base, tmp_path)
+        found = steps_of_ours(base, tmp_path, tmp_path / "again")
+    before = logits_and_pairs(base, tmp_path)[1]
+    assert found.keys() == expected.keys() == before.keys()
+    for key, value in expected.items():
+        assert (found[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+        assert (before[key] - value).abs().max() > 1e-3
 
 
 def renamed(folder: Path, change: Callable[[str], str]) -> None:
