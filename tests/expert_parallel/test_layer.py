@@ -21,7 +21,7 @@ from megacp.core.expert_parallel import experts, layer
 from megacp.core.expert_parallel.exchange import to_experts, to_tokens
 from megacp.core.expert_parallel.route import Groups, Route
 from megacp.core.expert_parallel.router import SCORES, choose, logits
-from megacp.core.layers.table import A, B
+from megacp.core.layers.table import A, B, kind_of
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.step import ParallelModel
@@ -201,14 +201,14 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
     """W + s B A in the place of W: the loss, and by the chain rule dA = s B^T dW and dB = s dW A^T."""
     pairs = {"lora_rank": 3, "lora_alpha": 6.0, "lora_targets": targets}
     is_shared = "+" in targets
-    scales = {"q": 2.0, "up": 2.5 if is_shared else 2.0, "gate": 2.5, "down": 2.0}
+    scales = dict.fromkeys(("experts.gate", "experts.up") if is_shared else ("experts.gate",), 2.5)
     adapted, whole = (ParallelModel(config_of({**MOE, **values}, {}), grid()) for values in (pairs, {}))
     draw = np.random.default_rng(1)
     tensors = {name: draw.normal(0, 0.1, x.shape) for name, x in assemble([parameter_pieces(adapted)]).items()}
     fill(adapted.chunks[0], {name: torch.tensor(x) for name, x in tensors.items()})
     made, linears = dict(tensors), {name.rsplit(".", 2)[0] for name in tensors if is_of_a_pair(name)}
     # gate and up may have one A, under the name of gate
-    places = {name: name.replace(".up", ".gate") if is_shared else name for name in linears}
+    places = {name: name.replace(".up", ".gate") if is_shared and "experts" in name else name for name in linears}
     low, high = {places[name]: tensors[f"{places[name]}.{A}"] for name in linears}, {}
     for name in linears:
         tensors.pop(f"{name}.{A}", None)
@@ -218,7 +218,7 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
     assert ("layers.1.mlp.experts.7.up" in low) is not is_shared
     for name in linears:
         made[f"{name}.weight"] = (
-            tensors[f"{name}.weight"] + scales[name.rpartition(".")[2]] * high[name] @ low[places[name]]
+            tensors[f"{name}.weight"] + scales.get(kind_of(name), 2.0) * high[name] @ low[places[name]]
         )
     fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
     losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
@@ -226,7 +226,7 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     by_chain: dict[str, np.ndarray] = {}
     for name in linears:
-        of_sum = scales[name.rpartition(".")[2]] * expected[f"{name}.weight"]
+        of_sum = scales.get(kind_of(name), 2.0) * expected[f"{name}.weight"]
         by_chain[f"{name}.{B}"] = of_sum @ low[places[name]].T
         down = f"{places[name]}.{A}"
         by_chain[down] = by_chain.get(down, 0) + high[name].T @ of_sum
