@@ -1159,7 +1159,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not places and values and", "if False and values and", "an image without a place is refused"),
         ("weight=each.weight * piece.weight)", "weight=each.weight)", "what is asked about an image is learned"),
     ],
+    ("core/storage/files.py", "tests/prepare/media/test_reader.py"): [
+        ("os.open(name, _FOR_READING | os.O_NOFOLLOW, ", "os.open(name, _FOR_READING, ", "an exchanged file leads out"),
+        (
+            "os.open(folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, ",
+            "os.open(folder, _FOR_READING | os.O_DIRECTORY, ",
+            "an exchanged folder leads out",
+        ),
+    ],
     ("prepare/media/reader.py", "tests/prepare/media/test_reader.py"): [
+        ("return url.content(limit)", "return url.content(LARGEST_ITEM)", "an image without an end takes 2 GiB"),
+        ("read_within(stream, path, limit)", "read_within(stream, path, LARGEST_ITEM)", "files have no bound"),
         ("if os.path.commonpath((path, str(self._root))) != self._root:", "if False:", "a path leads out of the root"),
     ],
     ("prepare/media/reader.py", "tests/prepare/packs/test_urls.py"): [
@@ -1167,8 +1177,15 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
         ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
     ],
+    ("core/storage/url.py", "tests/storage/test_web.py"): [
+        ("begin + _ANSWER_SECONDS +", "begin + 1e9 +", "a server sends a byte per second for ever"),
+        (" + content.tell() / _LEAST_RATE", "", "a large file of a slow line is refused"),
+        ("and (match is None or match[1] not in _WEB)", "", "an IPv6 address is taken for a chain of URLs"),
+        ("return outcome.result(seconds)", "return outcome.result()", "a store that does not answer is waited for"),
+        ('"response_class": _bounded_response(),', "", "an index page fills the memory"),
+    ],
     ("core/storage/url.py", "tests/prepare/packs/test_urls.py"): [
-        ('"auto_decompress": False, ', "", "a server's few bytes unpack to many"),
+        ('"auto_decompress": False,', "", "a server's few bytes unpack to many"),
         ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
     ],
     ("prepare/records/documents.py", "tests/prepare/records/test_trees.py"): [

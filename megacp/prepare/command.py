@@ -153,6 +153,16 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("images", _IMAGES): [
         ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
         ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
+        (
+            "--max-image-bytes",
+            "largest image that a path or a URL may name (64 MiB)",
+            {"type": int, "default": 64 << 20, "metavar": "N"},
+        ),
+        (
+            "--max-video-bytes",
+            "largest video that a path or a URL may name (512 MiB)",
+            {"type": int, "default": 512 << 20, "metavar": "N"},
+        ),
     ],
     ("work", ""): [
         ("--workers", "processes (default: one for each core)", {"type": int, "default": _CORES, "metavar": "N"}),

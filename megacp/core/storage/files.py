@@ -36,13 +36,46 @@ _LATE = (errno.ENOENT, errno.ESTALE)
 """What a network file system answers for a name that another machine has just made."""
 
 
+_FOR_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+"""Flags that open any file without waiting for a writer."""
+
+
+class TooLargeError(ValueError):
+    """A file or an object has more bytes than its reader takes; the message names it."""
+
+
 def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
     """Open a regular file for reading bytes; links to regular files count.
 
     Raises ValueError naming the path when it is a folder, pipe, device or socket, or has not `size` bytes; OSError
     when it cannot be opened. Never waits for a writer.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    return _regular(os.open(path, _FOR_READING), path, size)
+
+
+def open_below(root: StrPath, path: StrPath) -> BufferedReader:
+    """Open a regular file below a folder for reading bytes; both paths are resolved (`os.path.realpath`).
+
+    Each part of the path is opened from the folder before it and must not be a link: one that somebody puts there
+    after the path was resolved leads nowhere. Raises as `open_regular`, and OSError at such a link.
+    """
+    *folders, name = os.path.relpath(path, root).split(os.sep)
+    if os.pardir in (*folders, name):
+        raise ValueError(f"{os.fspath(path)} is not below {os.fspath(root)}")
+    descriptor = os.open(root, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        for folder in folders:
+            inner = os.open(folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = inner
+        found = os.open(name, _FOR_READING | os.O_NOFOLLOW, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    return _regular(found, path, None)
+
+
+def _regular(descriptor: int, path: StrPath, size: int | None) -> BufferedReader:
+    """Return the stream of a descriptor, which is closed when it is not a regular file of this size."""
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
@@ -56,13 +89,18 @@ def open_regular(path: StrPath, size: int | None = None) -> BufferedReader:
 
 
 def read_regular(path: StrPath, limit: int = TEXT_LIMIT) -> bytes:
-    """The whole content of a regular file. Raises like `open_regular`, and ValueError above `limit` bytes."""
+    """The whole content of a regular file. Raises like `open_regular`, and TooLargeError above `limit` bytes."""
     with open_regular(path) as stream:
-        # one more byte, as the file may be growing
-        content = stream.read(limit + 1) if os.fstat(stream.fileno()).st_size <= limit else None
-    if content is None or len(content) > limit:
-        raise ValueError(f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file")
-    return content
+        return read_within(stream, path, limit)
+
+
+def read_within(stream: BufferedReader, path: StrPath, limit: int) -> bytes:
+    """Read the rest of a file. Raises TooLargeError, which names `path`, above `limit` bytes."""
+    if os.fstat(stream.fileno()).st_size <= limit:
+        content = stream.read(limit + 1)  # one more byte, as the file may be growing
+        if len(content) <= limit:
+            return content
+    raise TooLargeError(f"{os.fspath(path)} has more than {limit:,} bytes, the most that is read of such a file")
 
 
 def refuse_pointer(path: StrPath) -> None:

@@ -9,18 +9,25 @@ those for damage of the file, and would go on behind it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import functools
 import hashlib
+import io
 import logging
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+
+from megacp.core.storage.files import TooLargeError
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -32,6 +39,14 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "generation", "blob_id", "LastModified",
 _PART = 64 << 20
 """Bytes that are sent, or asked for, at a time."""
 _CONNECT_SECONDS, _SILENT_SECONDS = 10, 30
+_ANSWER_SECONDS = 30.0
+"""A whole answer may take this long, however often a byte of it arrives, ..."""
+_LEAST_RATE = 256 << 10
+"""... and a second more for each of these bytes: a slow line still gets a large file."""
+_LISTING_SECONDS = 1800.0
+"""A list of a store's objects may take this long; it is many requests."""
+_PAGE_BYTES = 64 << 20
+"""Bytes of the longest answer of a web server that is not a file, such as an index page."""
 _ATTEMPTS, _SECONDS = 6, 15.0
 """A request is not repeated once it was tried so often, or for so long."""
 _TRANSIENT = (408, 425, 429)
@@ -68,7 +83,9 @@ class Url:
     def scheme(self) -> str:
         """`s3` of `s3://bucket/key`; ValueError for a chain of URLs and for paths of this machine."""
         match = _SCHEME.match(self.text)
-        if match is None or "::" in self.text:
+        # fsspec chains URLs by `::`; at a web server that is part of an IPv6 address or of a name
+        is_chain = "::" in self.text and (match is None or match[1] not in _WEB)
+        if match is None or is_chain:
             raise ValueError(f"{self.text} is no plain URL, such as s3://bucket/key")
         if match[1] in ("file", "local"):
             raise ValueError(f"{self.text}: give the path itself, without {match[0]}")
@@ -96,7 +113,7 @@ class Url:
 
     def info(self) -> dict[str, Any]:
         """What the store says of it; FileNotFoundError where nothing is."""
-        return self._do(lambda fs, path: dict(fs.info(path)))
+        return self._do(lambda fs, path: dict(fs.info(path)), _ANSWER_SECONDS)
 
     def exists(self) -> bool:
         """Whether an object or a folder has this name."""
@@ -134,25 +151,34 @@ class Url:
 
     def _read(self, offset: int, count: int) -> bytes:
         def attempt(fs: Any, path: str) -> bytes:
-            data: bytes = fs.cat_file(path, start=offset, end=offset + count)
-            if len(data) > count:
-                raise ValueError(f"{self}: the server gives {len(data)} bytes where {count} were asked for")
-            if len(data) < count:
-                raise ConnectionError(f"{len(data)} of {count} bytes at {offset} came")
+            if self.lists:
+                data: bytes = fs.cat_file(path, start=offset, end=offset + count)
+                found = len(data)
+            else:
+                data, found = _from_web(fs, path, count, offset)
+            if found > count:
+                raise ValueError(f"{self}: the server gives {found} bytes where {count} were asked for")
+            if found < count:
+                raise ConnectionError(f"{found} of {count} bytes at {offset} came")
             return data
 
-        return self._do(attempt)
+        return self._do(attempt, _ANSWER_SECONDS + count / _LEAST_RATE)
 
     def content(self, limit: int) -> bytes:
-        """All of an object. ValueError above `limit` bytes."""
-        info = self.info()
-        if info["type"] == "directory":
-            raise ValueError(f"{self} is a directory")
-        if (info.get("size") or 0) > limit:
-            raise ValueError(f"{self} has {info['size']:,} bytes, more than {limit:,}, the most that is read of it")
-        data = self._do(lambda fs, path: fs.cat_file(path) if self.lists else _streamed(fs, path, limit + 1))
-        if len(data) > limit:
-            raise ValueError(f"{self} has more than {limit:,} bytes, the most that is read of it")
+        """Return all of an object. Raises TooLargeError above `limit` bytes."""
+        if not self.lists:
+            data, found = self._do(lambda fs, path: _from_web(fs, path, limit))
+        else:
+            info = self.info()
+            if info["type"] == "directory":
+                raise ValueError(f"{self} is a directory")
+            stated = info.get("size") or 0
+            if stated > limit:
+                raise TooLargeError(f"{self} has {stated:,} bytes, more than {limit:,}, the most that is read of it")
+            data = self._do(lambda fs, path: fs.cat_file(path), _ANSWER_SECONDS + stated / _LEAST_RATE)
+            found = len(data)
+        if found > limit:
+            raise TooLargeError(f"{self} has more than {limit:,} bytes, the most that is read of it")
         return data
 
     def write(self, data: bytes) -> None:
@@ -176,7 +202,9 @@ class Url:
     def children(self) -> list[Url]:
         """What lies directly in a folder, sorted; empty where there is no such folder."""
         try:
-            names = self._do(lambda fs, path: [fs.unstrip_protocol(name) for name in fs.ls(path, detail=False)])
+            names = self._do(
+                lambda fs, path: [fs.unstrip_protocol(name) for name in fs.ls(path, detail=False)], _LISTING_SECONDS
+            )
         except FileNotFoundError:
             return []
         return sorted({self / Url(name).name for name in names} - {self})
@@ -190,7 +218,7 @@ class Url:
             return {name[start:]: int(info["size"]) for name, info in found.items() if name[start:]}
 
         try:
-            return self._do(attempt)
+            return self._do(attempt, _LISTING_SECONDS)
         except FileNotFoundError:
             return {}
 
@@ -202,7 +230,7 @@ class Url:
             return [Url(fs.unstrip_protocol(name)) for name, info in found.items() if info["type"] == "file"]
 
         try:
-            return sorted(self._do(attempt))
+            return sorted(self._do(attempt, _LISTING_SECONDS))
         except FileNotFoundError:
             return []
 
@@ -215,9 +243,12 @@ class Url:
         """Remove all objects of a folder, if there are any."""
         self.unlink(recursive=True)
 
-    def _do(self, action: Callable[[Any, str], _T]) -> _T:
+    def _do(self, action: Callable[[Any, str], _T], seconds: float | None = None) -> _T:
+        """Return what `action` returns, with retries. `seconds`: of one try at a store; a web client has a clock."""
         fs, path = _client(self)
-        return _retried(lambda: action(fs, path), self.text)
+        if seconds is None or not self.lists:
+            return _retried(lambda: action(fs, path), self.text)
+        return _retried(lambda: _in_time(lambda: action(fs, path), seconds, self.text), self.text)
 
 
 def _retried(action: Callable[[], _T], what: str) -> _T:
@@ -226,7 +257,8 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
     for failures in range(1, _ATTEMPTS + 1):
         try:
             return action()
-        except Exception as error:
+        except Exception as raised:
+            error = _uncovered(raised)
             transient = _is_transient(error)
             refusal = error.__cause__ if isinstance(error, FileNotFoundError) else error  # fsspec covers a guard's
             if isinstance(refusal, ValueError) and not transient:
@@ -253,13 +285,99 @@ def _is_transient(error: BaseException) -> bool:
     return not isinstance(error, FileNotFoundError | PermissionError | ValueError | NotImplementedError | RuntimeError)
 
 
-def _streamed(fs: Any, path: str, count: int) -> bytes:
-    """The first bytes that a web server sends, whatever it says of their number."""
-    data = bytearray()
-    with fs.open(path, block_size=0, size=1) as stream:  # a size, that it is not asked for again
-        while part := stream.read(min(_PART, count - len(data))):
-            data += part
-    return bytes(data)
+def _uncovered(error: Exception) -> Exception:
+    """The error of a connection where fsspec says instead that there is no such file; else the error itself."""
+    cause = error.__cause__
+    is_covered = isinstance(error, FileNotFoundError) and isinstance(cause, OSError)  # a TimeoutError is one
+    if is_covered and not isinstance(cause, FileNotFoundError):
+        return cause  # type: ignore[return-value]  # an OSError
+    return error
+
+
+def _in_time(action: Callable[[], _T], seconds: float, what: str) -> _T:
+    """Return what `action` returns; UnreachableError when it takes longer.
+
+    A thread of its own does it, as not every store's client can be told when to stop. One that is too late is left
+    alone: it ends with its connection, or with the process.
+    """
+    outcome: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="megacp request", daemon=True).start()
+    try:
+        return outcome.result(seconds)
+    except TimeoutError:
+        if outcome.done():  # its own error
+            raise
+        raise UnreachableError(f"{what}: the answer takes longer than {seconds:.0f} s") from None
+
+
+def _from_web(fs: Any, path: str, most: int, offset: int | None = None) -> tuple[bytes, int]:
+    """Return an answer of a web server, and how many bytes it has, as far as that is known.
+
+    `offset`: the `most` bytes from there on are asked for. Reading stops once there are more than `most`, and does not
+    begin where the server says so. Raises UnreachableError for an answer that comes too slowly.
+    """
+    import aiohttp
+    from fsspec.asyn import sync
+
+    request = dict(fs.kwargs)
+    # the clock below replaces the client's own, which does not know how much has come
+    request["timeout"] = aiohttp.ClientTimeout(None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+    if offset is not None:
+        request["headers"] = {**request["headers"], "Range": f"bytes={offset}-{offset + most - 1}"}
+
+    async def answer() -> tuple[bytes, int]:
+        session = await fs.set_session()
+        content = io.BytesIO()
+        begin = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS) as clock:
+                async with session.get(fs.encode_url(path), **request) as response:
+                    fs._raise_not_found_for_status(response, path)
+                    stated = response.content_length or 0
+                    if stated > most:
+                        return b"", stated
+                    async for part in response.content.iter_any():
+                        content.write(part)
+                        if content.tell() > most:
+                            break
+                        clock.reschedule(begin + _ANSWER_SECONDS + content.tell() / _LEAST_RATE)
+        except TimeoutError:
+            if not clock.expired():  # the connection's own, which may pass
+                raise
+            seconds = asyncio.get_running_loop().time() - begin
+            raise UnreachableError(
+                f"{path}: {content.tell():,} bytes came in {seconds:.0f} s, which is too slow"
+            ) from None
+        return content.getvalue(), content.tell()
+
+    return sync(fs.loop, answer)
+
+
+@functools.cache
+def _bounded_response() -> type:
+    """The class of the web client's answers, which reads no page of more than `_PAGE_BYTES` as a whole."""
+    import aiohttp
+
+    class Response(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            if self._body is None:
+                content = io.BytesIO()
+                async for part in self.content.iter_any():
+                    content.write(part)
+                    if content.tell() > _PAGE_BYTES:
+                        self.close()
+                        raise TooLargeError(f"{self.url} has more than {_PAGE_BYTES:,} bytes, the most of such a page")
+                self._body = content.getvalue()
+            return self._body
+
+    return Response
 
 
 class _Written:
@@ -301,10 +419,18 @@ def _client(url: Url) -> tuple[Any, str]:
         if scheme in _WEB:
             import aiohttp
 
-            limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
-            # what a server packs for the way comes as it is: a few bytes may unpack to many
-            web = {"timeout": limit, "auto_decompress": False, "middlewares": [url.guard] if url.guard else []}
-            options = {"client_kwargs": web, "headers": {"Accept-Encoding": "identity"}}
+            limit = aiohttp.ClientTimeout(_ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS, sock_read=_SILENT_SECONDS)
+            web = {
+                "timeout": limit,
+                # what a server packs for the way comes as it is: a few bytes may unpack to many
+                "auto_decompress": False,
+                "middlewares": [url.guard] if url.guard else [],
+                "response_class": _bounded_response(),
+            }
+            # by name, as fsspec would take the `::` of an IPv6 address for a chain of URLs
+            headers = {"Accept-Encoding": "identity"}
+            client = fsspec.filesystem(scheme, use_listings_cache=False, client_kwargs=web, headers=headers)
+            return client, url.text
         return fsspec.core.url_to_fs(url.text, use_listings_cache=False, **options)
     except ImportError as error:
         raise ValueError(f"{url}: {scheme}:// needs a package: {error}") from error

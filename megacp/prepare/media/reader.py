@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from megacp.core.data.vision.decoding import load_pixels, video_info, video_pixels
 from megacp.core.data.vision.rules import ImageError, VisionRules
-from megacp.core.storage.files import read_regular
+from megacp.core.storage.files import TooLargeError, open_below, read_within
 from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePart
@@ -25,6 +25,8 @@ from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePa
 ALLOWED = "allowed are URLs below --image-urls"
 LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
+LIMITS = {"image": 64 << 20, "video": 512 << 20}
+"""Bytes of the largest file of each kind that is read, unless --max-image-bytes or --max-video-bytes says otherwise."""
 _CLIMBS = re.compile(r"(^|[/\\])[\s\0]*\.[\s\0]*\.[\s\0]*($|[/\\;])")
 """`..` as servers read it: they take `\\` for `/`, and leave out blanks and what follows a semicolon."""
 
@@ -56,9 +58,19 @@ class _Below:
 class MediaReader:
     """Reads what records name, by one set of rules and below one directory."""
 
-    def __init__(self, rules: VisionRules, root: str | None, urls: Sequence[str] = ()) -> None:
-        """`root`: a directory or a URL. `urls`: below which records may name images by URLs of their own."""
-        self._rules, self._urls = rules, tuple(urls)
+    def __init__(
+        self,
+        rules: VisionRules,
+        root: str | None,
+        urls: Sequence[str] = (),
+        limits: Mapping[str, int] = LIMITS,
+    ) -> None:
+        """Set what may be read.
+
+        `root`: a directory or a URL. `urls`: below which records may name images by URLs of their own. `limits`: bytes
+        of the largest `image` and `video` that a path or a URL names.
+        """
+        self._rules, self._urls, self._limits = rules, tuple(urls), limits
         self._root = root if root is None or is_url(root) else os.path.realpath(root)
         self._places = tuple(str(place).rstrip("/") + "/" for place in (*urls, root) if is_url(place))
 
@@ -119,7 +131,7 @@ class MediaReader:
 
     def _bytes(self, media: Media, members: Mapping[str, bytes]) -> bytes:
         if media.source == "path":
-            data = self._from_path(str(media.value))
+            data = self._from_path(str(media.value), media.kind)
         elif media.source == "base64":
             text = str(media.value)
             text = text.partition(",")[2] if text.startswith("data:") else text  # data:image/png;base64,...
@@ -138,7 +150,8 @@ class MediaReader:
             data = media.value
         return data
 
-    def _from_path(self, value: str) -> bytes:
+    def _from_path(self, value: str, kind: str = "image") -> bytes:
+        limit = self._limits[kind]
         is_named, elsewhere = is_url(value), f"is a URL or absolute, {ALLOWED}, paths below --image-root"
         absolute = value.startswith("/")
         at_url = absolute and is_url(self._root)
@@ -154,11 +167,14 @@ class MediaReader:
                 url = Url(path, _Below(self._places))
                 if url.lists and not path.startswith(self._places):
                     raise ValueError(elsewhere)
-                return url.content(LARGEST_ITEM)
+                return url.content(limit)
             path = os.path.realpath(path)
             if os.path.commonpath((path, str(self._root))) != self._root:
                 raise ImageError(f"it {elsewhere}" if absolute else "a symbolic link leads out of --image-root")
-            return read_regular(path, LARGEST_ITEM)
+            with open_below(str(self._root), path) as stream:
+                return read_within(stream, path, limit)
+        except TooLargeError:
+            raise ImageError(f"it has more than {limit:,} bytes: --max-{kind}-bytes N allows more") from None
         except UnreachableError as error:
             if not is_named:  # a store that does not answer has not lost this image alone
                 raise

@@ -163,7 +163,9 @@ def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: Template 
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
     same = "ignore_keys context_roles tokenizer_engine seq_length oversize pad_multiple append_eod seed"
     same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
-    images = ("image_root", "max_crops_per_pack") if settings.image_rules is not None else ()
+    images: tuple[str, ...] = ()
+    if settings.image_rules is not None:
+        images = ("image_root", "max_crops_per_pack", "max_image_bytes", "max_video_bytes")
     values = {name: getattr(settings, name) for name in (*same.split(), *images)}
     if settings.image_rules is not None:
         values["image_rules"] = settings.image_rules.to_dict()

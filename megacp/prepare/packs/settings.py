@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.storage.url import is_url
+from megacp.prepare.media.reader import LARGEST_ITEM, LIMITS
 from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
 from megacp.prepare.records.read import input_problem
 from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLES
@@ -50,6 +51,8 @@ class BuildSettings:
     image_rules: VisionRules | None = None
     image_root: str | None = None
     image_urls: tuple[str, ...] = ()
+    max_image_bytes: int = LIMITS["image"]
+    max_video_bytes: int = LIMITS["video"]
     valid_share: float = 0.0
     is_valid: bool = False
     """Whether it is the dataset of --valid-share that is built, not that of all other records."""
@@ -115,6 +118,8 @@ def problems(settings: BuildSettings) -> list[str]:
         "--pad-multiple": (settings.pad_multiple, 1),
         "--workers": (settings.workers, 1),
         "--max-record-bytes": (settings.max_record_bytes, 1),
+        "--max-image-bytes": (settings.max_image_bytes, 1),
+        "--max-video-bytes": (settings.max_video_bytes, 1),
         "--window-tokens": (settings.window_tokens, 1),
         "--unit-bytes": (settings.unit_bytes, 0),
         "--max-errors": (settings.max_errors, 0),
@@ -125,6 +130,12 @@ def problems(settings: BuildSettings) -> list[str]:
     for flag, (value, low) in least.items():
         if value is not None and value < low:
             found.append(f"{flag} is {value}, it must be at least {low}")
+    for flag, value in {
+        "--max-image-bytes": settings.max_image_bytes,
+        "--max-video-bytes": settings.max_video_bytes,
+    }.items():
+        if value > LARGEST_ITEM:
+            found.append(f"{flag} is {value}, a dataset stores items of at most {LARGEST_ITEM} bytes")
     if is_url(settings.output):
         found.append(f"--output {settings.output}: a dataset is built in a directory; copy it when it is finished")
     if settings.pad_multiple >= 1 and settings.seq_length % settings.pad_multiple:

@@ -117,7 +117,8 @@ class _UnitRun:
         self._builder, self._settings, self._unit, self._spool = builder, settings, unit, spool
         self._media, self._lines_before = None, functools.cache(builder.lines_before)
         if settings.image_rules is not None:
-            self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls)
+            limits = {"image": settings.max_image_bytes, "video": settings.max_video_bytes}
+            self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls, limits)
         self._refusals: list[Refusal] = []
         self._dropped: list[Refusal] = []
         self._documents = self._unlearned = self._learned_tokens = self._windows = 0

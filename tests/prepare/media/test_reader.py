@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megacp.core.data.vision.molmo2 import frame_layout, image_layout
+from megacp.core.data.vision.rules import ImageError
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import RecordError, RecordRules, SamplePart
 from megacp.prepare.records.sample import parse_record
 from tests.data.streams import coded, damaged
 from tests.prepare.media.pictures import TINY, encoded, noise, video
+from tests.storage.web_server import bad_server
 
 pytest.importorskip("av")
 PICTURE = encoded(noise(30, 20))
@@ -131,3 +135,67 @@ def test_a_bad_part_is_refused_with_its_place_and_reason(root: Path, name: str) 
     (root / "grey.mp4").write_bytes(GREY)
     with pytest.raises(RecordError, match=message):
         expand([{"type": "image", **part}], root, {"d/1.png": PICTURE})
+
+
+def test_a_link_that_is_exchanged_while_it_is_read_leads_nowhere(root: Path) -> None:
+    """A file of the root becomes a link to one outside, and a file again, as fast as a thread can."""
+    (root.parent / "secret.png").write_bytes(b"a secret")
+    changing, new = root / "changing.png", root / "new"
+    changing.write_bytes(PICTURE)
+    stopped = threading.Event()
+
+    def exchange() -> None:
+        while not stopped.is_set():
+            new.symlink_to(root.parent / "secret.png")
+            new.rename(changing)
+            new.write_bytes(PICTURE)
+            new.rename(changing)
+
+    reader = MediaReader(TINY, str(root))
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    found: set[bytes] = set()
+    try:
+        for _ in range(1500):
+            with contextlib.suppress(ImageError):
+                found.add(reader._from_path("changing.png"))
+    finally:
+        stopped.set()
+        thread.join()
+    assert found == {PICTURE}
+
+
+@pytest.mark.parametrize("part", ["sub", "sub/a.png"])
+def test_a_link_that_replaces_a_file_after_the_check_is_not_followed(
+    root: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = os.path.realpath
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "a.png").write_bytes(PICTURE)
+
+    def exchanged_after(path: str) -> str:
+        answer = resolved(path)
+        (root / part).rename(root / "before")
+        (root / part).symlink_to(outside if part == "sub" else outside / "a.png")
+        return answer
+
+    reader = MediaReader(TINY, str(root))
+    monkeypatch.setattr("megacp.prepare.media.reader.os.path.realpath", exchanged_after)
+    with pytest.raises(ImageError, match="Too many levels of symbolic links|no such file"):
+        reader._from_path("sub/a.png")
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_a_file_above_its_bound_is_refused_with_the_flag(root: Path, kind: str) -> None:
+    limits = {"image": 1 << 20, "video": 1 << 20, kind: 100}
+    reader = MediaReader(TINY, str(root), (), limits)
+    with pytest.raises(ImageError, match=f"it has more than 100 bytes: --max-{kind}-bytes N allows more"):
+        reader._from_path("sub/a.png", kind)
+    with bad_server() as server:
+        reader = MediaReader(TINY, None, [server.url], limits)
+        with pytest.raises(ImageError, match=f"it has more than 100 bytes: --max-{kind}-bytes N allows more"):
+            reader._from_path(f"{server.url}/endless.png", kind)
+        with pytest.raises(ImageError, match=r"it has more than 1,048,576 bytes"):
+            reader._from_path(f"{server.url}/endless.png", {"image": "video", "video": "image"}[kind])
+    assert server.sent < 64 << 20  # what the sockets hold, too
