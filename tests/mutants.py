@@ -1159,6 +1159,20 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not places and values and", "if False and values and", "an image without a place is refused"),
         ("weight=each.weight * piece.weight)", "weight=each.weight)", "what is asked about an image is learned"),
     ],
+    ("core/storage/files.py", "tests/test_results.py"): [
+        (
+            '    if stat.S_ISLNK(mode):\n        raise ValueError(f"{flag}',
+            '    if False:\n        raise ValueError(f"{flag}',
+            "a result is written through a link",
+        ),
+        ("    if not overwrite:", "    if False:", "a result replaces a file without a word"),
+        ("        write_new(path, data)", "        write_atomically(path, data)", "a file that appears is replaced"),
+    ],
+    ("plan/sheet.py", "tests/plan/test_sheet.py"): [
+        ("isinstance(value, bool) or not", "not", "a truth is a number of a machine"),
+        ("elif not allowed.holds(value):", "elif value < 0:", "NaN is a number of a machine"),
+        ("        if name not in known:", "        if False:", "an unknown field is not read and not told"),
+    ],
     ("core/storage/files.py", "tests/prepare/media/test_reader.py"): [
         ("os.open(name, _FOR_READING | os.O_NOFOLLOW, ", "os.open(name, _FOR_READING, ", "an exchanged file leads out"),
         (

@@ -36,10 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megacp.core.config.cli import OneLineParser
     from megacp.core.ops.flex import compiler_problem
+    from megacp.core.storage.files import require_free
     from megacp.verify.gpu_report import check_device, parts
 
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("gpu_report"), help="of the report (gpu_report)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the report that is there")
     parser.add_argument("--minutes", type=float, default=7.0, help="parts that would begin later are left out (7)")
     parser.add_argument("--dry-run", action="store_true", help="print what would run; needs no GPU")
     parser.add_argument(
@@ -52,6 +54,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     missing = None if torch.cuda.is_available() else "torch sees no CUDA device; --dry-run shows what would run"
     if options.device == "cuda" and (problem := missing or compiler_problem()):
         print(f"error: {problem}", file=sys.stderr)
+        return 2
+    try:
+        for name in ("report.json", "report.md"):
+            require_free("--output", options.output / name, options.overwrite)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return check_device(options.device, options.output, options.minutes)
 

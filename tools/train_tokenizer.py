@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from megacp.core.config.cli import OneLineParser
+from megacp.core.storage.files import require_free
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
 
 
@@ -35,11 +36,9 @@ def _train(args: argparse.Namespace) -> int:
     """The size of the vocabulary. ValueError names the flag."""
     if args.output.suffix != ".json":
         raise ValueError(f"--output is '{args.output}', it must end in .json")
-    if args.output.exists() and not args.overwrite:
-        raise ValueError(f"--output {args.output} exists; nothing was overwritten, give --overwrite to replace it")
-    args.output.parent.mkdir(parents=True, exist_ok=True)
+    require_free("--output", args.output, args.overwrite)
     stream = texts(args.input, args.text_key, int(args.max_mib * (1 << 20)))
-    return train_bpe(stream, args.output, args.vocab_size, args.symbols)
+    return train_bpe(stream, args.output, args.vocab_size, args.symbols, args.overwrite)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 from megacp.core.config.cli import OneLineParser
 from megacp.core.data.manifest import THOUGHTS, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader
-from megacp.core.storage.files import open_own, open_regular, read_regular
+from megacp.core.storage.files import open_own, open_regular, read_regular, require_free
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
@@ -59,6 +59,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{kind}", type=read, action="append", dest="media", default=[], metavar="FILE", help=told)
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     add("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
+    add("--overwrite", action="store_true", help="replace --output where it exists")
     add("--image-root", metavar="DIR", help="directory that paths in --input are relative to")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of an answer at most (64)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
@@ -77,6 +78,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     given = [path for path in (arguments.input, arguments.output) if path is not None and path.exists()]
     if len(given) == 2 and given[0].samefile(given[1]):
         reasons.append(f"--output {arguments.output} is --input, which it would overwrite")
+    elif arguments.output is not None:
+        try:
+            require_free("--output", arguments.output, arguments.overwrite)
+        except ValueError as error:
+            reasons.append(str(error))
     if arguments.max_new_tokens < 1:
         reasons.append(f"--max-new-tokens {arguments.max_new_tokens}: must be at least 1")
     if reasons:
@@ -256,7 +262,8 @@ def answer_records(session: Session, arguments: argparse.Namespace) -> None:
     asked, right = sum(prompt.expected is not None for prompt in prompts), 0
     with _named("--output", arguments.output):
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        stream = os.fdopen(open_own(arguments.output, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8")
+        new = os.O_TRUNC if arguments.overwrite else os.O_EXCL
+        stream = os.fdopen(open_own(arguments.output, os.O_WRONLY | new), "w", encoding="utf-8")
     with stream:
         for name, prompt, answer in zip(ids, prompts, session.answers(prompts, places), strict=True):
             line = {"id": name, "images": prompt.images, "prompt": prompt.question, "expected": prompt.expected}

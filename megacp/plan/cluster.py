@@ -23,6 +23,10 @@ from megacp.plan.times import in_lockstep, kind_seconds, one_row, orders, stage_
 
 AT_ONCE = 2**22
 """Microbatches of stages that are run at once."""
+MOST_STEPS = 1_000_000
+"""Steps of --simulate; more would take days."""
+MOST = 1e6
+"""Largest factor of a trouble."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +42,16 @@ class Trouble:
     """Whether packs differ."""
 
     def __post_init__(self) -> None:
-        least = min(self.steps, self.slow_factor, self.contention)
-        if least < 1 or not 0 <= self.slow_ranks <= 1 or self.jitter < 0:
-            shares = f"--slow-ranks {self.slow_ranks:g} is a share of 0 to 1, --jitter {self.jitter:g} at least 0"
-            factors = f"--slow-factor {self.slow_factor:g} and --contention {self.contention:g}"
-            raise ValueError(f"{shares}, --simulate {self.steps}, {factors} at least 1")
+        # a comparison with NaN is false: each says what is allowed
+        are_steps = 1 <= self.steps <= MOST_STEPS
+        are_shares = 0 <= self.slow_ranks <= 1 and 0 <= self.jitter <= MOST
+        are_factors = 1 <= self.slow_factor <= MOST and 1 <= self.contention <= MOST
+        if not (are_steps and are_shares and are_factors):
+            raise ValueError(
+                f"--simulate {self.steps} is a number of 1 to {MOST_STEPS:,} steps, --slow-ranks {self.slow_ranks:g} "
+                f"a share of 0 to 1, --jitter {self.jitter:g} 0 to {MOST:g}, --slow-factor {self.slow_factor:g} and "
+                f"--contention {self.contention:g} are 1 to {MOST:g}"
+            )
 
 
 FLAGS = {
@@ -68,7 +77,7 @@ def drawn_text(config: RunConfig, world_size: int, hardware: Hardware, sample: P
     asked = {name: less for name, less in better.items() if less != trouble}
     means = {name: simulate(config, world_size, hardware, sample, less).mean() for name, less in asked.items()}
     added = ", ".join(f"{name} {max(0.0, seconds.mean() / mean - 1):.1%}" for name, mean in means.items())
-    steps = f"{trouble.steps} drawn steps under 1: {seconds.mean():.3g} s in the mean, half under {half:.3g} s"
+    steps = f"{trouble.steps} drawn steps under 1: {seconds.mean():.3g} s on average, half under {half:.3g} s"
     return f"\n{steps}, 95 of 100 under {most:.3g} s, 99 under {nearly:.3g} s\nAdded by {added}\n"
 
 

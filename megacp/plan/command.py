@@ -20,11 +20,12 @@ from megacp.core.config.blend import named_folders
 from megacp.core.config.cli import OneLineParser, given_names, parse
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
+from megacp.core.storage.files import require_free, write_result
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import FLAGS, Trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
 from megacp.plan.packs import sample_packs
-from megacp.plan.picture import page, write_figure
+from megacp.plan.picture import figure_png, page
 
 
 def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
@@ -54,6 +55,9 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
     if asked and own.json:
         raise ValueError("--json has no drawn steps: leave it, or --simulate and its flags, out")
     trouble = Trouble(**asked)
+    for name in ("output", "html", "figure"):
+        if (path := getattr(own, name)) is not None:
+            require_free(flag(name), path, own.overwrite)
     config, given = _asked(arguments)
     if config.world_size is None:
         raise ValueError("--world-size N is missing: the number of GPUs")
@@ -68,15 +72,14 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
         require(config, config.world_size)
         freed = [f"; without {flag(name)} one does" for name, _ in answer.freed()]
         raise ValueError(f"no layout of {config.world_size} ranks takes these flags{''.join(freed)}")
-    if own.figure is not None:
-        write_figure(answer, own.figure)
     best = answer.found[0]
     fits = best.gib <= answer.hardware.memory
-    written = {own.output if fits else None: lambda: flags(best), own.html: lambda: "".join(page(answer))}
-    for path, text in written.items():
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text(), encoding="utf-8")
+    if own.figure is not None:
+        write_result("--figure", own.figure, figure_png(answer), own.overwrite)
+    if own.output is not None and fits:
+        write_result("--output", own.output, flags(best).encode(), own.overwrite)
+    if own.html is not None:
+        write_result("--html", own.html, "".join(page(answer)).encode(), own.overwrite)
     told = as_json(answer) if own.json else plan_text(answer)
     if asked:
         told += drawn_text(best.config, answer.world_size, answer.hardware, sample, trouble)
@@ -97,6 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="file for the flags of the best layout, which --config takes")
     parser.add_argument("--html", type=Path, help="file for a page: bars of the five best, memory through a step")
     parser.add_argument("--figure", type=Path, help="file.png for those bars (needs matplotlib)")
+    parser.add_argument("--overwrite", action="store_true", help="replace these files where they exist")
     parser.add_argument("--json", action="store_true", help="print JSON")
     for name, (field, kind, meaning) in FLAGS.items():
         parser.add_argument(f"--{name}", dest=field, type=kind, default=argparse.SUPPRESS, help=meaning)

@@ -6,15 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from megacp.plan.sheet import Sheet, read_sheet
+
 GPUS_OF_A_MACHINE = 8
-
-
-Sheet = dict[str, Any]
-"""What hardware.yaml holds; a measured one has one GPU, and the `terms` of its host."""
 
 
 def nominal_sheet() -> Sheet:
@@ -87,16 +84,20 @@ class Hardware:
 
 
 def hardware(gpu: str, network: str) -> Hardware:
-    """Numbers of a GPU of the sheet by its name, or of the file of a measured one. ValueError where it is neither."""
+    """Return the numbers of a GPU of hardware.yaml by its name, or those of a measured GPU by its file.
+
+    Raises ValueError where it is neither, and for a file with all that is wrong in it.
+    """
     nominal = nominal_sheet()
     if gpu in GPUS:
         own = nominal["gpus"][gpu]
         told = f"Nominal times: no machine was measured ({own['source']})"
         return hardware_of({**nominal, "gpus": {gpu: {**own, "source": told}}}, network)
     try:
-        return hardware_of(yaml.safe_load(Path(gpu).read_text(encoding="utf-8")), network)
-    except (OSError, KeyError, TypeError) as error:
-        raise ValueError(f"--gpu {gpu} is none of {', '.join(GPUS)}, nor a file of `calibrate`: {error!r}") from None
+        return hardware_of(read_sheet(gpu, network), network)
+    except OSError as error:
+        known = ", ".join(GPUS)
+        raise ValueError(f"--gpu {gpu} is none of {known}, nor a file of `calibrate`: {error.strerror}") from None
 
 
 def hardware_of(sheet: Sheet, network: str) -> Hardware:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 from megacp.core.config.run import RunConfig
 from megacp.core.models.costs import stage_layers
@@ -86,8 +86,8 @@ def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
     return dict(zip(names, itertools.cycle(_COLORS), strict=False))
 
 
-def write_figure(answer: Answer, path: Path) -> None:
-    """Write the bars as a PNG. ValueError without matplotlib."""
+def figure_png(answer: Answer) -> bytes:
+    """Draw the bars as a PNG. Raises ValueError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -102,8 +102,9 @@ def write_figure(answer: Answer, path: Path) -> None:
             lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
         axes.set(title=title, xlim=(0, end), yticks=places, yticklabels=[one.name for one in answer.best])
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120, format="png")
+    return drawn.getvalue()
 
 
 def page(answer: Answer) -> Iterator[str]:

@@ -83,6 +83,7 @@ def preprocess_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--characters", type=int, default=240, metavar="N", help="how much of each document (240)")
     inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
     inspect.add_argument("--html", metavar="FILE", help="write one pack as a page, with its images; no text")
+    inspect.add_argument("--overwrite", action="store_true", help="replace the page where it exists")
     stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
     stats.add_argument("dataset")
     stats.add_argument("--json", action="store_true", help="print JSON")
@@ -363,7 +364,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
         if len(args.pack) > 1:
             raise ValueError(f"--html shows one pack, --pack names {len(args.pack)}")
-        write_page(args.html, dataset, args.pack[0], tokenizer)
+        write_page(args.html, dataset, args.pack[0], tokenizer, args.overwrite)
         _say(f"{args.html}: pack {args.pack[0]} of {args.dataset}")
         return 0
     for index in args.pack:

@@ -12,14 +12,13 @@ import itertools
 import os
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
 import numpy as np
 
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.vision.decoding import load_pixels, rules_from_dict, video_pixels
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.storage.files import write_atomically
+from megacp.core.storage.files import write_result
 from megacp.core.storage.page import page_head
 from megacp.prepare.describe import document_parts, learned_of_pack, pack_documents, pack_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -36,9 +35,12 @@ svg { margin-left: .5em; } rect { fill: #bfe8bf80; stroke: #286; vector-effect: 
 """
 
 
-def write_page(path: str | os.PathLike[str], dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> None:
-    """Write pack `index` as a page. ValueError when there is no such pack."""
-    write_atomically(Path(path), "".join(_page(dataset, index, tokenizer)).encode(errors="replace"))
+def write_page(
+    path: str | os.PathLike[str], dataset: PackedDataset, index: int, tokenizer: Tokenizer, overwrite: bool = False
+) -> None:
+    """Write pack `index` as a page. Raises ValueError when there is no such pack, or `path` is taken."""
+    page = "".join(_page(dataset, index, tokenizer))
+    write_result("--html", path, page.encode(errors="replace"), overwrite)
 
 
 def _page(dataset: PackedDataset, index: int, tokenizer: Tokenizer) -> Iterator[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megacp.core.storage.files import write_result
 from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import RecordError, RecordRules, Refusal
 from megacp.prepare.records.sample import parse_record
@@ -55,7 +56,9 @@ def _texts_of(path: str, text_key: str) -> Iterator[str]:
             yield "".join(piece.text or "" for piece in part)
 
 
-def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str]) -> int:
+def train_bpe(
+    stream: Iterator[str], output: Path, vocab_size: int, symbols: Sequence[str], overwrite: bool = False
+) -> int:
     """Write a byte-level BPE tokenizer.json with EOD_TOKEN as id 0 and `symbols` as the last ids, found in a text
     before its words are cut; returns its vocabulary's size.
     """
@@ -77,5 +80,5 @@ def train_bpe(stream: Iterator[str], output: Path, vocab_size: int, symbols: Seq
     )
     tokenizer.train_from_iterator(stream, trainer)
     tokenizer.add_tokens([AddedToken(symbol, normalized=False) for symbol in symbols])
-    output.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    write_result("--output", output, tokenizer.to_str(pretty=True).encode(), overwrite)
     return tokenizer.get_vocab_size()

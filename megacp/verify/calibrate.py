@@ -31,10 +31,12 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.monitor.flops import cuda_peak
-from megacp.plan.hardware import GPUS, NETWORKS, Sheet, hardware_of, nominal_sheet
+from megacp.core.storage.files import require_free, write_result
+from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, nominal_sheet
 from megacp.plan.packs import PackSample, sample_of
 from megacp.plan.report import table
 from megacp.plan.search import CP, PP, TP
+from megacp.plan.sheet import Sheet
 from megacp.plan.times import step_time
 from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
 from megacp.verify.spawn import run_ranks
@@ -197,7 +199,9 @@ def main(argv: Sequence[str]) -> int:
     usual = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=usual, choices=RUNS, help=f"what trains (default {usual} here)")
     parser.add_argument("--like", default="h100", choices=GPUS, help="the GPU whose links are taken (default h100)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
     options = parser.parse_args(argv)
+    require_free("--output", options.output, options.overwrite)
     found = measured(options.device)
     sheet = calibrated(options.device, found, options.like)
     rows = [["run", "s/step", "planned", "planned / measured"]]
@@ -206,5 +210,5 @@ def main(argv: Sequence[str]) -> int:
         rows.append([name, f"{seconds:.4g}", f"{planned:.4g}", f"{planned / seconds:.2f}"])
     text = yaml.safe_dump(sheet, sort_keys=False)
     print(f"{table(rows)}\n\n{text}", end="")
-    options.output.write_text(text, encoding="utf-8")
+    write_result("--output", options.output, text.encode(), options.overwrite)
     return 0

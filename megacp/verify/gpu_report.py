@@ -35,6 +35,7 @@ from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import model_flops, model_parameters
 from megacp.core.monitor.flops import cuda_peak, peak_bytes
+from megacp.core.storage.files import write_atomically
 from megacp.core.training.step import ParallelModel
 from megacp.verify.spawn import RankFailure, RankPool
 
@@ -274,7 +275,7 @@ def write(output: Path, device: str, environment: Mapping[str, str], entries: Se
     """Write report.json and report.md."""
     plain = [{**e, "results": [asdict(r) for r in e["results"]]} for e in entries]
     report = {"device": device, "versions": environment, "parts": plain}
-    (output / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write_atomically(output / "report.json", json.dumps(report, indent=1).encode())
     lines = [f"# Check of {device}", "", *(f"* {name}: {value}" for name, value in environment.items()), ""]
     lines += ["| what | found | allowed | verdict |", "| --- | --- | --- | --- |"]
     figures = []
@@ -288,7 +289,7 @@ def write(output: Path, device: str, environment: Mapping[str, str], entries: Se
             else:
                 figures += ["", f"**{result.name}**", ""]
                 figures += [f"* {k}: {'-' if v is None else f'{v:.4g}'}" for k, v in result.values.items()]
-    (output / "report.md").write_text("\n".join([*lines, *figures, ""]), encoding="utf-8")
+    write_atomically(output / "report.md", "\n".join([*lines, *figures, ""]).encode())
 
 
 def check_device(device: str, output: Path, minutes: float) -> int:

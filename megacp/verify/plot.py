@@ -5,6 +5,7 @@ python tools/plot_log.py --log out/checkpoints/log.jsonl --output out/loss.png
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,10 @@ from pathlib import Path
 from statistics import fmean
 
 from megacp.core.config.cli import OneLineParser
+from megacp.core.storage.files import read_regular, require_free, write_result
 
+_LARGEST_LOG = 4 << 30
+"""Bytes of a log."""
 MEAN_OF = 20
 """Steps of the running mean: the loss of one step says as much of its packs as of the model."""
 
@@ -25,7 +29,9 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 def read_curves(path: Path) -> dict[str, dict[int, float]]:
     """Losses of a log by kind (`train`, `valid`) and step. ValueError names the file and line that hold none."""
     curves: dict[str, dict[int, float]] = {"train": {}, "valid": {}}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # of bytes: a text has further ends of lines
+    for number, line in enumerate(
+        read_regular(path, _LARGEST_LOG).splitlines(), 1
+    ):  # of bytes: a text has further ends of lines
         try:
             row = json.loads(line)
             if row["kind"] == "run":  # it went on from here: what came after that step counts no more
@@ -45,8 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", type=Path, required=True, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
     parser.add_argument("--mark", type=int, action="append", default=[], metavar="STEP", help="where a run was resumed")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file where it exists")
     arguments = parser.parse_args(argv)
     try:
+        require_free("--output", arguments.output, arguments.overwrite)
         curves = read_curves(arguments.log)
         import matplotlib
 
@@ -67,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     axes.set(xlabel="optimizer step", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.output, bbox_inches="tight")
+    drawn = io.BytesIO()
+    try:
+        figure.savefig(drawn, format=arguments.output.suffix[1:] or None, bbox_inches="tight")
+        write_result("--output", arguments.output, drawn.getvalue(), arguments.overwrite)
+    except (ValueError, OSError) as error:  # a suffix that is no picture's, a disk that is full
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return 0

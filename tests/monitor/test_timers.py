@@ -147,7 +147,8 @@ def test_a_trace_ends_with_the_run_and_one_that_cannot_be_written_ends_nothing(t
     assert run_ranks(train_on_rank, 2, [*base, "--save", str(tmp_path / "a")]) == [0, 0]
     assert [path.name for path in (tmp_path / "a" / "profile").iterdir()] == [name]
     folder = tmp_path / "b"
-    (folder / "profile" / name / "in the way").mkdir(parents=True)
+    folder.mkdir()
+    (folder / "profile").symlink_to(folder / "nothing")
     assert run_ranks(train_on_rank, 2, [*base, "--save", str(folder)]) == [0, 0]
     told = [row["text"] for row in rows(folder, "note")]
     assert len(told) == 1 and told[0].startswith("the trace could not be written: rank 0: ")

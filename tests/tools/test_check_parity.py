@@ -254,7 +254,7 @@ def test_a_part_that_fails_or_comes_too_late_is_a_line_and_what_was_found_is_on_
     assert len(json.loads((tmp_path / "report.json").read_text())["parts"]) == 2
     text = (tmp_path / "report.md").read_text()
     assert "| one | OutOfMemoryError: too large | | not finished |" in text and "| good | 0.00e+00 |" in text
-    assert main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1"]) == 1
+    assert main(["--device", "cpu", "--output", str(tmp_path), "--minutes", "-1", "--overwrite"]) == 1
     assert (tmp_path / "report.md").read_text().count("left out") == 3
 
 

@@ -90,7 +90,7 @@ def test_records_are_answered_in_their_order_beside_what_was_expected(
     records = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
     numbered = [{**record, "id": name} for record, name in zip(records, (None, 0), strict=True)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in numbered), encoding="utf-8-sig")
-    assert asked(folder, "seeing", "--input", tmp_path / "r.jsonl", *more) == 0
+    assert asked(folder, "seeing", "--input", tmp_path / "r.jsonl", *more, "--overwrite") == 0
     assert [json.loads(line)["id"] for line in out.read_text().splitlines()] == ["1", "0"]
 
 

@@ -5,7 +5,9 @@ Outside of its steps no profiler exists, and a trace that cannot be written ends
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +52,22 @@ class Trace:
         if self._profiler is None:
             return ""
         profiler, self._profiler, self._timers.annotate = self._profiler, None, None
-        path = self.folder / f"steps_{self._first}_{step}_rank_{self._rank}.json"
+        name = f"steps_{self._first}_{step}_rank_{self._rank}"
+        # torch would write through a link, and over the trace of an earlier run of these steps
+        written = self.folder / f".{name}.{secrets.token_hex(6)}.json"
         try:
             profiler.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            profiler.export_chrome_trace(os.fspath(path))
-            if not path.is_file():  # torch only prints why
-                raise OSError(f"{path} was not written")
+            profiler.export_chrome_trace(os.fspath(written))
+            if not written.is_file():  # torch only prints why
+                raise OSError(f"{self.folder / name}.json was not written")
+            written.rename(_free_path(self.folder, name))
         except (OSError, RuntimeError) as error:
             return f"rank {self._rank}: {getattr(error, 'strerror', None) or error}"
         return ""
+
+
+def _free_path(folder: Path, name: str) -> Path:
+    """The first of NAME.json, NAME.2.json, NAME.3.json, ... that nothing has, not even a link."""
+    names = itertools.chain([f"{name}.json"], (f"{name}.{number}.json" for number in itertools.count(2)))
+    return next(folder / one for one in names if not os.path.lexists(folder / one))

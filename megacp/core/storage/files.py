@@ -161,6 +161,34 @@ def open_own(path: StrPath, flags: int) -> int:
     return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
+def require_free(flag: str, path: StrPath, overwrite: bool = False) -> None:
+    """Raise ValueError, which names the flag, unless a command may write its result at this path.
+
+    Nothing may be there, or, with `overwrite`, a regular file. A link is never written through.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    name = os.fspath(path)
+    if stat.S_ISLNK(mode):
+        raise ValueError(f"{flag} {name} is a link, which is not written through: remove it or choose another path")
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{flag} {name} is {_kind(mode)}, not a regular file: choose another path")
+    if not overwrite:
+        raise ValueError(f"{flag} {name} exists; nothing was overwritten, give --overwrite to replace it")
+
+
+def write_result(flag: str, path: StrPath, data: bytes, overwrite: bool = False) -> None:
+    """Write the result of a command, and the folders above it. Raises as `require_free`, and OSError."""
+    require_free(flag, path, overwrite)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if overwrite:
+        write_atomically(path, data)
+    else:
+        write_new(path, data)
+
+
 def write_new(path: StrPath, data: bytes) -> None:
     """Make a file that does not exist, with this content, and wait until it is on disk. Raises like `new_file`."""
     with new_file(path) as stream:
