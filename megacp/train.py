@@ -40,7 +40,7 @@ from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.monitor.console import ends_with_its_reader
+from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.storage.place import place_of
 from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
@@ -107,11 +107,11 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     config, length = with_stored_length(config, given, given_flags(arguments))
     config, layout = _laid_out(config, given, world)
     for line in filter(None, (note, other, length, layout) if world.rank == 0 else ()):
-        print(line, flush=True)
+        say(line)
     if config.dry_run:
         report = dry_run(config)
         with ends_with_its_reader():
-            print(report)
+            say(report)
         return None
     config, sources = prepare_run(config, world.size, launch.device_type(world))
     ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
@@ -271,7 +271,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
             one.kill()
     status, rank = first or max(ended)
     if status < 0:
-        print(f"error: rank {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr, flush=True)
+        warn(f"error: rank {rank} was ended by {signal.Signals(-status).name}")
     return status if status >= 0 else FAILED
 
 
@@ -389,7 +389,7 @@ def _refused(problem: str, world: launch.World, alike: bool) -> int:
         time.sleep(_SECONDS_FOR_THE_FIRST)
     if world.local_rank == 0 or not alike:
         place = "" if alike else f" on rank {world.rank}"
-        print(f"error{place if world.rank else ''}: {problem}", file=sys.stderr, flush=True)
+        warn(f"error{place if world.rank else ''}: {problem}")
     return REFUSED
 
 
@@ -402,7 +402,7 @@ def program() -> NoReturn:
     try:
         status = main()
     except Exception:
-        traceback.print_exc()
+        warn(traceback.format_exc().rstrip())
     launch.hard_exit(status)
 
 

@@ -1168,6 +1168,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("    if not overwrite:", "    if False:", "a result replaces a file without a word"),
         ("        write_new(path, data)", "        write_atomically(path, data)", "a file that appears is replaced"),
     ],
+    ("core/storage/wording.py", "tests/storage/test_wording.py"): [
+        ("    return escaped(text)", "    return text", "a name steers the terminal"),
+        ("_LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)", "text", "a name of 10 MB is shown"),
+        ("\\u2028-\\u202e", "\\u2028-\\u2029", "a name turns the direction of a message"),
+    ],
+    ("core/config/cli.py", "tests/storage/test_wording.py"): [
+        ("_print_message(for_terminal(message), file)", "_print_message(message, file)", "a flag steers the terminal"),
+    ],
     ("plan/sheet.py", "tests/plan/test_sheet.py"): [
         ("isinstance(value, bool) or not", "not", "a truth is a number of a machine"),
         ("elif not allowed.holds(value):", "elif value < 0:", "NaN is a number of a machine"),

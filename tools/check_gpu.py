@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacp.core.monitor.console import warn
 from megacp.verify import fake_cuda
 
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return fake_step.main(arguments)
         except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+            warn(f"error: {error}")
             return 2
     import torch
 
@@ -53,13 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     missing = None if torch.cuda.is_available() else "torch sees no CUDA device; --dry-run shows what would run"
     if options.device == "cuda" and (problem := missing or compiler_problem()):
-        print(f"error: {problem}", file=sys.stderr)
+        warn(f"error: {problem}")
         return 2
     try:
         for name in ("report.json", "report.md"):
             require_free("--output", options.output / name, options.overwrite)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
     return check_device(options.device, options.output, options.minutes)
 

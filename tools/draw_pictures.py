@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacp.core.monitor.console import warn
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 
 
@@ -23,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from bench.pictures.gallery import draw_all
     except ImportError as error:
-        print(f"error: a picture needs {error.name}: pip install 'megacp[demo]'", file=sys.stderr)
+        warn(f"error: a picture needs {error.name}: pip install 'megacp[demo]'")
         return 2
     try:
         for path in draw_all(args.output, args.only, args.demo):
             print(f"{path}: {path.stat().st_size:,} bytes")
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
     return 0
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from megacp.core.config.cli import OneLineParser
+from megacp.core.monitor.console import say, warn
 from megacp.core.storage.files import require_free
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
 
@@ -47,9 +48,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         size = _train(args)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
-    print(f"{args.output}: {size:,} tokens")
+    say(f"{args.output}: {size:,} tokens")
     return 0
 
 

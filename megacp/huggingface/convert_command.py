@@ -29,7 +29,8 @@ from megacp.core.config.cli import OneLineParser
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
-from megacp.core.monitor.console import to_nowhere
+from megacp.core.monitor.console import to_nowhere, warn
+from megacp.core.storage.wording import for_terminal
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import NAMINGS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
@@ -107,7 +108,7 @@ class _Lasting(io.TextIOBase):
 
     def write(self, text: str) -> int:
         try:
-            print(text, end="", file=self._stream, flush=True)
+            print(for_terminal(text), end="", file=self._stream, flush=True)
         except (OSError, ValueError):
             to_nowhere(1, self._stream)
         return len(text)
@@ -131,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     if words and place.rank == 0:
-        print(f"error: {words}", file=sys.stderr)
+        warn(f"error: {words}")
     return status
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from megacp.core.config.cli import OneLineParser
 from megacp.core.data.manifest import THOUGHTS, thoughts_told
-from megacp.core.monitor.console import ends_with_its_reader
+from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.storage.files import open_own, open_regular, read_regular, require_free
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
@@ -175,7 +175,7 @@ class Session:
             kept = own if "default" in own else None
         if kept is not None and not (ends := answer_ends(kept["default"], tokenizer)):
             note = "the chat template of training is not known to end answers with a special token; they may go on to"
-            print(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}", file=sys.stderr)
+            warn(f"note: {generator.path}: {note} --max-new-tokens {arguments.max_new_tokens}")
         self.ends = ends if tokenizer.eos_id is None else (*ends, tokenizer.eos_id)
         self.by_template, template = kept is not None and not arguments.raw, None
         if kept is not None and self.by_template:
@@ -184,7 +184,7 @@ class Session:
             template = dataclasses.replace(template, **asked_by(kept, arguments.thinking))
             if arguments.thinking is None and kept.get("empty_thoughts") and kept.get("real_thoughts"):
                 note = f"{thoughts_told(kept)}; --thinking and --no-thinking ask for one kind"
-                print(f"note: {generator.path}: {note}", file=sys.stderr)
+                warn(f"note: {generator.path}: {note}")
         elif arguments.thinking is not None:
             raise ValueError("--thinking and --no-thinking go with a chat template, and none is applied here")
         self.maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, template)
@@ -226,15 +226,15 @@ def open_session(checkpoint: str, max_new_tokens: int = 64, temperature: float =
 def converse(session: Session, arguments: argparse.Namespace) -> None:
     """Answer what is typed, line by line, with all that was said before."""
     said = list[dict[str, Any]]()
-    print(f"{session}; an empty line ends the conversation")
+    say(f"{session}; an empty line ends the conversation")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while None not in (sys.stdin, sys.stdout) and (text := input("> ")):  # None: closed before it began
             try:
                 answer = session.ask(text, said)
             except ValueError as error:
-                print(f"error: {error}")
+                say(f"error: {error}")
                 continue
-            print(answer)
+            say(answer)
             said = [*session.questions(text, said), {"role": "assistant", "content": answer}]
 
 
@@ -251,9 +251,9 @@ def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
                 prompts.append(session.maker.of_text(text, session.media))
         except RecordError as error:
             raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
-    print(session)
+    say(str(session))
     for text, answer in zip(arguments.prompt, session.answers(prompts, names), strict=True):
-        print(f"--- {text!r}\n{'' if session.by_template else text}{answer}")
+        say(f"--- {text!r}\n{'' if session.by_template else text}{answer}")
 
 
 def answer_records(session: Session, arguments: argparse.Namespace) -> None:
@@ -270,8 +270,8 @@ def answer_records(session: Session, arguments: argparse.Namespace) -> None:
             right += answer == prompt.expected
             stream.write(json.dumps({**line, "answer": answer}, ensure_ascii=False) + "\n")
     with ends_with_its_reader():
-        print(session)
-        print(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
+        say(str(session))
+        say(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -281,6 +281,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ways = {"chat": converse, "prompt": answer_prompts, "input": answer_records}
         next(way for name, way in ways.items() if getattr(arguments, name))(Session(arguments), arguments)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
     return 0

@@ -20,6 +20,7 @@ from megacp.core.config.blend import named_folders
 from megacp.core.config.cli import OneLineParser, given_names, parse
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
+from megacp.core.monitor.console import say, warn
 from megacp.core.storage.files import require_free, write_result
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import FLAGS, Trouble, drawn_text
@@ -110,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return importlib.import_module("megacp.verify.calibrate").main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
         text, fits = _planned(own, rest)
-        print(text, end="")
+        say(text.removesuffix("\n"))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
     return 0 if fits else 1

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megacp.core.config.cli import OneLineParser
 from megacp.core.config.yaml_file import nearest
+from megacp.core.monitor.console import ends_with_its_reader, say, warn
 
 if TYPE_CHECKING:
     from megacp.core.data.vision.rules import VisionRules
@@ -258,7 +259,7 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
     if args.family not in (None, found):
         raise ValueError(f"--vision-family {args.family}: {config} is of a {model_type}, leave the flag out")
     if args.family is None:
-        print(f"--vision-family {found}: as {config} says", file=sys.stderr)
+        warn(f"--vision-family {found}: as {config} says")
     return {"family": found}
 
 
@@ -317,10 +318,8 @@ def _settings(args: argparse.Namespace) -> BuildSettings:
 
 
 def _say(text: str) -> None:
-    from megacp.core.monitor.console import ends_with_its_reader
-
     with ends_with_its_reader():
-        print(text)
+        say(text)
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -388,7 +387,7 @@ def _verify(args: argparse.Namespace) -> int:
         reasons = verify(path)
         damaged += bool(reasons)
         for reason in reasons:
-            print(f"error: {reason}", file=sys.stderr)
+            warn(f"error: {reason}")
         if not reasons:
             _say(f"{path}: sound")
     return 1 if damaged else 0
@@ -415,9 +414,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return COMMANDS[args.command](args)
     except (ValueError, OSError, WorkerFailed) as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
     except KeyboardInterrupt:
         again = "; run the same command again to continue" if args.command in ("build", "finish") else ""
-        print(f"interrupted{again}", file=sys.stderr)
+        warn(f"interrupted{again}")
         return 130

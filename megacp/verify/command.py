@@ -24,6 +24,7 @@ from megacp.core.data.loader import DataRank
 from megacp.core.data.mock import MASKS
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.costs import run_parameters
+from megacp.core.monitor.console import say, warn
 from megacp.core.storage.wording import human_count
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import open_sources
@@ -63,7 +64,7 @@ def _resolved(setup: ParitySetup) -> ParitySetup:
 
     config, line = resolve_auto(setup.config, rows)
     if line is not None:
-        print(f"  {line}", flush=True)
+        say(f"  {line}")
     return replace(setup, config=config)
 
 
@@ -87,22 +88,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         setup = setup_of(own, rest)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
-    print(_heading(setup), flush=True)
+    say(_heading(setup))
     begin = time.monotonic()
     try:
         setup = _resolved(setup)
         (reference,) = run_ranks(train_rank, 1, setup.reference, setup.rules, own.steps, timeout=own.timeout)
         ranks = run_ranks(train_rank, setup.world_size, setup.config, setup.rules, own.steps, timeout=own.timeout)
     except RankFailure as error:
-        print(f"FAILED: {error}", file=sys.stderr)
+        warn(f"FAILED: {error}")
         return 3
     comparisons = compare(reference, ranks)
     for c in comparisons:
         figures = ", ".join(f"{what} {value:.1e}" for what, value in c.differences.items())
-        print(f"step {c.step}  loss {c.loss:.6f}  grad norm {c.grad_norm:.4f}  off by: {figures}")
+        say(f"step {c.step}  loss {c.loss:.6f}  grad norm {c.grad_norm:.4f}  off by: {figures}")
     wrong = [f"  step {c.step}: the {reason}" for c in comparisons for reason in c.beyond()]
     kind = f"{TOLERANCE:g} (float64, relative), {time.monotonic() - begin:.1f} s"
-    print("\n".join([f"DIFFERENT: beyond {kind}", *wrong]) if wrong else f"THE SAME: within {kind}")
+    say("\n".join([f"DIFFERENT: beyond {kind}", *wrong]) if wrong else f"THE SAME: within {kind}")
     return int(bool(wrong))

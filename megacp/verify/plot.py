@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from megacp.core.config.cli import OneLineParser
+from megacp.core.monitor.console import say, warn
 from megacp.core.storage.files import read_regular, require_free, write_result
 
 _LARGEST_LOG = 4 << 30
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import matplotlib.pyplot as plt
     except (ValueError, OSError, ImportError) as error:
         extra = " (pip install 'megacp[log]')" if isinstance(error, ImportError) else ""
-        print(f"error: {error}{extra}", file=sys.stderr)
+        warn(f"error: {error}{extra}")
         return 2
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     losses = list(curves["train"].values())
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         figure.savefig(drawn, format=arguments.output.suffix[1:] or None, bbox_inches="tight")
         write_result("--output", arguments.output, drawn.getvalue(), arguments.overwrite)
     except (ValueError, OSError) as error:  # a suffix that is no picture's, a disk that is full
-        print(f"error: {error}", file=sys.stderr)
+        warn(f"error: {error}")
         return 2
-    print(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
+    say(f"{arguments.output}: {len(losses)} steps, loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return 0

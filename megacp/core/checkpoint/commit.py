@@ -44,7 +44,7 @@ from megacp.core.distributed.grid import Axis
 from megacp.core.storage.files import StrPath, place_folder
 from megacp.core.storage.place import Place, place_of, read_content, write_content
 from megacp.core.storage.url import UnreachableError, Url
-from megacp.core.storage.wording import listed
+from megacp.core.storage.wording import for_terminal, listed
 
 _log = logging.getLogger(__name__)
 _NAMED = 20
@@ -292,7 +292,7 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
             wrong = [f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank]
             if not wrong:
                 for line in problems if world.rank == 0 else []:
-                    _log.warning("checkpoint passed over, %s is loaded instead: %s", folder, line)
+                    _log.warning("checkpoint passed over, %s is loaded instead: %s", folder, for_terminal(line))
                 return LoadedCheckpoint(folder, manifest, tuple(problems), config, world)
         if not on_rank_0(world, folder.is_dir, ValueError):
             wrong = [f"{folder} {_REMOVED}"]

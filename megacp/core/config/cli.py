@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from megacp import __version__
 from megacp.core.config.run import RunConfig, fields, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
+from megacp.core.storage.wording import for_terminal
 
 _HELP = ("-h", "--help")
 _DESCRIPTION = (
@@ -27,6 +28,10 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.add_argument("--version", action="version", version=f"megacp {__version__}", help="print the version")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print what argparse has to say: help, version and errors, which quote arguments."""
+        super()._print_message(for_terminal(message), file)
 
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` and exit 2."""

@@ -1,6 +1,7 @@
-"""Standard output of one rank, which may go away under a run: a closed pipe, a full disk, a lost terminal.
+"""Where messages leave the program: standard output and standard error, which may go away under a run.
 
-A line that cannot be printed ends nothing. The first one of a row is reported on another channel; the next is tried.
+Text of a foreign folder or file may be part of any message, so all are escaped here. A line that cannot be printed
+ends nothing. The first one of a row is reported on another channel; the next is tried.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from megacp.core.storage.wording import escaped, for_terminal
+
 
 class Console:
     """Prints lines on standard output. `lost` is called with the reason when a line cannot be printed, once a row."""
@@ -21,9 +24,9 @@ class Console:
         self._broken = False
 
     def say(self, text: str) -> None:
-        """Print a line at once."""
+        """Print a line at once, as a terminal may have it."""
         try:
-            print(text, flush=True)
+            print(for_terminal(text), flush=True)
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if not self._broken:
                 self._broken = True
@@ -38,11 +41,16 @@ class Console:
 
 
 def warn(text: str) -> None:
-    """Print a line on standard error; where that is not possible, nothing happens."""
+    """Print a message on standard error, as a terminal may have it; where that is not possible, nothing happens."""
     try:
-        print(text, file=sys.stderr, flush=True)
+        print(for_terminal(text), file=sys.stderr, flush=True)
     except (OSError, ValueError):
         to_nowhere(2, sys.stderr)
+
+
+def say(text: str) -> None:
+    """Print a result on standard output: whole, but with its control characters escaped."""
+    print(escaped(text), flush=True)
 
 
 @contextlib.contextmanager

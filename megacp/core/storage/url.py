@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from megacp.core.storage.files import TooLargeError
+from megacp.core.storage.wording import for_terminal
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -268,7 +269,7 @@ def _retried(action: Callable[[], _T], what: str) -> _T:
             reason = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
             if failures == _ATTEMPTS or not transient or time.monotonic() - begin >= _SECONDS:
                 raise UnreachableError(f"{what}: {reason} (tried {failures} times)") from error
-            _log.warning("%s: %s; again (%d of %d)", what, reason, failures, _ATTEMPTS)
+            _log.warning("%s: %s; again (%d of %d)", for_terminal(what), for_terminal(reason), failures, _ATTEMPTS)
         time.sleep(min(5.0, 0.2 * 2**failures) * random.uniform(0.5, 1.0))  # ranks do not come back together
     raise AssertionError("the last attempt returns or raises")
 

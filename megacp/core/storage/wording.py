@@ -1,8 +1,38 @@
-"""Words of messages: long lists are cut, numbers have a unit."""
+"""Words of messages: long lists are cut, numbers have a unit, and foreign text cannot steer a terminal."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# All of C0 but tab and newline, DEL and C1; separators that some terminals take for a newline; characters that turn
+# the direction of what follows; halves of characters, which names of files may hold and no stream can write.
+_STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_WORD, _LINE, _MESSAGE = 1_000, 8_000, 100_000
+"""Characters of the longest word, line and message that are shown whole."""
+_LONG_WORD, _LONG_LINE = re.compile(rf"\S{{{_WORD + 1},}}"), re.compile(rf"[^\n]{{{_LINE + 1},}}")
+
+
+def escaped(text: str) -> str:
+    r"""Return a text for a terminal: control characters and overrides of direction as `\x1b` and `\u202e`.
+
+    Newlines and tabs stay, and so does every other character of any language.
+    """
+    return _STEERING.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def for_terminal(text: str) -> str:
+    """Return a message for a terminal: escaped, with the middle of very long words, lines and texts left out."""
+    text = _LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)
+    text = _LONG_LINE.sub(lambda found: _without_middle(found[0], _LINE), text)
+    if len(text) > _MESSAGE:
+        text = _without_middle(text, _MESSAGE)
+    return escaped(text)
+
+
+def _without_middle(text: str, most: int) -> str:
+    """The first half of `most` characters and the last quarter, with the number of all between."""
+    return f"{text[: most // 2]}...({len(text):,} characters)...{text[-(most // 4) :]}"
 
 
 def listed(texts: Sequence[object], most: int, between: str = ", ") -> str:

@@ -27,6 +27,7 @@ LARGEST_ITEM = (1 << 31) - 1
 """Bytes of an item: the index of images.bin counts them in int32."""
 LIMITS = {"image": 64 << 20, "video": 512 << 20}
 """Bytes of the largest file of each kind that is read, unless --max-image-bytes or --max-video-bytes says otherwise."""
+_LIMIT_FLAGS = {"image": "--max-image-bytes", "video": "--max-video-bytes"}
 _CLIMBS = re.compile(r"(^|[/\\])[\s\0]*\.[\s\0]*\.[\s\0]*($|[/\\;])")
 """`..` as servers read it: they take `\\` for `/`, and leave out blanks and what follows a semicolon."""
 
@@ -174,7 +175,7 @@ class MediaReader:
             with open_below(str(self._root), path) as stream:
                 return read_within(stream, path, limit)
         except TooLargeError:
-            raise ImageError(f"it has more than {limit:,} bytes: --max-{kind}-bytes N allows more") from None
+            raise ImageError(f"it has more than {limit:,} bytes: {_LIMIT_FLAGS[kind]} N allows more") from None
         except UnreachableError as error:
             if not is_named:  # a store that does not answer has not lost this image alone
                 raise

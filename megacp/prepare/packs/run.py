@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import expanded, place_of, size_of
-from megacp.core.storage.wording import listed
+from megacp.core.storage.wording import for_terminal, listed
 from megacp.prepare.packs.journal import (
     REJECTS_NAME,
     Journal,
@@ -139,7 +139,8 @@ def _build(
     elif part is None:
         _check_use(settings, results)
         if callable(template) and any(result.written_by for result in results):
-            stream.write(f"note: {tokenizer.chat_template} writes the messages (--chat-template auto)\n")
+            note = f"note: {tokenizer.chat_template} writes the messages (--chat-template auto)"
+            stream.write(f"{for_terminal(note)}\n")
         manifest = _write(settings, tokenizer, template, journal.fingerprint, results)
         remove_partial(directory)
     took = time.monotonic() - started
