@@ -5,7 +5,8 @@ this machine; torchrun's report would stand below what they say. `--dry-run` pri
 size and stops.
 
 Exit status: 0 finished, 1 a failure with its traceback, 2 refused with one message, 3 stopped early after saving (by a
-signal or --exit-duration). torchrun --max-restarts would start the run again for a 3, so it is 0 there.
+signal or --exit-duration), 130 interrupted before there was anything to save. torchrun --max-restarts would start the
+run again for a 3, so it is 0 there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
+
+from megacp.core.monitor.interrupts import INTERRUPTED, handles, leave_at_ctrl_c
+
+# torch is imported below, which takes seconds in which a user may press Ctrl-C
+if __name__ == "__main__" or sys.argv[0].endswith("megacp-train"):
+    leave_at_ctrl_c()
 
 from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.outcome import reason_of
@@ -238,27 +245,47 @@ def _nproc(arguments: Sequence[str]) -> tuple[int, list[str]]:
 def _run_ranks(arguments: Sequence[str], count: int) -> int:
     """Start the ranks, pass signals on and wait; the exit status.
 
-    A Ctrl-C reaches them from the terminal, or as SIGTERM.
+    A Ctrl-C reaches them from the terminal, or as SIGTERM. Once all ranks handle it they save and stop. Before that no
+    step has begun: all are killed, as a rank that waits for one that has gone would report a failure.
     """
     _store, environments = launch.ranks_of_one_machine(count)
     ranks: list[subprocess.Popen[bytes]] = []
+    ended_by: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        for one in ranks:
-            one.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+        asked = signal.SIGTERM if number == signal.SIGINT else signal.Signals(number)
+        running = [one for one in ranks if one.poll() is None]
+        if len(ranks) < count or not all(handles(one.pid, asked) for one in running):
+            ended_by.append(number)
+            asked = signal.SIGKILL
+        for one in running:
+            one.send_signal(asked)
 
     hangup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else set()  # as under nohup
-    for number in {signal.SIGTERM, signal.SIGUSR1} | hangup:
+    for number in {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1} | hangup:
         signal.signal(number, pass_on)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # in ranks until they train: Ctrl-C would be a traceback of each
     command = [sys.executable, "-m", "megacp.train", *arguments]
-    ranks.extend(subprocess.Popen(command, env=environment) for environment in environments)
-    signal.signal(signal.SIGINT, pass_on)
-    return _wait_for(ranks)
+    for environment in environments:
+        # ranks ignore Ctrl-C until they train: it would be a traceback of each
+        ranks.append(subprocess.Popen(command, env=environment, preexec_fn=_ignore_ctrl_c))
+    if ended_by:  # by a signal that came between two starts
+        pass_on(ended_by[0], None)
+    status = _wait_for(ranks, ended_by)
+    if ended_by:
+        warn("interrupted before the first step")
+        return 128 + ended_by[0]
+    return status
 
 
-def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Wait until all ranks have ended; the status of the first one that failed, else the highest."""
+def _ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[bytes]], ended_by: Sequence[int] = ()) -> int:
+    """Wait until all ranks have ended; the status of the first one that failed, else the highest.
+
+    `ended_by`: signals at which all were killed, which is no failure of theirs.
+    """
     first: tuple[int, int] | None = None  # status and rank of the first failure
     deadline, ended = math.inf, list[tuple[int, int]]()
     while len(ended) < len(ranks):
@@ -270,7 +297,7 @@ def _wait_for(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
         for one in ranks if time.monotonic() > deadline else ():
             one.kill()
     status, rank = first or max(ended)
-    if status < 0:
+    if status < 0 and not ended_by:
         warn(f"error: rank {rank} was ended by {signal.Signals(-status).name}")
     return status if status >= 0 else FAILED
 
@@ -401,6 +428,9 @@ def program() -> NoReturn:
     status = 1
     try:
         status = main()
+    except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the save
+        warn("interrupted")
+        status = INTERRUPTED
     except Exception:
         warn(traceback.format_exc().rstrip())
     launch.hard_exit(status)

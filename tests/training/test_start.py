@@ -392,6 +392,12 @@ SAVES = "trap 'exit 3' TERM; touch $READY/$$; while :; do sleep 0.02; done"
         (["sleep 0.3; exit 1", "kill -KILL $$"], 1, "error: rank 1 was ended by SIGKILL\n"),
         (["exit 1", "exec sleep 60"], 1, ""),
         ([SAVES, SAVES], 3, ""),
+        ([SAVES, "touch $READY/$$; exec sleep 60"], 130, "interrupted before the first step\n"),
+        (
+            ["touch $READY/$$; exec sleep 60", "touch $READY/$$; exec sleep 60"],
+            130,
+            "interrupted before the first step\n",
+        ),
     ],
 )
 def test_the_status_of_nproc_is_that_of_its_ranks(
@@ -407,7 +413,7 @@ def test_the_status_of_nproc_is_that_of_its_ranks(
     monkeypatch.setattr(train, "_SECONDS_OF_OTHERS", 0.5)
     monkeypatch.setattr("megacp.train.time.sleep", wait)
     monkeypatch.setattr("megacp.train.signal.signal", handlers.__setitem__)
-    monkeypatch.setattr("megacp.train.subprocess.Popen", lambda command, env: start(["sh", "-c", env]))
+    monkeypatch.setattr("megacp.train.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env]))
     monkeypatch.setattr("megacp.train.launch.ranks_of_one_machine", lambda count: (None, ranks))
     monkeypatch.setenv("READY", str(tmp_path))
     assert train._run_ranks([], len(ranks)) == status

@@ -36,6 +36,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _READING_SECONDS = 5.0  # that rank 0 stays for the others to read what it said: its process may hold the store
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
+_LOOPBACK = "127.0.0.1"
+"""The address at which a machine reaches itself only."""
 _CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """Rows differ in length: else the allocator loses memory to fragments, and waits for the device to give some back."""
 
@@ -68,9 +70,15 @@ def world_from_environment() -> World:
 
 
 def ranks_of_one_machine(count: int) -> tuple[dist.Store, list[dict[str, str]]]:
-    """The store of a run whose ranks this process starts, to be kept until they end, and the environment of each."""
-    store = dist.TCPStore("localhost", 0, None, True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
+    """Return the store of a run whose ranks this process starts, and the environment of each rank.
+
+    The store is to be kept until the ranks end. Only this machine reaches it: it trusts whoever connects.
+    """
+    listener = socket.create_server((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    # the store owns the descriptor from here on
+    store = dist.TCPStore(_LOOPBACK, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+    shared = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": str(True)}
     shared |= {"OMP_NUM_THREADS": "1", **os.environ, **shared, "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     return store, [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
