@@ -286,7 +286,7 @@ def load_checkpoint(path: StrPath | Url, world: Axis, is_shared: bool = False) -
         if manifest is not None:
             # the largest first, dealt out in turn: each rank hashes its share
             names = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-            sharing = list(range(world.size)) if is_shared else sharers([folder], world)
+            sharing = list(range(world.size)) if is_shared else sharers([folder / name for name in names], world)
             mine = names[sharing.index(world.rank) :: len(sharing)]
             found = on_all_ranks(world, lambda: damage(folder, manifest.files, mine), ValueError)  # noqa: B023
             wrong = [f"rank {rank}: {line}" for rank, of_rank in enumerate(found) for line in of_rank]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import socket
 import time
@@ -54,12 +55,26 @@ def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> 
     return result  # type: ignore[return-value]  # the first rank has an action
 
 
-def sharers(folders: Iterable[Place], world: Axis) -> list[int]:
-    """The ranks that see the same local folders as this one, on the same machine: it is one of them."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # for machines of one name
-    machine = socket.gethostname(), boot.read_text() if boot.exists() else ""
-    found = [folder.stat() for folder in folders if isinstance(folder, Path) and os.path.isdir(folder)]
-    own = [(*machine, one.st_dev, one.st_ino) for one in found]
+def sharers(files: Iterable[Place], world: Axis) -> list[int]:
+    """Return the ranks that see the same local files as this one, on the same machine; it is one of them.
+
+    The files decide, not their folder: a container or a bind mount may put another file into a folder that two ranks
+    share, and copies of one folder on two disks may have equal numbers. A file's number with its size and times is
+    that of one file. Files in a store are the same for all.
+    """
+    local = sorted({file for file in files if isinstance(file, Path)})
+    found: list[str] = []
+    if local:
+        boot = Path("/proc/sys/kernel/random/boot_id")  # for machines of one name
+        found = [socket.gethostname(), boot.read_text() if boot.exists() else ""]
+    for path in local:
+        try:
+            one = path.stat()
+        except OSError:  # it is reported where it is read
+            found.append("missing")
+            continue
+        found.append(f"{one.st_dev} {one.st_ino} {one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}")
+    own = hashlib.sha256("\n".join(found).encode()).hexdigest()  # a checkpoint has a file of each rank
     return [rank for rank, other in enumerate(gather_objects(own, world)) if other == own]
 
 

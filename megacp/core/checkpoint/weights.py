@@ -59,7 +59,7 @@ def require_one_model(files: Mapping[str, Path], world: Axis) -> None:
 
     Ranks read different rows, so each copy is hashed as a whole, by the ranks that see it; a single one is not.
     """
-    sharing, host = sharers(dict.fromkeys(path.parent for path in files.values()), world), socket.gethostname()
+    sharing, host = sharers(files.values(), world), socket.gethostname()
     if len(sharing) == world.size:
         return
     mine = sorted(files)[sharing.index(world.rank) :: len(sharing)]
