@@ -935,6 +935,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
     ],
     ("train.py", "tests/training/test_start.py"): [
+        ("or not all(handles(", "or not any(handles(", "a rank waits for one that Ctrl-C has ended"),
+        ("    if ended_by:  # by a", "    if False:  # by a", "Ctrl-C between two starts is lost"),
         ("as_many and not check(kept", "False and not check(kept", "a run that goes on gets another layout"),
         ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
@@ -949,7 +951,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/checkpoint/outcome.py", "tests/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
-        ("(*machine, one.st_dev, one.st_ino)", "machine", "folders of one machine are one copy"),
+        (
+            '        found.append(f"{one.st_dev} {one.st_ino}',
+            '        (f"{one.st_dev} {one.st_ino}',
+            "folders of one machine are one copy",
+        ),
     ],
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
@@ -1167,6 +1173,22 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("    if not overwrite:", "    if False:", "a result replaces a file without a word"),
         ("        write_new(path, data)", "        write_atomically(path, data)", "a file that appears is replaced"),
+    ],
+    ("core/distributed/launch.py", "tests/distributed/test_interrupts.py"): [
+        ("socket.create_server((_LOOPBACK, 0))", 'socket.create_server(("", 0))', "other machines reach the store"),
+    ],
+    ("core/checkpoint/outcome.py", "tests/checkpoint/test_sharers.py"): [
+        ("    if local:\n", "    if True:\n", "each machine hashes what is in a store"),
+    ],
+    ("core/config/run.py", "tests/config/test_homes.py"): [
+        ("tuple(at_home(str(part)) for part in value)", "value", "a folder of a blend is named `~`"),
+    ],
+    ("core/config/cli.py", "tests/config/test_homes.py"): [
+        ('        self.register("type", Path, _path)\n', "", "results go to a folder named `~`"),
+    ],
+    ("core/config/yaml_file.py", "tests/config/test_yaml_size.py"): [
+        ("if len(reasons) >= _MOST_REASONS:", "if False:", "10,000 unknown keys take four seconds"),
+        ("elif len(node.value) > _REPEATED:", "elif False:", "a text of 1 MB is repeated 5,000 times"),
     ],
     ("core/storage/wording.py", "tests/storage/test_wording.py"): [
         ("    return escaped(text)", "    return text", "a name steers the terminal"),

@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacp.core.config.cli import OneLineParser
+from megacp.core.config.cli import OneLineParser, path_text
 from megacp.core.monitor.console import say, warn
 from megacp.core.storage.files import require_free
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
@@ -20,7 +20,12 @@ from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
 def _parser() -> argparse.ArgumentParser:
     parser = OneLineParser(description="Train a byte-level BPE tokenizer.")
     parser.add_argument(
-        "--input", nargs="+", required=True, metavar="F", help=f"records ({', '.join(RECORD_SUFFIXES)}), or plain text"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="F",
+        type=path_text,
+        help=f"records ({', '.join(RECORD_SUFFIXES)}), or plain text",
     )
     parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="tokenizer.json")
     parser.add_argument("--vocab-size", type=int, required=True, metavar="N", help="at least 257")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from megacp.core.config.cli import OneLineParser
+from megacp.core.config.cli import OneLineParser, path_texts
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
@@ -59,6 +59,7 @@ def convert_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokenizer",
         metavar="KIND_OR_PATH",
+        type=path_texts,
         help="the run's tokenizer, as given to preprocess_data.py build; `none` leaves it out",
     )
     parser.add_argument(

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.cli import OneLineParser
+from megacp.core.config.cli import OneLineParser, path_text, path_texts
 from megacp.core.data.manifest import THOUGHTS, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.storage.files import open_own, open_regular, read_regular, require_free
@@ -46,21 +46,32 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """The flags; ends with one message that holds all their faults."""
     parser = OneLineParser(description="Sample from a checkpoint that any grid wrote.")
     add = parser.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="--save directory of a run, or one step of it")
-    add("--tokenizer", metavar="KIND_OR_PATH", help="as given to preprocess_data.py build (default: the run's own)")
+    add(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        type=path_text,
+        help="--save directory of a run, or one step of it",
+    )
+    add(
+        "--tokenizer",
+        metavar="KIND_OR_PATH",
+        type=path_texts,
+        help="as given to preprocess_data.py build (default: the run's own)",
+    )
     add("--prompt", action="append", default=[], help="what is asked, or the text to continue; may be repeated")
     add("--chat", action="store_true", help="a conversation in the terminal; an empty line ends it")
     add("--raw", action="store_true", help="continue the text of --prompt as it is, without the chat template")
     told = f"the template's `{THINKS}` (as answers were learned, where they were in one way)"
     add("--thinking", action=argparse.BooleanOptionalAction, help=told)
     for kind in ("image", "video"):  # one list, for their order
-        read = functools.partial(Media, kind, "path", key=f"--{kind}")
+        read = functools.partial(_media, kind)
         told = f"{kind} that is seen before each prompt; repeatable"
         add(f"--{kind}", type=read, action="append", dest="media", default=[], metavar="FILE", help=told)
     add("--input", type=Path, metavar="FILE.jsonl", help="records to answer, instead of --prompt")
     add("--output", type=Path, metavar="FILE.jsonl", help="where the answers to --input go")
     add("--overwrite", action="store_true", help="replace --output where it exists")
-    add("--image-root", metavar="DIR", help="directory that paths in --input are relative to")
+    add("--image-root", metavar="DIR", type=path_text, help="directory that paths in --input are relative to")
     add("--max-new-tokens", type=int, default=64, metavar="N", help="tokens of an answer at most (64)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (0)")
     add("--seed", type=int, default=0, metavar="N", help="of the sampling (0)")
@@ -88,6 +99,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if reasons:
         parser.error("; ".join(reasons))
     return arguments
+
+
+def _media(kind: str, text: str) -> Media:
+    """Read what --image or --video names."""
+    return Media(kind, "path", path_text(text), key=f"--{kind}")
 
 
 @contextmanager

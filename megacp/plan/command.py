@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megacp.core.checks import require
 from megacp.core.config.blend import named_folders
-from megacp.core.config.cli import OneLineParser, given_names, parse
+from megacp.core.config.cli import OneLineParser, given_names, parse, path_text
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.monitor.console import say, warn
@@ -94,7 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     kinds = f"{', '.join(GPUS)}, or a file of `calibrate`"
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"of the machines: {kinds} (default h100)")
+    parser.add_argument(
+        "--gpu", default="h100", metavar="NAME", type=path_text, help=f"of the machines: {kinds} (default h100)"
+    )
     parser.add_argument("--network", choices=NETWORKS, default="infiniband", help="between them (default infiniband)")
     lengths = "tokens of the documents that packs are filled with, drawn alike; without --data-path (one each)"
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)

@@ -6,6 +6,7 @@ are reported together, each with its place.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ def read_sheet(path: str, network: str) -> Sheet:
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from error
     sheet = load_yaml(text, source)
-    reasons = list(_problems(sheet, network))
+    reasons = list(itertools.islice(_problems(sheet, network), 10 * _MOST_REASONS))
     if reasons:
         between = "\n  - "
         told = listed(reasons, _MOST_REASONS, between)

@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megacp.core.config.cli import OneLineParser
+from megacp.core.config.cli import OneLineParser, path_text, path_texts
 from megacp.core.config.yaml_file import nearest
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 
@@ -78,18 +78,22 @@ def preprocess_parser() -> argparse.ArgumentParser:
     parts = "make a dataset of the parts that `build --units I/N` made, with their flags; names what is missing"
     _add_build_flags(commands.add_parser("finish", help=parts, description=parts))
     inspect = commands.add_parser("inspect", help="show packs: documents, lengths, loss weights, beginnings")
-    inspect.add_argument("dataset")
+    inspect.add_argument("dataset", type=path_text)
     inspect.add_argument("--pack", type=int, nargs="+", default=[0], metavar="N", help="which packs (default: 0)")
-    inspect.add_argument("--tokenizer", metavar="KIND_OR_PATH", help="default: the one kept in the dataset")
+    inspect.add_argument(
+        "--tokenizer", metavar="KIND_OR_PATH", type=path_texts, help="default: the one kept in the dataset"
+    )
     inspect.add_argument("--characters", type=int, default=240, metavar="N", help="how much of each document (240)")
     inspect.add_argument("--documents", type=int, default=10, metavar="N", help="how many of a pack; 0 is all (10)")
-    inspect.add_argument("--html", metavar="FILE", help="write one pack as a page, with its images; no text")
+    inspect.add_argument(
+        "--html", metavar="FILE", type=path_text, help="write one pack as a page, with its images; no text"
+    )
     inspect.add_argument("--overwrite", action="store_true", help="replace the page where it exists")
     stats = commands.add_parser("stats", help="counts, packing efficiency, histogram of lengths, refused records")
-    stats.add_argument("dataset")
+    stats.add_argument("dataset", type=path_text)
     stats.add_argument("--json", action="store_true", help="print JSON")
     verify = commands.add_parser("verify", help="read every byte: sizes, hashes, bounds, token ids; exit 1 on damage")
-    verify.add_argument("dataset", nargs="+")
+    verify.add_argument("dataset", nargs="+", type=path_text)
     return parser
 
 
@@ -108,8 +112,8 @@ _CORES = len(os.sched_getaffinity(0))
 
 BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("input and output", ""): [
-        ("--input", _INPUTS, {"nargs": "+", "required": True, "metavar": "F"}),
-        ("--output", "directory of the dataset", {"required": True, "metavar": "DIR"}),
+        ("--input", _INPUTS, {"type": path_text, "nargs": "+", "required": True, "metavar": "F"}),
+        ("--output", "directory of the dataset", {"type": path_text, "required": True, "metavar": "DIR"}),
         (
             "--valid-share",
             "part of the records that becomes DIR/valid, for --valid-data-path (0)",
@@ -121,11 +125,11 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
         ("--prefix-tree", "make a tree of what `rollouts` or `completions` share (no)", {"action": "store_true"}),
-        ("--chat-template", _TEMPLATES, {"metavar": "T"}),
+        ("--chat-template", _TEMPLATES, {"type": path_text, "metavar": "T"}),
         ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),
     ],
     ("tokens", ""): [
-        ("--tokenizer", _TOKENIZERS, {"required": True, "metavar": "KIND_OR_PATH"}),
+        ("--tokenizer", _TOKENIZERS, {"type": path_texts, "required": True, "metavar": "KIND_OR_PATH"}),
         ("--append-eod", "end documents (yes)", {**_YES_OR_NO, "default": True}),
         ("--prepend-bos", "begin documents with the tokenizer's first token (as its files say)", _YES_OR_NO),
         ("--eod-token", "the token that ends a document, when its files do not say", {"metavar": "TEXT"}),
@@ -153,7 +157,11 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
         ),
     ],
     ("images", _IMAGES): [
-        ("--image-root", "directory or URL that paths of images are relative to", {"metavar": "DIR"}),
+        (
+            "--image-root",
+            "directory or URL that paths of images are relative to",
+            {"type": path_text, "metavar": "DIR"},
+        ),
         ("--image-urls", "how URLs begin that records may name images by (none)", {**_LIST, "metavar": "URL,URL"}),
         (
             "--max-image-bytes",

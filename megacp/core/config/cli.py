@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from megacp import __version__
-from megacp.core.config.run import RunConfig, fields, with_values
+from megacp.core.config.run import RunConfig, fields, with_homes, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
+from megacp.core.storage.place import at_home
 from megacp.core.storage.wording import for_terminal
 
+_MOST_UNKNOWN = 20
+"""Unknown flags whose nearest names are looked for."""
 _HELP = ("-h", "--help")
 _DESCRIPTION = (
     "Train a language model on packed sequences over a grid of ranks. `--config FILE.yaml` may stand anywhere and "
@@ -27,6 +31,7 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self.register("type", Path, _path)
         self.add_argument("--version", action="version", version=f"megacp {__version__}", help="print the version")
 
     def _print_message(self, message: str, file: Any = None) -> None:
@@ -36,6 +41,24 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print `error: ...` and exit 2."""
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def path_text(text: str) -> str:
+    """Read a path or a URL of a command line, as the `type` of a flag; `~` is the user's folder."""
+    try:
+        return at_home(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def path_texts(text: str) -> str:
+    """Read paths with commas between, as `path_text` does."""
+    return ",".join(map(path_text, text.split(",")))
+
+
+def _path(text: str) -> Path:
+    """Read what a flag has whose `type` is Path."""
+    return Path(path_text(text))
 
 
 def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfig:
@@ -50,7 +73,11 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     names = {argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")}
     unknown = [(name, name[2:].replace("-", "_")) for name in names if name[2:].replace("-", "_") not in known]
     if unknown:
-        near = (f"unknown flag {name}{nearest(field, known, as_flag=True)}" for name, field in unknown)
+        near = [
+            f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}" for name, field in unknown[:_MOST_UNKNOWN]
+        ]
+        if len(unknown) > _MOST_UNKNOWN:
+            near.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
         raise ValueError("\n".join(near))
     for argument in arguments:  # such a name cannot stand in a config, a log or a message: the first save would fail
         if any("\ud800" <= character <= "\udfff" for character in argument):
@@ -60,7 +87,7 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     for flags, path in parts:
         config = with_values(_apply(flags, config, prog), values_of_file(path))
     asks_help = ["--help"] if len(arguments) != len(argv) else []
-    return _apply(last + asks_help, config, prog)
+    return with_homes(_apply(last + asks_help, config, prog))
 
 
 def _apply(flags: Sequence[str], config: RunConfig, prog: str) -> RunConfig:

@@ -41,6 +41,12 @@ class Range:
         return low if self.high == math.inf else f"{low} and {high}"
 
 
+@dataclass(frozen=True)
+class IsPath:
+    """The mark of a field that holds a path or a URL, or several: `~` in it is the user's folder."""
+
+
+PathOf = Annotated[T, IsPath()]
 Positive = Annotated[T, Range(1)]
 Count = Annotated[T, Range(1, 1_000_000)]
 """Ranks, or packs of a step: each has objects of its own, and more would fill the memory before a message."""

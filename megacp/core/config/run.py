@@ -18,9 +18,10 @@ from typing import Any
 
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.parallel import GridShape, ParallelConfig
-from megacp.core.config.ranges import Count, Range
+from megacp.core.config.ranges import Count, IsPath, Range
 from megacp.core.config.training import CheckpointConfig, DataConfig, LogConfig, TrainingConfig
 from megacp.core.config.vision import VisionConfig
+from megacp.core.storage.place import at_home
 from megacp.core.storage.url import is_url
 
 Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None
@@ -113,6 +114,8 @@ class FieldInfo:
     """The type, without its range."""
     range: Range | None
     """Allowed values of a number. None is allowed beside them where the type has it."""
+    is_path: bool = False
+    """Whether it holds a path or a URL, or several beside their weights."""
 
     @functools.cached_property
     def words(self) -> list[str]:
@@ -152,9 +155,11 @@ def fields() -> dict[str, FieldInfo]:
         hints = typing.get_type_hints(room_type, include_extras=True) if inside else {room: room_type}
         for name, hint in hints.items():
             assert name not in table, f"the flag {name} is declared in {room} and in {table[name].room}"
-            ranges = [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Range)]
-            plain = typing.get_args(hint)[0] if ranges else hint
-            table[name] = FieldInfo(name, room if inside else "", plain, ranges[0] if ranges else None)
+            marks = getattr(hint, "__metadata__", ())
+            plain = typing.get_args(hint)[0] if marks else hint
+            allowed = next((mark for mark in marks if isinstance(mark, Range)), None)
+            is_path = any(isinstance(mark, IsPath) for mark in marks)
+            table[name] = FieldInfo(name, room if inside else "", plain, allowed, is_path)
     return table
 
 
@@ -179,3 +184,27 @@ def with_values(config: RunConfig, values: Mapping[str, Value]) -> RunConfig:
     for room, changes in rooms.items():
         own[room] = dataclasses.replace(getattr(config, room), **changes)
     return dataclasses.replace(config, **own)
+
+
+def with_homes(config: RunConfig) -> RunConfig:
+    """Return a copy of `config` whose paths have the folders of users where they began with `~`.
+
+    Raises ValueError that names each flag with a user who is not known.
+    """
+    before = flatten(config)
+    values: dict[str, Value] = {}
+    reasons = []
+    for info in fields().values():
+        value = before[info.name]
+        if not info.is_path or value is None:
+            continue
+        try:
+            if isinstance(value, tuple):
+                values[info.name] = tuple(at_home(str(part)) for part in value)
+            else:
+                values[info.name] = at_home(str(value))
+        except ValueError as error:
+            reasons.append(f"{flag(info.name)} {error}")
+    if reasons:
+        raise ValueError("\n".join(reasons))
+    return with_values(config, values)

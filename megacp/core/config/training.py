@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megacp.core.config.blend import DataPath
-from megacp.core.config.ranges import AboveZero, Count, Fraction, NotNegative, Positive, Range
+from megacp.core.config.ranges import AboveZero, Count, Fraction, NotNegative, PathOf, Positive, Range
 
 Treated = Literal["matrix", "vector", "table"]
 """What a parameter is to its optimizer: a linear map, values that stand for themselves, or rows that are looked up."""
@@ -152,22 +152,22 @@ class TrainingConfig:
 class CheckpointConfig:
     """Where checkpoints are written and read."""
 
-    save: str | None = None
+    save: PathOf[str | None] = None
     """Directory for checkpoints, or a URL such as s3://bucket/run (needs the extra `store`); also written at the end of
     the run and on SIGTERM."""
 
-    load: str | None = None
+    load: PathOf[str | None] = None
     """Checkpoint directory or URL to resume from, on this or any other grid."""
 
-    load_hf: str | None = None
+    load_hf: PathOf[str | None] = None
     """Hugging Face folder whose model, weights and tokenizer the run starts from, at step 0 with a fresh optimizer;
     unread once --auto-resume finds a checkpoint."""
 
-    vision_from_hf: str | None = None
+    vision_from_hf: PathOf[str | None] = None
     """Molmo2 folder whose vision tower is added to the text model of --load-hf, with what fits of its connector; `none`
     adds a new one of the --vision flags. The embedding gets rows for image tokens (--additional-vocab-size, 128)."""
 
-    load_adapter: str | None = None
+    load_adapter: PathOf[str | None] = None
     """Folder of a LoRA adapter, as peft writes it, whose pairs the run starts with beside the model of --load-hf."""
 
     auto_resume: bool = False
@@ -194,11 +194,11 @@ class LogConfig:
     log_interval: Positive[int] = 1
     """Steps between lines on the console."""
 
-    log_file: str | None = None
+    log_file: PathOf[str | None] = None
     """JSONL file with one line per step (default: log.jsonl in a local --save, else megacp_log.jsonl);
     /dev/null writes none."""
 
-    tensorboard_dir: str | None = None
+    tensorboard_dir: PathOf[str | None] = None
     """Directory for TensorBoard events (needs the extra `log`)."""
 
     wandb_project: str | None = None
@@ -216,11 +216,11 @@ class LogConfig:
 class DataConfig:
     """The training and validation packs; a dataset says itself which tokenizer and packing rules it has."""
 
-    data_path: DataPath | None = None
+    data_path: PathOf[DataPath | None] = None
     """Packed dataset directory made by tools/preprocess_data.py, or its URL (needs the extra `store`), or several with
     weights: `0.7 captions 0.3 text`. Without it random mock packs are used."""
 
-    valid_data_path: DataPath | None = None
+    valid_data_path: PathOf[DataPath | None] = None
     """Packed dataset directory or URL for the validation loss, or several with weights."""
 
     seq_length: Positive[int] = 512

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 import typing
 from collections.abc import Iterable
 from typing import Any
@@ -16,9 +17,24 @@ import yaml
 
 from megacp.core.config.run import FieldInfo, RunConfig, Value, fields, flag, flatten, union_types, with_values
 from megacp.core.storage.files import read_regular
+from megacp.core.storage.place import at_home
+from megacp.core.storage.wording import listed
 
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789"))
 """`3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""
+
+
+LARGEST_CONFIG = 1 << 20
+"""Bytes of the largest file of --config."""
+_REPEATED = 1_000
+"""Characters of the longest text that an alias may repeat."""
+_MOST_REASONS = 20
+_SHOWN = 200
+"""Characters of a key or a value in a message."""
+_brief = reprlib.Repr()
+"""How a value is shown: its beginning, as an alias may make a value far longer than its file."""
+_brief.maxstring = _brief.maxother = _SHOWN
+_brief.maxlist = _brief.maxdict = 8
 
 
 class _Loader(yaml.SafeLoader):
@@ -26,18 +42,30 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event, node = self.peek_event(), super().compose_node(parent, index)
-        if isinstance(event, yaml.AliasEvent) and not isinstance(node, yaml.ScalarNode):  # nested, they fill any memory
-            problem = f"*{event.anchor} repeats a list or mapping: write it out"
+        if not isinstance(event, yaml.AliasEvent):
+            return node
+        problem = ""
+        if not isinstance(node, yaml.ScalarNode):  # nested, they fill any memory
+            problem = f"*{str(event.anchor)[:_SHOWN]} repeats a list or mapping: write it out"
+        elif len(node.value) > _REPEATED:  # a message that names its values would be as long as all of them
+            problem = (
+                f"*{str(event.anchor)[:_SHOWN]} repeats a text of {len(node.value):,} characters, at most {_REPEATED:,}"
+            )
+        if problem:
             mark: Any = event.start_mark  # the stubs know two kinds
             raise yaml.composer.ComposerError(None, None, problem, mark)
         return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        names = [str(self.construct_object(key, deep=True)).replace("-", "_") for key, _ in node.value]
-        for (key, _), name in zip(node.value, names, strict=True):
-            if names.count(name) > 1:
-                problem = f"the key {name} stands more than once"
+        names = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be one word", key.start_mark)
+            name = str(self.construct_object(key, deep=True)).replace("-", "_")
+            if name in names:
+                problem = f"the key {name[:_SHOWN]} stands more than once"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            names.add(name)
         return super().construct_mapping(node, deep)
 
 
@@ -84,7 +112,7 @@ def values_of_file(path: str) -> dict[str, Value]:
     """What the file of a `--config` says, by field name; ValueError."""
     source = f"--config {path}"
     try:
-        return _values(load_yaml(read_regular(path), source), source)
+        return _values(load_yaml(read_regular(at_home(path), LARGEST_CONFIG), source), source)
     except OSError as error:
         raise ValueError(f"{source}: cannot be read: {error.strerror}") from error
 
@@ -98,15 +126,18 @@ def _values(content: Any, source: str) -> dict[str, Value]:
     values: dict[str, Value] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
+        if len(reasons) >= _MOST_REASONS:  # a file of something else: the search for near names takes time
+            reasons.append("")
+            continue
         if name not in fields():
-            reasons.append(f"{source}: unknown key {key!r}{nearest(name[:100], fields())}")
+            reasons.append(f"{source}: unknown key {_brief.repr(key)}{nearest(name[:100], fields())}")
             continue
         try:
             values[name] = _convert(value, fields()[name])
         except ValueError as error:
             reasons.append(f"{source}: {key}: {error}")
     if reasons:
-        raise ValueError("\n".join(reasons))
+        raise ValueError(listed(reasons, _MOST_REASONS, "\n"))
     return values
 
 
@@ -151,7 +182,7 @@ def _convert(value: Any, info: FieldInfo) -> Value:
         return float(value)
     if type(value) is kind:
         return value
-    shown = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
+    shown = _brief.repr(value)
     if typing.get_origin(kind) is typing.Literal:
         raise ValueError(f"got {shown}, allowed are {', '.join(words)}")
     names = {int: "a whole number", float: "a number", bool: "true or false", str: "a string (quote it)"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +21,20 @@ _BLOCK = 4 << 20
 """Bytes that a stream from a store asks for at a time."""
 _KEPT = 4
 """Blocks that a stream keeps: containers are read at several places by turns."""
+
+
+def at_home(text: str) -> str:
+    """Return a path in which `~` and `~user` are the folders of users; a URL as it is.
+
+    Raises ValueError for a user that is not known: a folder of that name would be made.
+    """
+    if is_url(text) or not text.startswith("~"):
+        return text
+    found = os.path.expanduser(text)
+    if found == text:
+        user = text.partition("/")[0]
+        raise ValueError(f"{text}: {user} is not the folder of a user; write ./{text} for a file of that name")
+    return found
 
 
 def place_of(text: files.StrPath | Url) -> Place:
