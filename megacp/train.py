@@ -394,6 +394,9 @@ def _train(plan: Plan, rendezvous: launch.Rendezvous, world: launch.World) -> in
         trainer = trainer_of(plan, grid)
     except ValueError as error:
         report = launch.report_failure(error, "the start", grid.world)  # left for ranks that see no reason of their own
+        if launch.was_hit(error):  # the loss of a rank is no refusal: whoever restarts the run should try again
+            error.add_note(report)
+            raise
         reasons = [line.partition(" failed in ")[2] for line in report.splitlines()]
         return _refused(str(error), world, alike=len(reasons) == world.size and len({*reasons}) == 1)
     except Exception as error:

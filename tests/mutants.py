@@ -837,6 +837,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('self.over("dp", "cp"), *edp', "*edp", "ranks that sum gradients first meet in a step"),
         ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
     ],
+    ("core/distributed/same_host.py", "tests/distributed/test_same_host.py"): [
+        ("except ProcessLookupError as error:", "except ZeroDivisionError as error:", "a rank that ended is not named"),
+        (
+            '        except OSError as error:\n            why = f"the memory',
+            '        except ZeroDivisionError as error:\n            why = f"the memory',
+            "the owner of a memory that may not be read is not named",
+        ),
+        ("if _has_ended(process):\n", "if False:\n", "a rank that ended before it called is waited for"),
+    ],
+    ("core/distributed/launch.py", GRID): [
+        ("cause = cause.__cause__", "cause = None", "a rank that is lost while it saves is not named"),
+    ],
     ("core/distributed/fake_world.py", "tests/verify/test_fake_step.py"): [
         ("rows if first else rows[::-1]", "rows", "what one rank sends another must be what it receives"),
         (": tuple[int, ...] = call.elements", ": tuple[int, ...] = ()", "sizes of a collective do not matter"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import threading
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacp.core.checkpoint.commit import SaveError
 from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.distributed import launch
 from megacp.core.distributed.collectives import all_gather, all_reduce, barrier
@@ -34,6 +36,7 @@ from megacp.core.distributed.launch import (
     report_failure,
     run_store,
     stop,
+    was_hit,
     world_from_environment,
 )
 from tests.ranks import grid, run_ranks
@@ -338,6 +341,16 @@ def test_a_rank_that_says_nothing_is_named() -> None:
     (first, _), _, (third, _) = run_ranks(_reported, 3, 1)
     for text in (first, third):
         assert "no word from rank 1 in step 1: stopped, dead, or still computing" in text
+
+
+def test_what_the_loss_of_a_rank_has_caused_is_told_from_an_own_mistake() -> None:
+    """A checkpoint that all ranks read or write fails with an error of its own type when one of them is lost."""
+    lost = ValueError("a rank was lost")
+    lost.__cause__ = RuntimeError("connection closed by peer")
+    full = SaveError("No space left on device")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert was_hit(lost) and was_hit(lost.__cause__)
+    assert not was_hit(full) and not was_hit(ValueError("bad input"))
 
 
 def _of_a_frozen_store(rank: int, world_size: int) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import errno
 import os
+import socket
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -27,6 +31,7 @@ from megacp.core.distributed.collectives import (
     start_shift,
 )
 from megacp.core.distributed.grid import Axis, build_grid, split_axis
+from megacp.core.distributed.launch import report_failure
 from megacp.core.distributed.same_host import connect_host
 from tests.ranks import RankError, grid, run_ranks
 
@@ -155,6 +160,88 @@ def test_a_rank_that_is_gone_ends_the_wait_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(RankError, match="connection closed by rank 1 of this machine|exit code 7"):
         run_ranks(_dies, 2)
+    assert time.monotonic() - start < 30
+
+
+def _ends_while_it_is_read(rank: int, world_size: int) -> None:
+    """Rank 1 says where a tensor is and ends; rank 0 asks for the tensor once that process has no memory any more."""
+    axis = grid(dp=2).world
+    assert axis.local is not None
+    if rank == 1:
+        isend(torch.zeros(2000), axis, 0)
+        os._exit(7)
+    while axis.local.host.ended() != [1]:
+        time.sleep(0.01)
+    try:
+        irecv(torch.empty(2000), axis, 1).wait()
+    except RuntimeError as error:
+        raise RuntimeError(report_failure(error, "step 3", axis, 0.1)) from None
+
+
+def test_a_rank_that_ends_while_its_memory_is_read_is_named() -> None:
+    with pytest.raises(RankError) as raised:
+        run_ranks(_ends_while_it_is_read, 2)
+    told = "rank 0 failed in step 3: RuntimeError: rank 1 of this machine ended while its memory was read"
+    assert told in str(raised.value) and "\nrank 1 of this machine ended\n" in str(raised.value)
+    assert "No such process" not in str(raised.value)
+
+
+def _not_readable(rank: int, world_size: int) -> str:
+    """What rank 0 says of a memory that it may not read."""
+    axis = grid(dp=2).world
+    x = torch.zeros(2000)
+    if rank == 1:
+        sent = isend(x, axis, 0)
+        barrier(axis)
+        del sent
+        return ""
+    refusal = PermissionError(errno.EPERM, "Operation not permitted")
+    try:
+        with mock.patch.object(same_host, "_copy_from", mock.Mock(side_effect=refusal)):
+            irecv(x, axis, 1).wait()
+        return "read"
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        barrier(axis)
+
+
+def test_the_owner_of_a_memory_that_cannot_be_read_is_named() -> None:
+    told, _ = run_ranks(_not_readable, 2)
+    assert told == "the memory of rank 1 of this machine cannot be read: Operation not permitted"
+
+
+def is_answered(process: int) -> bool:
+    """Whether the door of a rank is open: its threads hold it for a moment after the process has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller, contextlib.suppress(ConnectionRefusedError):
+        caller.connect(f"\0megacp {process}")
+        return True
+    return False
+
+
+def _ends_before_it_is_connected(rank: int, world_size: int, lost: int) -> None:
+    """All ranks have found each other readable, and one ends before it calls the others or answers them."""
+    gathered = list[Any]()
+
+    def gather_and_end(value: object) -> list[object]:
+        values = gather(value)
+        gathered.append(values)
+        if len(gathered) == 2 and rank == lost:
+            os._exit(7)
+        if len(gathered) == 2:
+            _machine, process, _probe = gathered[0][lost]
+            while is_answered(process):
+                time.sleep(0.01)
+        return values
+
+    connect_host(rank, gather_and_end)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_rank_that_ends_before_it_is_connected_is_named(lost: int) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError, match=f"RuntimeError: rank {lost} of this machine ended before it was connected"):
+        run_ranks(_ends_before_it_is_connected, 2, lost)
     assert time.monotonic() - start < 30
 
 

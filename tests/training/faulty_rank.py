@@ -64,6 +64,15 @@ def _slow_in_writing(step: int) -> None:
     commit.write_boxes = write
 
 
+def _kill_in_reading(step: int) -> None:
+    """The rank dies once the checkpoint is chosen, before it reads its part."""
+
+    def read(self: commit.LoadedCheckpoint, boxes: Any) -> None:
+        _die(signal.SIGKILL)
+
+    commit.LoadedCheckpoint.read = read  # type: ignore[method-assign]
+
+
 def _kill_before_rename(step: int) -> None:
     real = commit.place_folder
 
@@ -101,6 +110,7 @@ FAULTS: dict[str, Callable[[int], None]] = {
     "raise in step": _in_step(_raise),
     "hang in step": _in_step(_hang),
     "kill in writing": _kill_in_writing,
+    "kill in reading": _kill_in_reading,
     "slow in writing": _slow_in_writing,
     "kill before rename": _kill_before_rename,
     "kill before latest": _kill_before_latest,

@@ -390,3 +390,14 @@ def test_a_run_that_stops_by_the_clock_is_not_restarted(tmp_path: Path, restarts
     assert done.stdout.count("stopped after --exit-duration after step") == 1
     assert (done.returncode == 0) == (restarts == 1)
     assert restarts == 1 or "exitcode  : 3" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_at_the_start_is_named_and_no_refusal(tmp_path: Path, undisturbed: Path) -> None:
+    """Status 1: whoever restarts the run should try again, which a status of 2 says is of no use."""
+    flags = [*SIX, "--load", str(undisturbed / "step_0000002"), "--save", str(tmp_path / "out")]
+    with without_torchrun(tmp_path, "kill in reading", "1", "0", *flags) as processes:
+        processes[0].join(60)
+        assert processes[0].exitcode == 1
+    said = (tmp_path / "words 0").read_text()
+    assert "rank 0 failed in the start: " in said and "\nrank 1 of this machine ended" in said

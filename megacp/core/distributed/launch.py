@@ -209,7 +209,7 @@ def rendezvous(world: World, seconds: float) -> Rendezvous:
     place = f"MASTER_ADDR={host}, MASTER_PORT={port}"
     if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
         raise ValueError(f"environment variables: {place} (1 to 65535): start with torchrun or set them everywhere")
-    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    serves = world.rank == 0 and _rank_0_holds_the_store()
     timeout = datetime.timedelta(seconds=max(1.0, seconds))
     try:
         server = "localhost" if serves else host
@@ -218,6 +218,11 @@ def rendezvous(world: World, seconds: float) -> Rendezvous:
     except dist.DistError as error:
         here, why = f"rank {world.rank} on {socket.gethostname()}", str(error).strip().partition("\n")[0]
         raise ValueError(f"{here} found no store at {place}: {why}; is rank 0 there, is the port free?") from error
+
+
+def _rank_0_holds_the_store() -> bool:
+    """Whether the store of the run is in the process of rank 0. Otherwise it is in that of torchrun or `--nproc`."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
 
 
 def fresh_store(store: dist.Store, rank: int, size: int, seconds: float) -> dist.Store:
@@ -291,35 +296,57 @@ def meet_in_file(file: str, rank: int, world_size: int) -> None:
 def report_failure(error: BaseException, place: str, world: Axis, wait_seconds: float = 5.0) -> str:
     """Leave this rank's reason for the others; what is known of the failure in words, at `place` (`step 12`).
 
-    A RuntimeError may come from a collective that a peer broke: then up to `wait_seconds` are spent to hear from the
-    others, and those that say nothing are named; a ValueError is mostly one of all ranks. Never raises.
+    If another rank broke a collective of this one (`was_hit`), the others get `wait_seconds` to give their reasons, and
+    those that give none are named; a ValueError is mostly one of all ranks. Never raises.
     """
     why = str(error).strip().partition("\n")[0][:500]
     mine = f"rank {world.rank} failed in {place}: {type(error).__name__}: {why}"
     if world.size == 1 or not dist.is_initialized():
         return mine
-    was_hit = type(error) is RuntimeError or isinstance(error, dist.DistError)  # what a collective raises
-    said: list[str] = []
+    hit = was_hit(error)
+    heard = {world.rank: mine}
+    answered: list[bool] = []
 
     def exchange() -> None:
         with contextlib.suppress(Exception):  # the store went with the rank or machine that held it
-            heard = _heard(mine, world, wait_seconds if was_hit or isinstance(error, ValueError) else 0.0)
-            silent = [rank for rank in range(world.size) if rank not in heard]
-            lost = [f"no word from {named(silent)} in {place}: stopped, dead, or still computing"]
-            others = [text for rank, text in sorted(heard.items()) if rank != world.rank]
-            said.append("\n".join([mine, *others, *(lost if silent and was_hit else [])]))
+            _listen(heard, world, wait_seconds if hit or isinstance(error, ValueError) else 0.0)
+            answered.append(True)
 
     # a frozen machine's store answers no request, and torch's own timeouts do not cover `check` and `set`
     thread = threading.Thread(target=exchange, daemon=True)
     thread.start()
     thread.join(3.0 * wait_seconds)
-    return said[0] if said else f"{mine}\nthe run's store does not answer"
+    said = dict(heard)  # the thread may still add to the other one
+    lines = [mine, *(text for rank, text in sorted(said.items()) if rank != world.rank)]
+    silent = [rank for rank in range(world.size) if rank not in said]
+    ended = [rank for rank in world.local.host.ended() if rank in silent] if world.local is not None else []
+    if hit and ended:
+        lines.append(f"{named(ended)} of this machine ended")
+    silent = [rank for rank in silent if rank not in ended]
+    if not answered:
+        lines.append(f"the run's store does not answer{': rank 0 holds it' if _rank_0_holds_the_store() else ''}")
+    elif hit and silent:
+        lines.append(f"no word from {named(silent)} in {place}: stopped, dead, or still computing")
+    return "\n".join(lines)
 
 
-def _heard(mine: str, world: Axis, seconds: float) -> dict[int, str]:
-    """This rank's words, and those that others leave in so many seconds, by rank."""
-    store, heard, deadline = run_store(), {world.rank: mine}, time.monotonic() + seconds
-    store.set(f"megacp_failure/{world.rank}", mine)
+def was_hit(error: BaseException) -> bool:
+    """Whether an error is what a collective raises when another rank has broken it, or was caused by one of these.
+
+    If a rank is lost while all write or read a checkpoint, that is the cause of a SaveError or a ValueError.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause) is RuntimeError or isinstance(cause, dist.DistError):
+            return True
+        cause = cause.__cause__
+    return False
+
+
+def _listen(heard: dict[int, str], world: Axis, seconds: float) -> None:
+    """Leave this rank's words in the run's store, and add to `heard` those that others leave in so many seconds."""
+    store, deadline = run_store(), time.monotonic() + seconds
+    store.set(f"megacp_failure/{world.rank}", heard[world.rank])
     while len(heard) < world.size and time.monotonic() < deadline:
         for rank in range(world.size):
             if rank not in heard and store.check([f"megacp_failure/{rank}"]):
@@ -327,7 +354,6 @@ def _heard(mine: str, world: Axis, seconds: float) -> dict[int, str]:
         time.sleep(0.05)
     if world.rank == 0:
         time.sleep(min(1.0, seconds))  # it may hold the store: the others read it
-    return heard
 
 
 def run_store() -> dist.Store:

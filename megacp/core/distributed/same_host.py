@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import errno
 import hashlib
 import os
 import selectors
@@ -21,7 +22,7 @@ import struct
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ _HEADER = struct.Struct("<cQQQ")  # kind, channel, address, bytes
 _TOLD, _SENT, _READ = b"t", b"s", b"r"
 """Kinds: a tensor lies at an address; here it is; the oldest told one of the channel was read."""
 _CONNECT_SECONDS = 60.0
+_SECONDS_BETWEEN_LOOKS = 1.0
+"""How long a rank waits for another one to connect before it looks whether that one has ended."""
 _PR_SET_PTRACER = 0x59616D61
 """Linux's name of an option of a process (prctl.h): which process may, with its children, read this one's memory."""
 
@@ -46,7 +49,7 @@ _Stretch = ctypes.c_size_t * 2  # `struct iovec`: address and bytes
 
 
 def _copy_from(process: int, source: int, target: int, size: int) -> None:
-    """Read memory of another process; OSError where that is refused or it is gone."""
+    """Read memory of another process. OSError if that is refused, ProcessLookupError if the process has ended."""
     done = 0
     while done < size:  # one call copies 2 GiB at most
         mine, theirs = _Stretch(target + done, size - done), _Stretch(source + done, size - done)
@@ -130,6 +133,10 @@ class SameHost:
             peer.gone = True
             self._selector.unregister(peer.connection)
 
+    def ended(self) -> list[int]:
+        """The connected ranks whose processes have ended."""
+        return sorted(rank for rank, peer in self.peers.items() if _has_ended(peer.process))
+
     def wait(self, operation: Operation, seconds: float) -> None:
         """Wait as `Operation.wait` says. Unsent bytes of this rank go first: it may not wait here again for long."""
         end = time.monotonic() + seconds
@@ -177,9 +184,23 @@ class SameHost:
             if content:
                 ctypes.memmove(target, content, size)
             else:
-                _copy_from(peer.process, address, target, size)
+                self._read(peer, address, target, size)
                 self.send(peer, _HEADER.pack(_READ, channel, 0, 0))
             operation.left.remove(peer.rank)
+
+    def _read(self, peer: _Peer, address: int, target: int, size: int) -> None:
+        """Copy a tensor from the memory of a rank.
+
+        A RuntimeError names that rank, as one does when its connection closes: this rank was only hit by its end, and
+        `report_failure` then waits for the reasons of the others.
+        """
+        try:
+            _copy_from(peer.process, address, target, size)
+        except ProcessLookupError as error:
+            raise RuntimeError(f"rank {peer.rank} of this machine ended while its memory was read") from error
+        except OSError as error:
+            why = f"the memory of rank {peer.rank} of this machine cannot be read: {error.strerror}"
+            raise RuntimeError(why) from error
 
 
 @dataclass(frozen=True)
@@ -222,25 +243,55 @@ def connect_host(rank: int, gather: Callable[[object], list]) -> SameHost | None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(f"\0megacp {os.getpid()}")  # in Linux's own name space, which needs no file
         door.listen(1024)
-        door.settimeout(_CONNECT_SECONDS)
+        door.settimeout(_SECONDS_BETWEEN_LOOKS)
         _libc.prctl(_PR_SET_PTRACER, os.getppid(), 0, 0, 0)  # the launcher and its children; no such option: no need
         places = gather((_machine(), os.getpid(), ctypes.addressof(probe)))
         here = [i for i, place in enumerate(places) if place[0] == _machine()]
         readable = gather(all(_is_read(*places[i][1:]) for i in here))
         if len(here) < 2 or not all(readable[i] for i in here):
             return None
+        processes = {i: places[i][1] for i in here}
         found = SameHost(rank)
         for other in here[: here.index(rank)]:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(_CONNECT_SECONDS)
-            connection.connect(f"\0megacp {places[other][1]}")
-            connection.send(rank.to_bytes(8, "little"))
-            found.add(other, places[other][1], connection)
-        for _ in here[here.index(rank) + 1 :]:
-            connection, _address = door.accept()
-            other = int.from_bytes(connection.recv(8), "little")
-            found.add(other, places[other][1], connection)
+            found.add(other, processes[other], _call(other, processes[other], rank))
+        awaited = here[here.index(rank) + 1 :]
+        while missing := [other for other in awaited if other not in found.peers]:
+            other, connection = _answer(door, {i: processes[i] for i in missing})
+            found.add(other, processes[other], connection)
         return found
+
+
+def _call(other: int, process: int, rank: int) -> socket.socket:
+    """Connect to another rank and say which rank this is. RuntimeError names the other one if it cannot be reached."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(_CONNECT_SECONDS)
+    try:
+        connection.connect(f"\0megacp {process}")
+        connection.send(rank.to_bytes(8, "little"))
+    except OSError as error:
+        why = "ended" if _has_ended(process) else f"does not answer ({error})"
+        raise RuntimeError(f"rank {other} of this machine {why} before it was connected") from error
+    return connection
+
+
+def _answer(door: socket.socket, missing: Mapping[int, int]) -> tuple[int, socket.socket]:
+    """The next of the `missing` ranks (their processes by rank) that connects, and its connection.
+
+    RuntimeError names a rank that has ended, or all that are missing if none comes in time.
+    """
+    end = time.monotonic() + _CONNECT_SECONDS
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            connection, _address = door.accept()
+            connection.settimeout(_CONNECT_SECONDS)
+            if words := connection.recv(8):
+                return int.from_bytes(words, "little"), connection
+        # nobody called, or the caller ended before it said who it is
+        for rank, process in missing.items():
+            if _has_ended(process):
+                raise RuntimeError(f"rank {rank} of this machine ended before it was connected")
+    names = ", ".join(map(str, missing))
+    raise RuntimeError(f"timed out: {_CONNECT_SECONDS:g} s waiting for rank {names} of this machine to connect")
 
 
 def _machine() -> str:
@@ -255,4 +306,13 @@ def _is_read(process: int, probe: int) -> bool:
     with contextlib.suppress(OSError):
         _copy_from(process, probe, ctypes.addressof(target), len(target))
         return True
+    return False
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a process has no memory any more. One that its parent has not yet waited for still has a number."""
+    try:
+        _copy_from(process, 0, 0, 1)
+    except OSError as error:
+        return error.errno == errno.ESRCH
     return False
