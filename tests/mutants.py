@@ -848,6 +848,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("core/distributed/launch.py", GRID): [
         ("cause = cause.__cause__", "cause = None", "a rank that is lost while it saves is not named"),
+        ('store.set(f"joins/{rendezvous.rank}", "")', "pass", "ranks that join are named instead of the one missing"),
     ],
     ("core/distributed/fake_world.py", "tests/verify/test_fake_step.py"): [
         ("rows if first else rows[::-1]", "rows", "what one rank sends another must be what it receives"),

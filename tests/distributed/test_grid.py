@@ -39,6 +39,7 @@ from megacp.core.distributed.launch import (
     was_hit,
     world_from_environment,
 )
+from tests.faults.processes import free_port
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
 
@@ -351,6 +352,27 @@ def test_what_the_loss_of_a_rank_has_caused_is_told_from_an_own_mistake() -> Non
     full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert was_hit(lost) and was_hit(lost.__cause__)
     assert not was_hit(full) and not was_hit(ValueError("bad input"))
+
+
+def _joins(rank: int, world_size: int, port: int) -> str:
+    """What a rank says of a process group that rank 1 does not come to make."""
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, wait_for_workers=False)
+    if rank == 1:
+        return ""
+    met = Rendezvous(rank, world_size, store, 5.0)
+    late = dist.DistStoreError("wait timeout after 50ms, keys: /0//cpu//0/1")
+    with (
+        mock.patch.object(dist, "is_initialized", lambda: False),
+        mock.patch.object(dist, "init_process_group", mock.Mock(side_effect=late)),
+        pytest.raises(dist.DistStoreError) as raised,
+    ):
+        join(met, GridShape(dp=world_size))
+    return raised.value.__notes__[0]
+
+
+def test_a_rank_that_does_not_come_to_make_the_process_group_is_named() -> None:
+    told, _ = run_ranks(_joins, 2, free_port())
+    assert told == "rank 1 did not come to make the process group: stopped, dead, or still computing"
 
 
 def _of_a_frozen_store(rank: int, world_size: int) -> str:

@@ -270,17 +270,36 @@ def join(
     """The grid of the ranks that met: device, process group (gloo on CPU, NCCL on CUDA), axes."""
     device = pick_device(world_from_environment())
     timeout = datetime.timedelta(minutes=timeout_minutes)
-    if rendezvous.size > 1 and not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        if backend == "nccl":
-            set_defaults(_FLIGHT_RECORDER)
-        # no device_id: all ranks would have to split each group off the world's communicator, and only members make it
-        dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, rendezvous.store)
     file_timeout = None if file_timeout_minutes is None else datetime.timedelta(minutes=file_timeout_minutes)
-    grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)
+    store = rendezvous.store
+    if store is not None:
+        store.set(f"joins/{rendezvous.rank}", "")
+    try:
+        if rendezvous.size > 1 and not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            if backend == "nccl":
+                set_defaults(_FLIGHT_RECORDER)
+            # no device_id: each group would be split off the world's communicator by all ranks; only members make it
+            dist.init_process_group(backend, None, timeout, rendezvous.size, rendezvous.rank, store)
+        grid = build_grid(shape, rendezvous.rank, device, timeout, file_timeout)
+    except RuntimeError as error:  # also those of the store, which name a key and not the rank that did not write it
+        if store is not None:
+            error.add_note(_who_did_not_join(store, rendezvous.size))
+        raise
     if device.type == "cuda":  # gloo has made its connections with the groups
         connect(grid.in_steps(), device)
     return grid
+
+
+def _who_did_not_join(store: dist.Store, size: int) -> str:
+    """The ranks that met the others and then did not come to make the process group, in words."""
+    try:
+        missing = [rank for rank in range(size) if not store.check([f"joins/{rank}"])]
+    except RuntimeError:
+        return "the run's store does not answer"
+    if not missing:
+        return "all ranks came to make the process group, and one was lost while it was made"
+    return f"{named(missing)} did not come to make the process group: stopped, dead, or still computing"
 
 
 def meet_in_file(file: str, rank: int, world_size: int) -> None:
