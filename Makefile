@@ -8,7 +8,7 @@ PIP_ARGS ?=
 WORKERS ?= 3
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-chat demo-text test test-fast test-all test-faults mutants cuda-lines fake-grids test-gpu check format bench clean
+.PHONY: help setup demo demo-chat demo-text test test-fast test-all test-faults test-once mutants cuda-lines fake-grids test-gpu check format bench clean
 
 BIN := $(VENV)/bin
 # Transformer Engine's Python files, whose signatures the tests check ours against, stand apart: see setup.py. So does
@@ -30,6 +30,7 @@ help:
 	@echo 'make test-all   these, the long ones and the faults (about 25 minutes)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
+	@echo 'make test-once  runs that die 40 times on changing grids lose no sample and end as undisturbed ones (10 minutes)'
 	@echo 'make mutants    break the code, one place at a time, and see which breaks no fast test sees (half an hour)'
 	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
 	@echo 'make fake-grids  a step of every grid of examples/ on fake tensors, beside its dry run (20 minutes)'
@@ -95,6 +96,10 @@ test-fast: $(STAMP)
 # FAULTS adds to it: FAULTS='--fault-seed 7 --fault-repeat 20 -k kill'
 test-faults: $(STAMP)
 	$(PYTEST) tests/faults tests/training/test_health.py $(FAULTS)
+
+# ONCE adds to it: ONCE='--seed 7 --deaths 12 --keep folder'
+test-once: $(STAMP)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m tests.faults.once $(ONCE)
 
 cuda-lines: $(STAMP)
 	$(BIN)/python tests/cuda_lines.py
