@@ -18,6 +18,9 @@ from typing import Any
 
 DEFAULT_MAX_RECORD_BYTES = 64 << 20
 LEARNED_ROLES = ("assistant",)
+AS_MESSAGES = "messages"
+ALPACA = "alpaca"
+"""Two forms in which answers are learned without a chat template; the values of `RecordRules.form`."""
 CONTEXT_ROLES = ("system", "developer", "user", "tool")
 _SEEN = set("image img picture photo frame video jpg jpeg png webp".split())
 """Words, without their s, of keys that name what is seen beside the text."""
@@ -38,6 +41,9 @@ _METADATA = set(
 )
 """Last words, without their s, of keys of plain metadata, where no word of content stands before them."""
 _METADATA_BEGINNINGS = {"meta", "metadata", "num", "n", "is", "has", "quality", "warc", "nb"}
+_SYSTEM = "may be a system prompt"
+_SYSTEM_TAKEN = "--columns system={} takes it as the system prompt of a conversation"
+_SYSTEM_ASIDE = "A text has no place for it; `messages`, or `instruction` with `output`, have one"
 _IMAGES = "names an image or a video"
 _TAKEN = (
     "A build with --image-root takes images as `image` or `images`, and videos alike, beside a text or messages with a "
@@ -60,9 +66,12 @@ class Refusal:
     offset: int
     """Byte offset of the record in its (uncompressed) file; in Parquet the row, 0-based."""
     reason: str
+    number: int = 0
+    """1-based number of the record, where lines do not number records: in a JSON array and in JSON over many lines."""
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.reason} (byte offset {self.offset})"
+        number = f"record {self.number}, " if self.number else ""
+        return f"{self.file}:{self.line}: {self.reason} ({number}byte offset {self.offset})"
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,8 @@ class Record:
     value: Any
     members: dict[str, bytes] | None = None
     """Files of a tar's group that are neither record nor text, by their whole names (only when asked for)."""
+    number: int = 0
+    """Number as in Refusal, but counted from the beginning of the extent."""
 
 
 def without_nulls(value: Any) -> Any:
@@ -111,6 +122,8 @@ def decode_json(line: bytes) -> Any:
         return of_text(json.loads(text), text)
     except json.JSONDecodeError as error:
         raise RecordError(f"invalid JSON: {json_fault(error)} at column {error.colno}") from error
+    except RecursionError as error:
+        raise RecordError("invalid JSON: lists or objects are nested too deeply") from error
     except ValueError as error:
         raise RecordError(json_fault(error)) from error
 
@@ -145,12 +158,43 @@ class RecordRules:
     """Names, and patterns with `*`; a pattern covers neither images and the like nor a message's keys."""
     context_roles: tuple[str, ...] = ()
     """Roles beside CONTEXT_ROLES of which nothing is learned; `*` is all."""
+    roles: tuple[tuple[str, str], ...] = ()
+    """Pairs of a role and a name that the records have for it (--roles)."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """Pairs of a key that is read and the name that the records have for it (--columns)."""
+    form: str = ""
+    """How conversations are written without a chat template. Empty: Alpaca's records after Alpaca's own prompt, all
+    others as messages; AS_MESSAGES: all as messages; ALPACA: only Alpaca's records, after its prompt."""
     ignore_weights: bool = False
     """Whether `weight` of messages and branches counts as 1."""
     asks: bool = False
     """Whether an assistant's header follows messages that end with another's: no text of it is learned."""
     prefix_tree: bool = False
     """Whether a record may be several that share their beginnings: rollouts, or completions of one prompt."""
+
+    def leaves_out(self, key: str) -> bool:
+        """Whether --ignore-keys covers a key, by its name or a pattern."""
+        return any(fnmatchcase(key, pattern) for pattern in self.ignore_keys)
+
+    def renamed(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a record with the keys that are read in place of those that --columns names.
+
+        RecordError where a key is there under both names.
+        """
+        if not self.columns:
+            return record
+        theirs = {name for _, name in self.columns}
+        kept = {key: value for key, value in record.items() if key not in theirs}
+        for key, name in self.columns:
+            if name not in record:
+                continue
+            if kept.get(key) is not None and key not in self.ignore_keys:
+                raise RecordError(
+                    f"`{key}` and `{name}` are both there, and --columns {key}={name} names one for the other; "
+                    f"--ignore-keys {key} leaves `{key}` out"
+                )
+            kept[key] = record[name]
+        return kept
 
     def refuse_lost(self, found: Mapping[str, Any], known: Iterable[str], where: str, in_record: bool = False) -> None:
         """RecordError for keys of `found`, which stands at `where`, that are not read and not empty.
@@ -166,9 +210,14 @@ class RecordRules:
         if lost:
             keys = [key for key in found if key in lost]
             note = "; ".join(f"`{key}` {lost[key]} and would be lost" for key in keys)
-            others = [key for key in keys if lost[key] != _IMAGES]
-            advice = [f"--ignore-keys {','.join(others)} leaves it out"] if others else []
-            advice += [_TAKEN] if len(others) < len(keys) else []
+            advice = []
+            for key in keys:
+                if lost[key] == _SYSTEM:
+                    advice.append(_SYSTEM_ASIDE if key == "system" else _SYSTEM_TAKEN.format(key))
+            if others := [key for key in keys if lost[key] not in (_IMAGES, _SYSTEM)]:
+                advice.append(f"--ignore-keys {','.join(others)} leaves it out")
+            if _IMAGES in lost.values():
+                advice.append(_TAKEN)
             raise RecordError(f"{where and f'{where}: '}{note}. {'. '.join(advice)}")
 
 
@@ -191,6 +240,8 @@ def _reason(key: str, ignored: tuple[str, ...], is_number: bool) -> str | None:
         return "names a sound"
     if counts or singular[-1] in _METADATA or any(fnmatchcase(key, pattern) for pattern in ignored):
         return None
+    if "system" in singular and not is_number:
+        return _SYSTEM
     return "is unknown"
 
 
@@ -253,6 +304,8 @@ class Sample:
     """The part that each branch continues, 0 = the prefix; -1 = none: it is a whole, as the prefix then is."""
     talks: bool = False
     """Whether it was made of messages, its own or a branch's."""
+    forms: frozenset[str] = frozenset()
+    """Forms in which its answers are learned, of ANSWER_FORMS; empty for a plain text."""
     answers: Mapping[str, int] = field(default_factory=dict)
     """How many stand behind what, by the names of THOUGHTS; `in_context`: not learned, for lack of their thoughts."""
     before_answers: str = ""

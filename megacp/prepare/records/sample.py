@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.conversation import WrittenTalk
-from megacp.prepare.records.forms import Said, Talk, from_messages, plain_text, said_by, turn_header, weight_of
+from megacp.prepare.records.forms import (
+    TALKS,
+    Said,
+    Talk,
+    from_messages,
+    plain_text,
+    said_by,
+    turn_header,
+    weight_of,
+)
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     RecordError,
@@ -25,6 +34,7 @@ from megacp.prepare.records.record import (
     SamplePart,
     described,
 )
+from megacp.prepare.records.turns import are_messages
 
 TEXT_RULES = RecordRules()
 RECORD_KEYS = ("weight", "branches")
@@ -42,20 +52,31 @@ class _Said(NamedTuple):
 
 def parse_record(record: Any, rules: RecordRules = TEXT_RULES, template: Template | None = None) -> Sample:
     """A decoded record as a Sample; `template` writes its messages. RecordError says what is wrong with it."""
-    if not isinstance(record, dict):
-        raise RecordError(f"a record must be a JSON object, found {described(record)}")
+    record = _object(record, rules)
     given = {key for key, value in record.items() if value is not None and value != []}
     given -= {rules.text_key, *rules.ignore_keys}
     if "rollouts" in given or given >= {"prompt", "completions"}:
         made = _together(record, "rollouts" if "rollouts" in given else "completions", rules, template)
     else:
-        said = _said_in(record, rules, template is not None)
+        said, forms = _said_in(record, rules, template is not None)
         talks = any(isinstance(each.what, Talk) for each in said)
         made = _templated(said, loaded(template), rules) if template is not None and talks else _plain(said, rules)
-        made = replace(made, talks=talks)
+        made = replace(made, talks=talks, forms=forms)
     weight = 1.0 if rules.ignore_weights else weight_of(record, "weight")
     weighed = tuple(_weighed(branch, weight) for branch in made.branches)
     return replace(made, prefix=_weighed(made.prefix, weight), branches=weighed)
+
+
+def _object(record: Any, rules: RecordRules) -> dict[str, Any]:
+    """Return a record as an object with the keys that are read; a list of messages is a conversation."""
+    if are_messages(record):
+        record = {TALKS[0]: record}
+    if isinstance(record, dict):
+        return rules.renamed(record)
+    hint = ""
+    if isinstance(record, str) and record.lstrip().startswith(("{", "[")):
+        hint = " that holds JSON; jq -c fromjson FILE > NEW.jsonl makes records of such lines"
+    raise RecordError(f"a record must be a JSON object, found {described(record)}{hint}")
 
 
 def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Template | None) -> Sample:
@@ -82,8 +103,10 @@ def _together(record: dict[str, Any], key: str, rules: RecordRules, template: Te
     parts, answers = [each.prefix for each in found], Counter[str]()
     for each in found:
         answers.update(each.answers)
-    talks, before = any(each.talks for each in found), max(each.before_answers for each in found)
-    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, answers, before)
+    talks = any(each.talks for each in found)
+    forms = frozenset[str]().union(*(each.forms for each in found))
+    before = max(each.before_answers for each in found)
+    return Sample(parts[0], tuple(parts[1:]), (-1,) * (len(parts) - 1), talks, forms, answers, before)
 
 
 def _weighed(pieces: tuple[SamplePart, ...], weight: float) -> tuple[SamplePart, ...]:
@@ -133,7 +156,7 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
             raise RecordError(f"{what}: a chat template writes whole conversations")
         if where and (talk.tools is not None or talk.variables):
             raise RecordError(f"`{where}`: tools and variables of a template are those of the whole record")
-        before = talks[parent] if where else Talk([], (), talk.tools, talk.variables)
+        before = talks[parent] if where else Talk([], (), talk.tools, _variables(talk, template))
         talks.append(replace(before, messages=before.messages + talk.messages, paths=before.paths + talk.paths))
         if rules.asks and not where and len(said) > 1:  # each question is whole
             written.append(None)
@@ -145,12 +168,28 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
         answers += whole.answers if shared is None else whole.answers - shared.answers
         before_answers = max(before_answers, whole.before_answers)
     parents = tuple(each.parent for each in said[1:])
-    return Sample(parts[0], tuple(parts[1:]), parents, False, answers, before_answers)
+    return Sample(parts[0], tuple(parts[1:]), parents, answers=answers, before_answers=before_answers)
 
 
-def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> list[_Said]:
-    """What a record says, and all its branches: behind each those that continue it."""
+def _variables(talk: Talk, template: ChatTemplate) -> dict[str, Any]:
+    """Return the variables of a conversation without those that are empty and that its template does not read."""
+    found = {}
+    for name, value in talk.variables.items():
+        is_read = name in template.text
+        if not is_read and value not in (None, "", [], {}, False):
+            raise RecordError(
+                f"`chat_template_kwargs.{name}`: the chat template reads no such variable; "
+                "--ignore-keys chat_template_kwargs leaves all of them out"
+            )
+        if is_read:
+            found[name] = value
+    return found
+
+
+def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> tuple[list[_Said], frozenset[str]]:
+    """What a record says and all its branches, after each those that continue it, and the forms of their answers."""
     found, waiting = list[_Said](), [(record, "", -1, 1.0)]
+    forms = set[str]()
     while waiting:
         value, where, parent, weight = waiting.pop()
         if rules.asks and parent > 0:
@@ -160,7 +199,9 @@ def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> 
         elif not isinstance(value, dict):
             raise RecordError(f"`{where}` is {described(value)}, it must be a string or an object")
         else:
-            what = said_by(value, rules, RECORD_KEYS, has_template, where)
+            value = rules.renamed(value) if where else value
+            what, form = said_by(value, rules, RECORD_KEYS, has_template, where)
+            forms |= {form} if form else set()
         if where and not rules.ignore_weights:
             weight *= weight_of(value, f"{where}.weight")
             weight_of({"weight": weight}, f"{where}.weight times those of all it continues")
@@ -169,4 +210,4 @@ def _said_in(record: dict[str, Any], rules: RecordRules, has_template: bool) -> 
         if branches is not None and (not isinstance(branches, list) or not branches):
             raise RecordError(f"`{at}` must be a list of at least one continuation, found {described(branches)}")
         waiting += [(each, f"{at}[{i}]", len(found) - 1, weight) for i, each in enumerate(branches or ())][::-1]
-    return found
+    return found, frozenset(forms)

@@ -60,7 +60,7 @@ def bad_lines(root: Path) -> dict[bytes, str]:
         json.dumps({"text": "x" * 200_000}).encode(): "more than --max-record-bytes 200000",
         b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
         b'{"body": "x"}': "missing key: a record needs exactly one of",
-        b'{"prompt": "a", "chosen": "b", "rejected": "c"}': "DPO.*jq -c '.completion = .chosen",
+        b'{"prompt": "a", "chosen": "b", "rejected": "c"}': "DPO.*--columns completion=chosen --ignore-keys rejected",
         b'{"text": "cut': "invalid JSON",
         json.dumps({"content": [small] * 41}).encode(): "image crops, more than --max-crops-per-pack 40",
         json.dumps({"content": [small], "branches": ["x" * 1100]}).encode(): "with all branches, .* --seq-length 1024",

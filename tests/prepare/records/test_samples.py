@@ -99,7 +99,6 @@ def test_branches_continue_the_record_which_itself_does_not_end() -> None:
             {"instruction": "Q", "input": "x", "output": "A", "history": [["Q", "A"]], "system": "S"},
             [{"role": "system", "content": "S"}, ASK, TELL, {**ASK, "content": "Q\nx"}, TELL],
         ),
-        ({"instruction": "Q", "output": "A", "history": [], "system": ""}, [ASK, TELL]),
         ({"prompt": [ASK, TELL, ASK], "completion": [TELL]}, [ASK, {**TELL, "weight": 0}, ASK, TELL]),
         ({"prompt": [ASK, {**TELL, "weight": None}], "completion": [TELL]}, [ASK, {**TELL, "weight": 0}, TELL]),
     ],
@@ -117,6 +116,7 @@ def test_messages_of_other_tools_are_messages(record: dict[str, Any], messages: 
         ({"instruction": "Greet.", "output": "Hi"}, PROMPT, "Hi"),
         ({"instruction": "Greet.", "input": "", "output": "Hi"}, PROMPT, "Hi"),
         ({"instruction": "Greet.", "input": None, "output": "Hi", "weight": 2}, PROMPT, "Hi"),
+        ({"instruction": "Greet.", "output": "Hi", "history": [], "system": ""}, PROMPT, "Hi"),
         ({"instruction": "Greet.", "input": "Ada", "output": "Hi Ada"}, WITH_INPUT, "Hi Ada"),
     ],
 )
@@ -203,8 +203,8 @@ def test_a_place_for_an_image_that_nothing_names_is_refused_where_images_may_be(
 
 def test_every_example_of_the_page_is_a_record_that_teaches() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
-    examples = re.findall(r"^\|[^|]*\| `(\{.*\})` \|[^|]*\|$", page, re.MULTILINE)
-    assert len(examples) == 10
+    examples = re.findall(r"^\|[^|]*\| `([{\[].*[}\]])` \|[^|]*\|$", page, re.MULTILINE)
+    assert len(examples) == 12
     for example in examples:
         pieces = parse_record(json.loads(example), IMAGES).prefix
         assert any(piece.text and piece.weight for piece in pieces)
@@ -226,7 +226,7 @@ METADATA: list[dict[str, Any]] = [
 LOST = {
     **{"images": ["a.jpg"], "image": "a.jpg", "image_path": "a.jpg", "videos": ["a.mp4"], "audio": {"path": "a"}},
     **{"tools": [{"name": "f"}], "tool_calls": [1], "reasoning_content": "hm", "prompt": "a", "completion": "b"},
-    **{"system": "be kind", "loss_weight": 0, "input_ids": [1, 2], "wieght": 0, "Weight": 0, "branch": ["a"]},
+    **{"loss_weight": 0, "input_ids": [1, 2], "wieght": 0, "Weight": 0, "branch": ["a"]},
     **{"summary": "s", "source_text": "s", "target": "t", "labels": [1], "chosen": "c"},
 }
 
@@ -269,10 +269,8 @@ def test_a_form_is_chosen_by_ignoring_the_keys_of_the_other() -> None:
 
 
 @pytest.mark.parametrize("role", ["gpt", "model", "bot", "human", "Assistant"])
-def test_a_role_that_is_not_known_is_refused_unless_it_is_named_as_context(role: str) -> None:
+def test_a_role_that_is_named_as_context_is_never_learned(role: str) -> None:
     record = {"messages": [{"role": role, "content": "a"}, TELL]}
-    with pytest.raises(RecordError, match=rf"`messages\[0\].role`: '{role}' .*--context-roles {role}"):
-        parse_record(record)
     pieces = parse_record(record, RecordRules(context_roles=(role,))).prefix
     assert [piece.weight for piece in pieces] == [0.0, 0.0, 0.0, 1.0, 1.0]
 
