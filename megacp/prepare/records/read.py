@@ -1,8 +1,9 @@
 """Cuts the input files into units of work, and reads the records of any supported file.
 
-A unit depends on the files and `unit_bytes` alone, never on who reads it. A plain JSONL file is cut into byte ranges,
-and a line belongs to the range in which it begins. A JSON array is cut between elements. A compressed file or a
-container is one extent. A bad record becomes a `Refusal` with its file and line, and reading goes on behind it.
+A unit depends only on the files and `unit_bytes`, never on who reads it. A plain JSONL file is cut into byte ranges,
+and a line belongs to the range in which it begins. A JSON array is cut between elements, and so are objects over many
+lines, one after another, as jq prints them. A compressed file or a container is one extent. A bad record becomes a
+`Refusal` with its file and line, and reading continues after it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 from megacp.core.storage.files import open_regular
 from megacp.core.storage.place import open_input, place_of, size_of, suffix_of
@@ -32,13 +34,53 @@ from megacp.prepare.records.record import (
     of_text,
 )
 from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
+from megacp.prepare.records.turns import are_messages
 
 _BLOCK = 1 << 20
 _FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"
-_OTHERS = (".csv", ".tsv", ".txt")
-"""What people have, and what says nothing of where a record ends or what its columns mean."""
-_BEFORE, _EMPTY, _END = map(re.compile, (r"\s*([\[,]?)\s*", r"\s*\[\s*\]\s*", r"\s*\]\s*"))
-"""Parts of a JSON array: what stands before an element, one without any, and the end."""
+_READ_SUFFIXES = (".parquet", ".jsonl", ".json", ".gz", ".zst", ".tar")
+_PANDAS = "python -c \"import pandas; pandas.{read}('{path}').to_json('{stem}.jsonl', orient='records', lines=True)\""
+_DATASETS = "python -c \"import datasets; datasets.{read}('{path}'){part}.to_parquet('{stem}.parquet')\""
+_CONVERSIONS = {
+    ".csv": _PANDAS.replace("{read}", "read_csv"),
+    ".tsv": _PANDAS.replace("{read}", "read_table"),
+    ".xlsx": _PANDAS.replace("{read}", "read_excel"),
+    ".xls": _PANDAS.replace("{read}", "read_excel"),
+    ".arrow": _DATASETS.replace("{read}", "Dataset.from_file").replace("{part}", ""),
+    ".feather": _PANDAS.replace("{read}", "read_feather"),
+    ".txt": "jq -Rc '{{text: .}}' {path} > {stem}.jsonl makes a record of each line",
+    ".zip": "unzip {path}",
+    ".bz2": "bunzip2 -k {path}",
+    ".xz": "unxz -k {path}",
+    ".7z": "7z x {path}",
+    ".tgz": "gunzip -c {path} > {stem}.tar",
+    ".tar.gz": "gunzip -c {path} > {stem}.tar",
+    ".tar.zst": "unzstd {path}",
+}
+"""What people have and what is not read, by suffix, and the command that makes of it what is."""
+
+
+class _Layout(NamedTuple):
+    """Where the values of a file of JSON stand that is not one record a line."""
+
+    name: str
+    opening: str
+    """What stands before the first value."""
+    between: str
+    """What stands between two."""
+    before: re.Pattern[str]
+    """All before a value, with its mark as a group."""
+    empty: re.Pattern[str]
+    """The whole file, where it holds no value."""
+    end: re.Pattern[str]
+    """All after the last value."""
+
+
+_ARRAY = _Layout(
+    "array", "[", ",", re.compile(r"\s*([\[,]?)\s*"), re.compile(r"\s*\[\s*\]\s*"), re.compile(r"\s*\]\s*")
+)
+_STREAM = _Layout("JSON", "", "", re.compile(r"\s*()"), re.compile(r"\s*"), re.compile(r"\s*"))
+"""One object after another, each over as many lines as it likes."""
 SAMPLED_BYTES = 1 << 16
 """Bytes of the edges of a file, by which a changed one is recognised."""
 _CONTAINERS: dict[str, Callable[[str, int, bool], Iterator[Record | Refusal]]] = {
@@ -88,7 +130,7 @@ def plan_units(paths: Sequence[str], unit_bytes: int) -> list[Unit]:
         size = size_of(place_of(path))
         count = -(-size // unit_bytes) if is_plain(path) else 1
         cuts = [size * i // count for i in range(count + 1)] if count else [0]
-        if count > 1 and _is_array(path):  # where an element begins is known from all before it alone
+        if count > 1 and _layout(path) is not None:  # only reading tells where a value begins
             begins = (item.offset for item in read_extent(Extent(source, path, 0, size)) if isinstance(item, Record))
             inner = [next((begin for begin in begins if begin >= cut), size) for cut in cuts[1:-1]]
             cuts = sorted({0, *inner, size})
@@ -114,26 +156,58 @@ def _opened(path: str) -> Any:
     return _COMPRESSED.get(suffix_of(path), open_input)(path)
 
 
-def _is_array(path: str) -> bool:
-    """Whether a file of JSON begins as an array: a line that begins so is no record."""
+def _layout(path: str) -> _Layout | None:
+    """Return how the values of a file of JSON stand in it, as its beginning tells; None: a record each line."""
     try:
         with _opened(path) as stream:
-            return stream.read(SAMPLED_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+            data = stream.read(SAMPLED_BYTES)
     except (EOFError, OSError, zlib.error):  # reported where its lines are read
-        return False
+        return None
+    head = data.removeprefix(codecs.BOM_UTF8).decode(errors="ignore").lstrip()
+    if head.startswith("["):
+        return None if _is_line_of_messages(head) else _ARRAY
+    first, newline, _ = head.partition("\n")
+    if not (head.startswith("{") and newline):
+        return None
+    try:
+        json.loads(first)
+    except ValueError:
+        if first.strip() == "{":  # no record begins so that ends in its line
+            return _STREAM
+        _, lines = _first_value(head, 0)
+        return _STREAM if lines else None
+    return None
+
+
+def _is_line_of_messages(head: str) -> bool:
+    """Whether a text that begins with a list has the list's first element in its first line, and that is a message."""
+    value, lines = _first_value(head, 1)
+    return lines == 0 and are_messages([value])
+
+
+def _first_value(text: str, at: int) -> tuple[Any, int]:
+    """Return the value of JSON from a place on and the newlines before its end; (None, 0) where none is whole."""
+    begin = at + len(text[at:]) - len(text[at:].lstrip())
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None, 0
+    return value, text.count("\n", 0, end)
 
 
 def input_problem(path: str) -> str | None:
     """Why an input file cannot be read, as far as opening it tells; None when it can."""
     try:
         if Url(path).is_dir() if is_url(path) else os.path.isdir(path):
-            return f"{path} is a directory; give the files in it, as {path}/*.jsonl"
-        if suffix_of(path).lower() in _OTHERS:
-            return f"{path} is no form of records; read are {_FORMS}"
+            return _folder_problem(path)
         if is_url(path):
             Url(path).size()
         else:
             open_regular(path).close()
+        if (suffix := _unread_suffix(path)) is not None:
+            name = path.rpartition("/")[2] if is_url(path) else path
+            way = _CONVERSIONS[suffix].format(path=name, stem=name[: -len(suffix)])
+            return f"{path} is no form of records; read are {_FORMS}. To convert it: {way}"
     except FileNotFoundError:
         return f"no such file: {path}"
     except OSError as error:
@@ -141,6 +215,31 @@ def input_problem(path: str) -> str | None:
     except ValueError as error:  # a pipe could be read once, and units are read by several workers
         return str(error)
     return None
+
+
+def _unread_suffix(path: str) -> str | None:
+    """Return the suffix of a path that is one of _CONVERSIONS, the longest; None for any other."""
+    found = [suffix for suffix in _CONVERSIONS if path.lower().endswith(suffix)]
+    return max(found, key=len, default=None)
+
+
+def _folder_problem(path: str) -> str:
+    """Return what to give in place of a folder."""
+    what = f"{path} is a directory; give the files in it, as {path}/*.jsonl"
+    if is_url(path):
+        return what
+    folder = Path(path)
+    stem = path.rstrip("/")
+    for name, part in (("dataset_dict.json", "['train']"), ("state.json", "")):  # of datasets' save_to_disk
+        if (folder / name).is_file():
+            way = _DATASETS.format(read="load_from_disk", path=path, part=part, stem=stem)
+            return f"{path} is a directory that `save_to_disk` of datasets wrote. To convert it: {way}"
+    for pattern in ("*", "*/*"):  # a repository of the hub has its files in data/
+        suffixes = {file.suffix for file in folder.glob(pattern) if file.suffix in _READ_SUFFIXES}
+        for suffix in _READ_SUFFIXES:
+            if suffix in suffixes:
+                return f"{path} is a directory; give the files in it, as '{stem}/{pattern}{suffix}'"
+    return f"{path} is a directory without a file that is read ({_FORMS})"
 
 
 def identity(path: str) -> list[Any]:
@@ -165,7 +264,8 @@ def read_extent(
     """The records of one extent of any supported file, in order, each bad one as a Refusal.
 
     `media`: whether records of a tar may have images and videos beside them. `line` counts from the line in which the
-    extent begins; `LinesBefore` has those before it. A file that is cut short or damaged gives a last Refusal.
+    extent begins, and `number` from its first record; `LinesBefore` and `records_before` have those before it. A file
+    that is cut short or damaged gives a last Refusal.
     """
     suffix = suffix_of(extent.path)
     if (container := _CONTAINERS.get(suffix)) is not None:
@@ -173,9 +273,10 @@ def read_extent(
         return
     with _opened(extent.path) as stream:
         stop = None if suffix in _COMPRESSED else extent.stop
-        if _is_array(extent.path):
+        layout = _layout(extent.path)
+        if layout is not None:
             stream.seek(extent.start)
-            yield from _read_array(extent, stream, stop, max_record_bytes)
+            yield from _read_values(layout, extent, stream, stop, max_record_bytes)
         else:
             yield from _read_lines(extent.path, stream, extent.start, stop, max_record_bytes)
 
@@ -195,6 +296,13 @@ class LinesBefore:
                 self._lines += block.count(b"\n")
                 self._offset += len(block)
         return self._lines
+
+
+def records_before(extent: Extent) -> int:
+    """Count the records of a file before an extent that begins with one; it reads all of them."""
+    if not extent.start:
+        return 0
+    return sum(1 for _ in read_extent(Extent(extent.source, extent.path, 0, extent.start)))
 
 
 def _read_lines(
@@ -234,51 +342,56 @@ def _read_lines(
         offset += size
 
 
-def _read_array(
-    extent: Extent, stream: io.BufferedReader, stop: int | None, max_record_bytes: int
+def _read_values(
+    layout: _Layout, extent: Extent, stream: io.BufferedReader, stop: int | None, max_record_bytes: int
 ) -> Iterator[Record | Refusal]:
-    """The elements of a JSON array that begin in an extent, with no more in memory than the one at hand and a block.
+    """The values of a file of JSON that begin in an extent, with only the current one and a block in memory.
 
-    The values are those of JSONL's reader. Behind an element that is no JSON nothing can be read.
+    They are those of JSONL's reader. After a value that is no JSON nothing can be read.
     """
     path, decode = extent.path, json.JSONDecoder().raw_decode
     offset = extent.start or len(codecs.BOM_UTF8) * (stream.peek(3)[:3] == codecs.BOM_UTF8)
-    text, at, line, mark = "", 0, 1, "" if extent.start else "["  # text[at:] is not read yet, from `offset` and `line`
+    text, at, line, number = "", 0, 1, 1  # text[at:] is not read yet, from `offset` and `line`
+    mark = "" if extent.start else layout.opening  # a later extent begins with a value
+    is_first = not extent.start
 
     with io.TextIOWrapper(stream, "utf-8-sig", newline="") as source:
         try:
             while True:
-                before, end = _BEFORE.match(text, at), (_EMPTY if mark == "[" else _END).fullmatch(text, at)
+                before = layout.before.match(text, at)
+                end = (layout.empty if is_first else layout.end).fullmatch(text, at)
                 assert before is not None, "it may be empty"
                 begin = before.end()
                 try:
                     if before[1] != mark or end is not None:
                         raise RecordError(f"expected {mark!r} or the end of the array")
                     value, until = decode(text, begin)
-                except ValueError as error:  # or more of it is not in memory yet
+                except (ValueError, RecursionError) as error:  # or more of it is not in memory yet
                     fits = len(text) - at <= max_record_bytes
                     if fits and (block := source.read(max(_BLOCK, len(text) - at))):
                         text, at = text[at:] + block, 0
                         continue
                     line, offset = line + text.count("\n", at, begin), offset + begin - at
-                    limit = "" if fits else f", or an element has more than --max-record-bytes {max_record_bytes}"
+                    limit = "" if fits else f", or a record has more than --max-record-bytes {max_record_bytes}"
+                    fault = json_fault(error) if isinstance(error, ValueError) else "it is nested too deeply"
                     if end is None:
-                        yield Refusal(path, line, offset, f"the array cannot be read on: {json_fault(error)}{limit}")
+                        reason = f"the {layout.name} cannot be read on: {fault}{limit}"
+                        yield Refusal(path, line, offset, reason, number)
                     return
                 line, offset = line + text.count("\n", at, begin), offset + begin - at
                 if stop is not None and offset >= stop:
                     return
                 element = text[begin:until]
-                size, at, mark = len(element.encode()), until, ","
+                size, at, mark, is_first = len(element.encode()), until, layout.between, False
                 try:
                     if size > max_record_bytes:
-                        raise RecordError(f"an element of {size} bytes, above --max-record-bytes {max_record_bytes}")
-                    yield Record(line, offset, size, of_text(value, element))
+                        raise RecordError(f"a record of {size} bytes, above --max-record-bytes {max_record_bytes}")
+                    yield Record(line, offset, size, of_text(value, element), number=number)
                 except RecordError as error:
-                    yield Refusal(path, line, offset, str(error))
-                line, offset = line + element.count("\n"), offset + size
+                    yield Refusal(path, line, offset, str(error), number)
+                line, offset, number = line + element.count("\n"), offset + size, number + 1
         except (EOFError, OSError, zlib.error, UnicodeDecodeError) as error:
-            yield Refusal(path, line, offset, f"the file is damaged or cut short from here on ({error})")
+            yield Refusal(path, line, offset, f"the file is damaged or cut short from here on ({error})", number)
 
 
 def _skip_line(stream: IO[bytes]) -> int:

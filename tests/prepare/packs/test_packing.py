@@ -181,7 +181,7 @@ def test_each_kind_of_wrong_input_is_named_as_what_it_is(tmp_path: Path) -> None
     inputs = [tmp_path / name for name in ("folder", "pipe", "none.jsonl")]
     with pytest.raises(ValueError) as error:
         run(inputs, tmp_path / "d")
-    for part in ("folder is a directory; give the files in it", "pipe is a named pipe", "no such file: "):
+    for part in ("folder is a directory without a file that is read", "pipe is a named pipe", "no such file: "):
         assert f"--input: {tmp_path}/{part}" in str(error.value) or part in str(error.value)
     assert "no such file: " + str(tmp_path / "none.jsonl") in str(error.value)
     assert str(error.value).count("no such file") == 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megacp.prepare.records.read import Extent, LinesBefore, plan_units, read_extent
+from megacp.prepare.records.read import (
+    Extent,
+    LinesBefore,
+    input_problem,
+    plan_units,
+    read_extent,
+    records_before,
+)
 from megacp.prepare.records.record import Record, Refusal
+from tests.prepare.packs import builds
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -182,3 +192,129 @@ def test_a_bad_record_in_a_tar_is_refused_and_the_next_is_read(
 ) -> None:
     records, (refusal,) = read(write_tar(tmp_path / "a.tar", [*members, ("z.txt", b"last")]), 200)
     assert [r.value for r in records] == [{"text": "last"}] and named in refusal.reason and refusal.line == 1
+
+
+# ---- JSON that is not one record a line
+
+TALKS = [[{"role": "user", "content": f"Q{i}"}, {"role": "assistant", "content": f"A{i}\u00e9"}] for i in range(40)]
+RECORDS = [{"messages": talk, "id": i} for i, talk in enumerate(TALKS)]
+
+
+def test_objects_over_many_lines_are_read_as_jq_prints_them(tmp_path: Path) -> None:
+    """One or several, also where units cut the file, with the line, the place and the number of each."""
+    for name, indent in (("a.jsonl", 2), ("b.json", "\t")):
+        text = "\n".join(json.dumps(record, indent=indent, ensure_ascii=False) for record in RECORDS)
+        path = tmp_path / name
+        path.write_text(text + "\n", encoding="utf-8")
+        assert values(path) == RECORDS
+        extents = [extent for unit in plan_units([str(path)], 700) for extent in unit.extents]
+        assert len(extents) > 5
+        found, before = list[Record](), LinesBefore()
+        for extent in extents:
+            for item in read_extent(extent):
+                assert isinstance(item, Record)
+                assert records_before(extent) + item.number == item.value["id"] + 1
+                line = text[: text.index(json.dumps(item.value, indent=indent, ensure_ascii=False))].count("\n") + 1
+                assert before(extent) + item.line == line
+                found.append(item)
+        assert [item.value for item in found] == RECORDS
+        data = path.read_bytes()
+        assert all(json.loads(data[item.offset : item.offset + item.size]) == item.value for item in found)
+    path.write_text(json.dumps(RECORDS[0], indent=2))
+    assert values(path) == RECORDS[:1]
+    path.write_text(json.dumps(RECORDS[0]).replace("}, ", "},\n  "))  # as people lay it out
+    assert values(path) == RECORDS[:1]
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    assert values(tmp_path / "c.jsonl.gz") == RECORDS
+
+
+def test_a_list_of_messages_is_one_record_on_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for count in (1, 40):
+        path.write_text("".join(json.dumps(talk) + "\n" for talk in TALKS[:count]))
+        assert values(path) == TALKS[:count]
+        assert [e for unit in plan_units([str(path)], 300) for e in unit.extents][0].start == 0
+    path.write_text(json.dumps(TALKS))  # an array of such lists has as many records
+    assert values(path) == TALKS
+    path.write_text(json.dumps(RECORDS) + "\n")
+    assert values(path) == RECORDS
+    path.write_text(json.dumps(TALKS[0], indent=1))  # its elements are no records, which parsing tells
+    assert values(path) == TALKS[0]
+
+
+@pytest.mark.parametrize("first", ["{", '{"text": "cut', '{"text": "a"} {', "{\n"])
+def test_a_bad_first_line_of_lines_is_still_one_bad_line(tmp_path: Path, first: str) -> None:
+    """But a brace alone, with which only an object over many lines begins."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(first.encode() + b"\n" + lines(3))
+    records, refusals = read(path)
+    assert len(refusals) == 1 and len(records) == (0 if first.strip() == "{" else 3)
+
+
+def test_an_error_in_an_array_has_the_records_number_in_every_unit(tmp_path: Path) -> None:
+    bad = {5: {"text": 3}, 33: {"body": 1}}
+    records = [bad.get(i, {"text": f"document {i}"}) for i in range(40)]
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(records))
+    builds.run([path], tmp_path / "d", unit_bytes=200, on_error="skip")
+    rejects = [json.loads(line) for line in (tmp_path / "d" / "rejects.jsonl").read_text().splitlines()]
+    assert [reject["number"] for reject in rejects] == [6, 34] and {reject["line"] for reject in rejects} == {1}
+    with pytest.raises(ValueError, match=r"a.json:1: `text` is a number .*\(record 6, byte offset \d+\)"):
+        builds.run([path], tmp_path / "e", unit_bytes=200)
+    path.write_text(json.dumps(records[:3])[:-1] + ', {"text": }]')
+    _, (refusal,) = read(path)
+    assert refusal.number == 4 and "(record 4, byte offset" in str(refusal)
+    path.write_bytes(lines(2) + b"{")
+    _, (refusal,) = read(path)
+    assert "record" not in str(refusal)
+
+
+# ---- files that are no records
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("a.csv", "pandas.read_csv('{path}').to_json('{folder}/a.jsonl', orient='records', lines=True)"),
+        ("a.TSV", "pandas.read_table('{path}').to_json"),
+        ("a.xlsx", "pandas.read_excel('{path}').to_json"),
+        ("a.arrow", "datasets.Dataset.from_file('{path}').to_parquet('{folder}/a.parquet')"),
+        ("a.txt", "jq -Rc '{{text: .}}' {path} > {folder}/a.jsonl"),
+        ("a.jsonl.bz2", "bunzip2 -k {path}"),
+        ("a.tar.gz", "gunzip -c {path} > {folder}/a.tar"),
+    ],
+)
+def test_a_file_that_is_not_read_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, name: str, way: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"anything")
+    problem = input_problem(str(path))
+    assert problem is not None and f"{path} is no form of records; read are .jsonl" in problem
+    assert way.format(path=path, folder=tmp_path) in problem
+
+
+def test_a_folder_is_refused_with_what_to_give_in_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "hub"
+    (folder / "data").mkdir(parents=True)
+    assert "without a file that is read" in str(input_problem(str(folder)))
+    (folder / "data" / "train-0.parquet").write_bytes(b"")
+    assert f"give the files in it, as '{folder}/*/*.parquet'" in str(input_problem(str(folder)))
+    (folder / "a.jsonl").write_bytes(b"")
+    assert f"as '{folder}/*.jsonl'" in str(input_problem(str(folder)))
+
+
+@pytest.mark.slow
+def test_the_commands_for_datasets_folders_and_arrow_files_work(tmp_path: Path) -> None:
+    """As the message prints them, in an interpreter of their own."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    rows.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "split"))
+    (arrow,) = (tmp_path / "one").glob("*.arrow")
+    for path in (tmp_path / "one", tmp_path / "split", arrow):
+        problem = str(input_problem(str(path)))
+        command = problem.partition("To convert it: python -c ")[2].strip('"')
+        subprocess.run([sys.executable, "-c", command], check=True, capture_output=True, timeout=100)
+    for made in (tmp_path / "one.parquet", tmp_path / "split.parquet", arrow.with_suffix(".parquet")):
+        assert values(made) == [{"text": "a"}, {"text": "b"}]
