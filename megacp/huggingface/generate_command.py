@@ -2,11 +2,12 @@
 
     python tools/generate.py --checkpoint runs/chat --chat
     python tools/generate.py --checkpoint runs/chat --prompt "Why is the sky blue?"
-    python tools/generate.py --checkpoint out/checkpoints --image a.png --prompt $'<|user|>\\nwhich?\\n<|assistant|>\\n'
+    python tools/generate.py --checkpoint out/checkpoints --image a.png --prompt 'Which?'
     python tools/generate.py --checkpoint out/checkpoints --input records.jsonl --output answers.jsonl
 
-A model that learned messages by a chat template is asked by it; else, and with --raw, a prompt stands as it is written.
-It comes after all images and videos in the order of their flags. Records are those of preprocess_data.py: the model
+A model is asked in the form in which it learned answers: by its chat template, as messages in megacp's own form, or by
+Alpaca's prompt. If it learned plain texts, and with --raw, a prompt stands as it is written. It comes after all images
+and videos in the order of their flags. Records are those of preprocess_data.py: the model
 answers in place of an assistant's last message, which stands as `expected` beside it.
 """
 
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.cli import OneLineParser, path_text, path_texts
-from megacp.core.data.manifest import THOUGHTS, thoughts_told
+from megacp.core.data.manifest import THOUGHTS, answers_told, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.storage.files import open_own, open_regular, read_regular, require_free
 from megacp.core.training.state import first_token, last_token
@@ -36,8 +37,9 @@ from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM
 from megacp.prepare.records.chat_template import THINKS, template_of, templates_of
 from megacp.prepare.records.conversation import answer_ends
+from megacp.prepare.records.forms import alpaca_prompt
 from megacp.prepare.records.read import Extent, read_extent
-from megacp.prepare.records.record import Media, RecordError, Refusal
+from megacp.prepare.records.record import ALPACA, AS_MESSAGES, Media, RecordError, Refusal
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 
@@ -61,7 +63,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--prompt", action="append", default=[], help="what is asked, or the text to continue; may be repeated")
     add("--chat", action="store_true", help="a conversation in the terminal; an empty line ends it")
-    add("--raw", action="store_true", help="continue the text of --prompt as it is, without the chat template")
+    add("--raw", action="store_true", help="continue the text of --prompt as it is, whatever the model learned")
     told = f"the template's `{THINKS}` (as answers were learned, where they were in one way)"
     add("--thinking", action=argparse.BooleanOptionalAction, help=told)
     for kind in ("image", "video"):  # one list, for their order
@@ -136,7 +138,8 @@ def read_records(path: Path, maker: PromptMaker) -> tuple[list[Prompt], list[str
             raise ValueError(f"{place}: {error}") from error
         prompts += found
         places += [place] * len(found)
-        ids += [str(item.line if item.value.get("id") is None else item.value["id"])] * len(found)
+        named = item.value.get("id") if isinstance(item.value, dict) else None  # a list is one of messages
+        ids += [str(named if named is not None else item.number or item.line)] * len(found)
     if not prompts:
         raise ValueError(f"--input {path} holds no record")
     return prompts, ids, places
@@ -203,7 +206,16 @@ class Session:
                 warn(f"note: {generator.path}: {note}")
         elif arguments.thinking is not None:
             raise ValueError("--thinking and --no-thinking go with a chat template, and none is applied here")
-        self.maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, template)
+        forms = progress.answer_forms or {}
+        self.form = ""
+        if template is None and not arguments.raw:
+            self.form = next((form for form in (AS_MESSAGES, ALPACA) if form in forms), "")
+        self.note = ""
+        if self.form:
+            told = answers_told({self.form: forms[self.form]}).replace("are learned", "were learned", 1)
+            self.note = f"note: {told}, and are asked for so; --raw continues a --prompt as it is"
+        as_messages = AS_MESSAGES in forms
+        self.maker = PromptMaker(tokenizer, generator.rules, arguments.image_root, template, as_messages)
         self.sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.seed, self.ends)
         self.media = []
         for one in arguments.media:
@@ -220,10 +232,23 @@ class Session:
         return [*said, {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}]
 
     def ask(self, text: str, said: Sequence[dict[str, Any]] = ()) -> str:
-        """The answer to `text` of a user behind what was said."""
-        asked = self.maker.of_record({"messages": self.questions(text, said)})
+        """The answer to `text` of a user after what was said; Alpaca's prompt has no place for earlier turns."""
+        if self.form == ALPACA:
+            asked = self.prompts(text)
+        else:
+            asked = self.maker.of_record({"messages": self.questions(text, said)})
         (answer,) = self.answers(asked, ["it"], len(said))
         return answer
+
+    def prompts(self, text: str) -> list[Prompt]:
+        """Return what asks `text` in the form in which the model learned answers, or continues it. RecordError."""
+        if not text and not self.media:
+            raise RecordError("the prompt is empty; give at least one token of text")
+        if self.by_template:
+            return self.maker.of_record({"messages": self.questions(text)})
+        if self.form == AS_MESSAGES and not text.startswith("<|"):  # else it has the header of a message already
+            return [self.maker.of_question(text, self.media)]
+        return [self.maker.of_text(alpaca_prompt(text) if self.form == ALPACA else text, self.media)]
 
     def answers(self, prompts: Sequence[Prompt], names: Sequence[str], seed: int = 0) -> Iterator[str]:
         """The answers as texts, without the tokens that end them."""
@@ -242,6 +267,8 @@ def open_session(checkpoint: str, max_new_tokens: int = 64, temperature: float =
 def converse(session: Session, arguments: argparse.Namespace) -> None:
     """Answer what is typed, line by line, with all that was said before."""
     said = list[dict[str, Any]]()
+    if session.note:
+        say(session.note)
     say(f"{session}; an empty line ends the conversation")
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while None not in (sys.stdin, sys.stdout) and (text := input("> ")):  # None: closed before it began
@@ -261,15 +288,14 @@ def answer_prompts(session: Session, arguments: argparse.Namespace) -> None:
     prompts = []
     for name, text in zip(names, arguments.prompt, strict=True):
         try:
-            if session.by_template:
-                prompts += session.maker.of_record({"messages": session.questions(text)})
-            else:
-                prompts.append(session.maker.of_text(text, session.media))
+            prompts += session.prompts(text)
         except RecordError as error:
             raise ValueError(str(error) if "`--" in str(error) else f"{name}: {error}") from error
+    if session.note:
+        say(session.note)
     say(str(session))
     for text, answer in zip(arguments.prompt, session.answers(prompts, names), strict=True):
-        say(f"--- {text!r}\n{'' if session.by_template else text}{answer}")
+        say(f"--- {text!r}\n{'' if session.by_template or session.form else text}{answer}")
 
 
 def answer_records(session: Session, arguments: argparse.Namespace) -> None:

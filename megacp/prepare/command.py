@@ -52,6 +52,21 @@ _token_ids.__name__ = "NAME=ID with commas between"
 _INTS = _numbers(int)
 
 
+def _pairs(text: str) -> tuple[tuple[str, str], ...]:
+    """Read pairs of two names; ValueError where one is missing."""
+    found = []
+    for part in text.split(","):
+        own, equals, name = part.partition("=")
+        if not (own and equals and name):
+            raise ValueError(part)
+        found.append((own.strip(), name.strip()))
+    return tuple(found)
+
+
+_pairs.__name__ = "OURS=THEIRS with commas between"
+_PAIRS: dict[str, Any] = {"type": _pairs, "default": (), "metavar": "OURS=THEIRS,..."}
+
+
 class _CommandParser(OneLineParser):
     """The parser of one command: it names the flag that is nearest to an unknown one."""
 
@@ -104,8 +119,9 @@ _IMAGES = "any of these, or --max-crops-per-pack, lets records hold images"
 _INPUTS = ".jsonl, .json, .gz, .zst, .parquet or .tar; paths, URLs, patterns with *"
 _TOKENIZERS = "byte | FOLDER of a model | FILE.model (SentencePiece) | tokenizer.json | vocab.json,merges.txt (GPT-2)"
 _TEMPLATES = (
-    "what writes messages: auto (the tokenizer's template), its NAME, FILE.jinja, or ignore: the form of these tools "
-    "(auto where the tokenizer has one, else ignore)"
+    "what writes conversations: auto (the tokenizer's template), its NAME, FILE.jinja, ignore (the form of these "
+    "tools) or alpaca (Alpaca's prompt of 2023, for its records alone); default: auto where the tokenizer has a "
+    "template, else Alpaca's records as alpaca does and others as ignore does"
 )
 _CORES = len(os.sched_getaffinity(0))
 
@@ -124,6 +140,8 @@ BUILD_FLAGS: dict[tuple[str, str], list[tuple[str, str, dict[str, Any]]]] = {
     ("records", _RECORDS): [
         ("--ignore-keys", "unknown keys of records to leave out; * in names", {**_LIST, "metavar": "A,B"}),
         ("--context-roles", "further roles of messages, not learned", {**_LIST, "metavar": "A,B"}),
+        ("--columns", "keys of records by other names, as in prompt=question,completion=answer", _PAIRS),
+        ("--roles", "roles of messages by other names, as in user=customer,assistant=agent", _PAIRS),
         ("--prefix-tree", "make a tree of what `rollouts` or `completions` share (no)", {"action": "store_true"}),
         ("--chat-template", _TEMPLATES, {"type": path_text, "metavar": "T"}),
         ("--chat-template-date", "the date that a template writes (needed where it does)", {"metavar": "YYYY-MM-DD"}),

@@ -26,7 +26,7 @@ END, EMPTY = "<|im_end|>", "<think>\n\n</think>\n\n"
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "Oslo"}}}}\n</tool_call>{END}'
 LAST = f"<think>\nSeven more.\n</think>\n\n49.{END}"
 LEARNED: dict[str, list[list[str]]] = {
-    "alpaca.json": [["Red, yellow, blue.</s>"], ["4</s>"]],
+    "alpaca.json": [[f"Red, yellow, blue.{END}"], [f"4{END}"]],
     "sharegpt.json": [[f"A model.{END}", f"Since today.{END}"]],
     "sharegpt_tools.json": [[CALL, f"4 degrees.{END}"]],
     "openai_tools.jsonl": [[CALL, f"4 degrees.{END}"]],
@@ -34,7 +34,7 @@ LEARNED: dict[str, list[list[str]]] = {
     "trl.jsonl": [[f"Lima.{END}"], [" 4</s>"]],
 }
 """Of each record of a file what is learned, whichever of the two templates for Qwen3 writes it."""
-COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (0, 0, 0), "trl.jsonl": (1, 0, 0)}
+COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (2, 0, 0), "trl.jsonl": (1, 0, 0)}
 """Learned answers without a thought where a prompt opens one, with a real one, and right behind the prompt."""
 WITH_IMAGES = {"llava.json": [["A red square.</s>"]], "openai_images.jsonl": [["A red square.</s>"], ["Red too.</s>"]]}
 
@@ -80,9 +80,8 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
     assert ("2 answers are context, not learned" in said) == (name == "thoughts.jsonl")
     told = f"{empty} answers are learned without a thought, {real} with one, {none} right behind the prompt"
-    assert (told in said) == (name != "alpaca.json") and "1 steps of an epoch at --global-batch-size 8" in said
+    assert told in said and "1 step of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
-    assert (kept is None) == (name == "alpaca.json" and not template)  # no messages
     assert (kept or {}).get("before_answers") == (EMPTY if empty else None)
 
 

@@ -160,6 +160,7 @@ def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest])
     expected = _decided(manifests[0])
     talking = next((number for number, one in enumerate(manifests) if one.chat_template), 0)
     template = (manifests[talking].chat_template or {}).get("default")
+    alpaca = next((number for number, one in enumerate(manifests) if "alpaca" in (one.answer_forms or {})), None)
     for folder, manifest in zip(folders, manifests, strict=True):
         for what, value in _decided(manifest).items():
             if value != expected[what]:
@@ -167,6 +168,12 @@ def contradictions(folders: Sequence[str], manifests: Sequence[DatasetManifest])
                 reasons.append(f"{folder} was built with another {what} than {folders[0]}{shown}")
         if manifest.chat_template and manifest.chat_template["default"] != template:
             reasons.append(f"{folder} was built with another --chat-template than {folders[talking]}")
+        conversations = {"chat_template", "messages"} & (manifest.answer_forms or {}).keys()
+        if alpaca is not None and conversations:
+            reasons.append(
+                f"{folders[alpaca]} has answers after Alpaca's prompt, and {folder} has conversations in another form: "
+                "build both with one --chat-template"
+            )
         rules = manifest.image_rules or known
         if keys := sorted(key for key in {*rules, *known} if rules.get(key) != known.get(key)):
             differing = ", ".join(f"{key} {rules.get(key)}, not {known.get(key)}" for key in keys)

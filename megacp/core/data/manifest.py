@@ -19,6 +19,7 @@ from megacp.core.storage import files
 from megacp.core.storage.files import PLAIN_NAME
 from megacp.core.storage.place import place_of, read_content
 from megacp.core.storage.url import Url
+from megacp.core.storage.wording import counted
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -26,6 +27,15 @@ FEATURE_TOKENS = ("image_patch", "video_patch")
 """Special image tokens, by their names in rules, that stand for a pooled feature each."""
 THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
 """Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
+
+
+ANSWER_FORMS = {
+    "chat_template": "as the chat template writes them",
+    "messages": "as messages in megacp's own form, <|ROLE|> and a newline before each",
+    "alpaca": "after Alpaca's prompt, with ### Instruction: and ### Response:",
+    "completion": "right after the text of their prompt",
+}
+"""Forms in which answers are learned, and the words for them."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class DatasetManifest:
     """What wrote messages ("": the house's own form), and counts by THOUGHTS; None = no messages, and not written."""
     document_end: dict[str, int | None] | None = None
     """`{"token": id}` that every document ends with, or `{"token": null}`; None = not known, and then not written."""
+    answer_forms: dict[str, int] | None = None
+    """Records by the form in which their answers are learned, of ANSWER_FORMS; None = no answers, and not written."""
 
     @property
     def num_token_ids(self) -> int:
@@ -129,9 +141,11 @@ class DatasetManifest:
 
     def _fields(self) -> dict[str, Any]:
         own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
-        for values, name in ((own["tokenizer"], "begins_with"), (own, "chat_template"), (own, "document_end")):
-            if values[name] is None:
-                del values[name]
+        if own["tokenizer"]["begins_with"] is None:
+            del own["tokenizer"]["begins_with"]
+        for name in ("chat_template", "document_end", "answer_forms"):
+            if own[name] is None:
+                del own[name]
         return own
 
     def write(self, directory: str | os.PathLike[str]) -> None:
@@ -177,6 +191,15 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     counts = [(chat_template or {}).get(name, 0) for name in THOUGHTS]
     sentence = "{:,} answers are learned without a thought, {:,} with one, {:,} right behind the prompt"
     return sentence.format(*counts) if any(counts[:2]) else ""
+
+
+def answers_told(forms: dict[str, int] | None) -> str:
+    """Say in one line in which form the answers of a manifest, a blend or a run are learned; empty without any."""
+    told = []
+    for form, words in ANSWER_FORMS.items():
+        if count := (forms or {}).get(form, 0):
+            told.append(f"{words} ({counted(count, 'record')})")
+    return f"answers are learned {', and '.join(told)}" if told else ""
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Words of messages: long lists are cut, numbers have a unit, and foreign text cannot steer a terminal."""
+"""Words of messages: long lists are cut, counts agree with their nouns, and foreign text cannot steer a terminal."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def listed(texts: Sequence[object], most: int, between: str = ", ") -> str:
     """The first `most` texts in one, followed by `and N more` when there are others."""
     more = [f"and {len(texts) - most} more"] if len(texts) > most else []
     return between.join([*map(str, texts[:most]), *more])
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 record", "1,200 records"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def human_bytes(count: float) -> str:

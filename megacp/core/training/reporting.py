@@ -11,7 +11,7 @@ from megacp.core.checkpoint.outcome import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
 from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend
-from megacp.core.data.manifest import thoughts_told
+from megacp.core.data.manifest import answers_told, thoughts_told
 from megacp.core.distributed.collectives import all_gather
 from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
@@ -79,7 +79,8 @@ def opening_lines(
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
             words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
-    lines += filter(None, (thoughts_told(sources.chat_template), start.note))
+    told = answers_told(sources.answer_forms)
+    lines += filter(None, (told, thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
         random = f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"

@@ -68,6 +68,15 @@ class Sources:
                 found[name] = found.get(name, 0) + value if isinstance(value, int) else value
         return found if found.get("default") else None
 
+    @property
+    def answer_forms(self) -> dict[str, int] | None:
+        """The forms in which the training data's answers are learned, as in the manifests; counts add up."""
+        found = dict[str, int]()
+        for one in _members(self.train):
+            for form, count in (one.manifest.answer_forms or {}).items():
+                found[form] = found.get(form, 0) + count
+        return found or None
+
 
 def _members(source: PackSource | None) -> tuple[PackedDataset, ...]:
     """The datasets on disk that a source consists of."""

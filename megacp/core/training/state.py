@@ -45,6 +45,8 @@ class RunState:
     """`{"token": id}` that every document of the training data ends with, or `{"token": null}`; None: not known."""
     chat_template: dict[str, Any] | None = None
     """The templates that wrote the messages of the training data, by name; None: the house's own form, or not known."""
+    answer_forms: dict[str, int] | None = None
+    """The forms in which answers of the training data were learned, as in its manifest; None: not known."""
     base: str | None = None
     """The --load-hf that its weights come from, also after it was resumed."""
     health: dict[str, Any] | None = None
@@ -67,6 +69,7 @@ def fresh_state(config: RunConfig, sources: Sources, weights: Weights | None = N
         document_start=sources.document_start,
         document_end=sources.document_end,
         chat_template=sources.chat_template,
+        answer_forms=sources.answer_forms,
         base=config.checkpoint.load_hf,
     )
 

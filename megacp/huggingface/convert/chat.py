@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.core.training.state import stored_state
+from megacp.core.data.manifest import answers_told
+from megacp.core.training.state import RunState, stored_state
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import Loaded
 from megacp.prepare.records.chat_template import templates_of
-from megacp.prepare.records.record import RecordRules
+from megacp.prepare.records.record import ALPACA, RecordRules
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import Tokenizer
@@ -24,6 +25,7 @@ TEMPLATE_FILE, _OLDER_FILE = TEMPLATE_NAMES
 _PLACEHOLDER = "<|image|>"
 """A text that the library's processor replaces."""
 
+_OPENING = "{#- megacp's messages."
 _TEMPLATE = """\
 {#- megacp's messages. Each: <|ROLE|>, a newline, its content; END after an assistant's; a newline between two. -#}
 {%- set end = eos_token or '' -%}
@@ -132,23 +134,38 @@ def _drop_own(folder: Path) -> None:
     (folder / TEMPLATE_FOLDER / "tool_use.jinja").unlink(missing_ok=True)
 
 
+def other_form(state: RunState, templates: Mapping[str, str]) -> str:
+    """Return how the templates of a folder differ from the form in which answers were learned; empty if they do not."""
+    forms = {form: count for form, count in (state.answer_forms or {}).items() if form != "completion"}
+    own = templates.get("default")
+    learned = (state.chat_template or {}).get("default")
+    same = own == learned if learned else not forms or (own or "").startswith(_OPENING)
+    if same or not templates:
+        return ""
+    told = answers_told(forms).replace("are learned", "were learned", 1) or "another template wrote its messages"
+    return f", which differs from the form that the model knows: {told}"
+
+
 def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choice: str) -> str:
     """Write the template where there is one; a phrase that says which. ValueError for a `choice` that cannot be."""
     assert loaded.checkpoint is not None
-    if (texts := stored_state(loaded.checkpoint).chat_template) is not None and choice != "none":
+    state, templates = stored_state(loaded.checkpoint), templates_of(folder)
+    if (texts := state.chat_template) is not None and choice != "none":
         if choice != "auto":
             raise ValueError(f"--chat-template {choice}: messages of the run's data were written by another template")
         _drop_own(folder)
         (folder / TEMPLATE_FILE).write_bytes(texts["default"].encode())  # newlines as they are
-        return "that of the training data"
-    own = bool(templates_of(folder))
+        differs = templates.get("default") not in (None, texts["default"])
+        return "that of the training data" + (", not the tokenizer's own, which differs" if differs else "")
     trained = "updates" in loaded.checkpoint.extra
+    kept = f"the tokenizer's own{other_form(state, templates)}" if templates else "none"
     if choice == "none":
-        return "the tokenizer's own" if own else "none"
-    if choice == "auto" and own:
-        return "the tokenizer's own; --chat-template messages writes that of records with `messages`"
-    if choice == "auto" and not (loaded.rules is not None and trained):
-        return "none; for a model that was trained on records with `messages`: --chat-template messages"
+        return kept
+    if choice == "auto" and (templates or not (loaded.rules is not None and trained)):
+        forms = state.answer_forms or {}
+        if forms and "messages" not in forms:  # nothing was learned in that form
+            return kept
+        return f"{kept}; --chat-template messages writes that of records with `messages` in megacp's own form"
     names = loaded.rules.placeholder if loaded.rules is not None else ()
     ids = loaded.rules.token_ids if loaded.rules is not None else {}
     media = "".join(loaded.rules.token_texts[name] for name in names) if loaded.rules is not None else ""
@@ -160,4 +177,6 @@ def write_chat_template(loaded: Loaded, folder: Path, tokenizer: Tokenizer, choi
             return f"none: {why}"
         raise ValueError(f"--chat-template {choice}: {why}") from error
     _drop_own(folder)
-    return "that of records with `messages`, with the ids of a build"
+    learned = {form: count for form, count in (state.answer_forms or {}).items() if form == ALPACA}
+    other = f", though {answers_told(learned)}" if learned else ""
+    return f"that of records with `messages`, with the ids of a build{other}"

@@ -28,7 +28,7 @@ from megacp.core.checkpoint.directory import (
 from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
 from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
-from megacp.core.data.manifest import thoughts_told
+from megacp.core.data.manifest import answers_told, thoughts_told
 from megacp.core.data_parallel.boxes import MODEL
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
@@ -36,7 +36,7 @@ from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.card import CARD, model_card
-from megacp.huggingface.convert.chat import write_chat_template
+from megacp.huggingface.convert.chat import other_form, write_chat_template
 from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.hf_files import files_of, mine, on_each, on_first
 from megacp.huggingface.convert.lora import write_adapter
@@ -57,7 +57,7 @@ from megacp.huggingface.convert.source import (
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.text_part import PROCESSORS
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
-from megacp.prepare.records.chat_template import THINKS
+from megacp.prepare.records.chat_template import THINKS, templates_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
@@ -135,6 +135,8 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
         processor.write_processor(loaded.rules, folder)
     tokenizer = given_tokenizer(loaded, loaded.checkpoint, request)
     progress = stored_state(loaded.checkpoint)
+    if forms := answers_told(progress.answer_forms):
+        print(forms.replace("are learned", "were learned", 1))
     ids: dict[str, int | None] = dict.fromkeys(SPECIAL)  # else the library takes its own, 1 and 2 for a Llama
     ends: list[int] = []
     if tokenizer is not None:
@@ -322,7 +324,12 @@ def _export_pairs(loaded: Loaded, request: Request) -> None:
     if loaded.pairs is None:
         raise ValueError(f"--to peft: {loaded.folder} has no low-rank pairs, it was trained with --lora-rank 0")
     assert loaded.checkpoint is not None
-    base = request.base_model or stored_state(loaded.checkpoint).base
+    state = stored_state(loaded.checkpoint)
+    base = request.base_model or state.base
+    if forms := answers_told(state.answer_forms):
+        print(forms.replace("are learned", "were learned", 1))
+    if base is not None and Path(base).is_dir() and (differs := other_form(state, templates_of(Path(base)))):
+        print(f"chat template: that of {base}{differs}")
     with hf_files.new_folder(request.output, single_axis("world")) as folder:
         elements = write_adapter(loaded.pairs, loaded.family, loaded.values, folder, base, request.dtype)
         card = model_card(loaded.checkpoint, loaded.family.name, "peft", request.base_model)

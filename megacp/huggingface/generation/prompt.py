@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,15 @@ from megacp.core.data.vision.rules import Pixels, VisionRules
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, RecordPart, SegmentUnit
-from megacp.prepare.records.record import FOR_PROMPTS, Media, RecordError, SamplePart
+from megacp.prepare.records.forms import turn_header
+from megacp.prepare.records.record import (
+    AS_MESSAGES,
+    FOR_PROMPTS,
+    LEARNED_ROLES,
+    Media,
+    RecordError,
+    SamplePart,
+)
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -58,9 +66,14 @@ class PromptMaker:
         rules: VisionRules | None = None,
         image_root: str | None = None,
         template: ChatTemplate | None = None,
+        as_messages: bool = False,
     ) -> None:
-        """`template`: what wrote the messages that the model learned; None for the house's own form."""
+        """`template`: what wrote the messages that the model learned; None for the house's own form.
+
+        `as_messages`: whether Alpaca's records, too, were written in the house's own form.
+        """
         self._template = template
+        self._rules = replace(FOR_PROMPTS, form=AS_MESSAGES if as_messages else "")
         self._maker = DocumentMaker(tokenizer, tokenizer.eos_id is not None, rules.token_ids if rules else {}, template)
         self._media = MediaReader(rules, image_root) if rules is not None else None
 
@@ -70,7 +83,7 @@ class PromptMaker:
         The last learned text, if there is text before, is what to answer. Where the last message is not an assistant's,
         the header of an assistant's stands behind it. RecordError (a ValueError) says what is wrong with it.
         """
-        sample = parse_record(record, FOR_PROMPTS, self._template)
+        sample = parse_record(record, self._rules, self._template)
         if sample.branches:
             return [self._prompt(sample.prefix, *_without_answer(branch)) for branch in sample.branches]
         rest, answer = _without_answer(sample.prefix)
@@ -81,6 +94,12 @@ class PromptMaker:
     def of_text(self, text: str, media: Sequence[Media] = ()) -> Prompt:
         """Images and videos, then `text` as it is. RecordError names a bad one's `key`."""
         return self._prompt([*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)], None, None)
+
+    def of_question(self, text: str, media: Sequence[Media] = ()) -> Prompt:
+        """Images and videos, then `text`, as a user's message in the house's own form. RecordError as of `of_text`."""
+        said = [*(SamplePart(None, 0.0, one) for one in media), SamplePart(text, 0.0)]
+        headers = turn_header("user", first=True), turn_header(LEARNED_ROLES[0], first=False)
+        return self._prompt([headers[0], *said, headers[1]], None, None)
 
     def _prompt(
         self, prefix: Sequence[SamplePart], branch: Sequence[SamplePart] | None, expected: str | None

@@ -8,7 +8,8 @@ from datetime import timedelta
 from typing import TextIO
 
 from megacp.core.config.training import TrainingConfig
-from megacp.core.data.manifest import DatasetManifest, thoughts_told
+from megacp.core.data.manifest import DatasetManifest, answers_told, thoughts_told
+from megacp.core.storage.wording import counted
 from megacp.prepare.packs.unit import UnitResult
 
 _BATCH = TrainingConfig.global_batch_size
@@ -68,6 +69,8 @@ class BuildSummary:
     tokenizer_engine: str
     is_valid: bool = False
     """Whether it is for validation."""
+    form_named: bool = False
+    """Whether a flag or the tokenizer's folder says in which form conversations are written."""
 
     @property
     def already_complete(self) -> bool:
@@ -92,22 +95,51 @@ class BuildSummary:
     @property
     def sentence(self) -> str:
         """What was made, how fast, and what was there before."""
-        manifest, there = self.manifest, f"{self.units_resumed} of {len(self.results)} shards were there"
+        manifest, there = self.manifest, f"{self.units_resumed} of {counted(len(self.results), 'shard')} were there"
         if manifest is None:
-            return f"{self.documents:,} documents ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
+            return f"{counted(self.documents, 'document')} ({there}); {self.seconds:.1f} s; `finish` makes the dataset"
         if self.already_complete:
-            return f"already complete: {manifest.num_packs:,} packs; nothing to do"
-        in_context, told = sum(result.in_context for result in self.results), thoughts_told(manifest.chat_template)
-        more = f"\n{in_context:,} answers are context, not learned: the chat template leaves out their thoughts"
-        more = (more if in_context else "") + (f"\n{told}" if told else "")
-        steps = f"; {-(-manifest.num_packs // _BATCH):,} steps of an epoch at --global-batch-size {_BATCH}"
+            return f"already complete: {counted(manifest.num_packs, 'pack')}; nothing to do"
+        more = "".join(f"\n{line}" for line in self._about_answers(manifest))
+        steps = f"; {counted(-(-manifest.num_packs // _BATCH), 'step')} of an epoch at --global-batch-size {_BATCH}"
+        learned = self.learned_tokens / max(1, manifest.num_tokens)
+        nothing = f" ({self.unlearned:,} {'teaches' if self.unlearned == 1 else 'teach'} nothing)"
         return (
-            f"{self.documents:,} documents{f' ({self.unlearned:,} teach nothing)' if self.unlearned else ''}, "
-            f"{manifest.num_tokens:,} tokens ({self.learned_tokens / max(1, manifest.num_tokens):.1%} learned) in "
-            f"{manifest.num_packs:,} packs of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full"
+            f"{counted(self.documents, 'document')}{nothing if self.unlearned else ''}, "
+            f"{counted(manifest.num_tokens, 'token')} ({learned:.1%} learned) in "
+            f"{counted(manifest.num_packs, 'pack')} of {manifest.seq_length:,} ({manifest.packing_efficiency:.2%} full"
             f"{'' if self.is_valid else steps}), "
             f"{manifest.num_rejected:,} rejected; {self.seconds:.1f} s, "
             f"{self.read_bytes / max(self.seconds, 1e-9) / 1e6:.3g} MB/s, "
             f"tokenizer {manifest.tokenizer.kind} ({self.tokenizer_engine})"
             f"{f' ({there})' if self.units_resumed else ''}{more}"
         )
+
+    def _about_answers(self, manifest: DatasetManifest) -> list[str]:
+        """Lines about answers: their form, and what is not as usual where a chat template wrote them."""
+        lines = [self.answers] if self.answers else []
+        in_context = sum(result.in_context for result in self.results)
+        if in_context:
+            lines.append(
+                f"{in_context:,} answers are context, not learned: the chat template leaves out their thoughts"
+            )
+        told = thoughts_told(manifest.chat_template)
+        if told:
+            lines.append(told)
+        return lines
+
+    @property
+    def answers(self) -> str:
+        """The form in which answers are learned, and how a model that learned them is asked; empty without answers."""
+        forms = (self.manifest and self.manifest.answer_forms) or {}
+        told = answers_told(forms)
+        if "messages" in forms:
+            why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
+            told += (
+                f"{why}. tools/generate.py --prompt and --chat ask in it; tools/convert_checkpoint.py --chat-template "
+                "messages adds a template of it to an export"
+            )
+        elif "alpaca" in forms:
+            why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
+            told += f"{why}. tools/generate.py --prompt asks in it; an export has no template of it"
+        return told

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, TextIO
 from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 from megacp.core.storage import files
 from megacp.core.storage.place import expanded, place_of, size_of
-from megacp.core.storage.wording import for_terminal, listed
+from megacp.core.storage.wording import counted, for_terminal, listed
 from megacp.prepare.packs.journal import (
     REJECTS_NAME,
     Journal,
@@ -30,15 +31,16 @@ from megacp.prepare.packs.journal import (
     remove_partial,
 )
 from megacp.prepare.packs.progress import BuildProgress, BuildSummary
-from megacp.prepare.packs.settings import BuildSettings, problems, tokenizer_problem
+from megacp.prepare.packs.settings import HOUSE_FORM, BuildSettings, problems, tokenizer_problem
 from megacp.prepare.packs.unit import WINDOW_DOCUMENTS, UnitBuilder, UnitResult, writer_of
 from megacp.prepare.packs.workers import run_tasks
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.read import SAMPLED_BYTES, Extent, identity, is_plain, plan_units, read_extent
+from megacp.prepare.records.record import ALPACA, AS_MESSAGES
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-RECORD_RULES = 5
+RECORD_RULES = 6
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""
 RECORDS_OF_A_SHARD = 1024
 
@@ -144,7 +146,8 @@ def _build(
         manifest = _write(settings, tokenizer, template, journal.fingerprint, results)
         remove_partial(directory)
     took = time.monotonic() - started
-    return BuildSummary(manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid)
+    named = settings.chat_template is not None or tokenizer.asked_as_messages
+    return BuildSummary(manifest, results, progress.bytes, took, resumed, tokenizer.engine, settings.is_valid, named)
 
 
 def _unit_bytes_of_images(settings: BuildSettings) -> int:
@@ -162,7 +165,7 @@ def _unit_bytes_of_images(settings: BuildSettings) -> int:
 
 def _decisive(settings: BuildSettings, tokenizer: Tokenizer, template: Template | None) -> dict[str, Any]:
     """All that decides the bytes of the dataset, by the names of the flags; of images that lie in files, their root."""
-    same = "ignore_keys context_roles tokenizer_engine seq_length oversize pad_multiple append_eod seed"
+    same = "ignore_keys context_roles roles columns tokenizer_engine seq_length oversize pad_multiple append_eod seed"
     same += " text_key max_record_bytes window_tokens cp_degrees valid_share is_valid prefix_tree"
     images: tuple[str, ...] = ()
     if settings.image_rules is not None:
@@ -188,6 +191,16 @@ def _check_results(settings: BuildSettings, template: Template | None, done: Seq
             f"{settings.output} was begun with another chat template than --tokenizer {settings.tokenizer} has now; "
             "nothing was overwritten, --overwrite starts again"
         )
+    forms = _forms_of(done)
+    if forms[AS_MESSAGES] and forms[ALPACA]:
+        alpaca = counted(forms[ALPACA], "record")
+        others = counted(forms[AS_MESSAGES], "conversation")
+        raise ValueError(
+            f"--input: answers would be learned in two forms: {alpaca} of `instruction` with `output` after Alpaca's "
+            f"prompt of 2023, and {others} (messages, or with `history` or `system`) as messages. Choose one: "
+            f"--chat-template {HOUSE_FORM} writes all in megacp's own form, --chat-template NAME or FILE.jinja by a "
+            "template"
+        )
     refusals = [result.refusals for result in done if result.refusals]
     count = sum(map(len, refusals))
     if refusals and settings.on_error == "fail":
@@ -196,6 +209,14 @@ def _check_results(settings: BuildSettings, template: Template | None, done: Seq
         raise ValueError(
             f"{count} bad records, more than --max-errors {settings.max_errors}; the last is {refusals[-1][-1]}"
         )
+
+
+def _forms_of(results: Sequence[UnitResult]) -> Counter[str]:
+    """Count the records of units by the form in which their answers are learned."""
+    forms = Counter[str]()
+    for result in results:
+        forms.update(result.forms)
+    return forms
 
 
 def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
@@ -213,8 +234,8 @@ def _check_use(settings: BuildSettings, results: Sequence[UnitResult]) -> None:
         )
     if not any(result.learned_tokens for result in results):
         raise ValueError(
-            f"--input: {documents} documents, and none of their tokens is learned: no assistant says anything, "
-            "or all weights are 0; no dataset was made"
+            f"--input: {counted(documents, 'document')}, and none of their tokens is learned: no assistant says "
+            "anything, or all weights are 0; no dataset was made"
         )
 
 
@@ -254,6 +275,7 @@ def _write(
         cp_degrees=settings.cp_degrees,
         chat_template=kept,
         document_end={"token": tokenizer.eos_id if settings.append_eod else None},
+        answer_forms=dict(sorted(_forms_of(results).items())) or None,
     )
     manifest.write(directory)
     return manifest

@@ -13,15 +13,23 @@ from megacp.core.data.vision.rules import VisionRules
 from megacp.core.storage.url import is_url
 from megacp.prepare.media.reader import LARGEST_ITEM, LIMITS
 from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
+from megacp.prepare.records.forms import READ_KEYS
 from megacp.prepare.records.read import input_problem
-from megacp.prepare.records.record import DEFAULT_MAX_RECORD_BYTES, LEARNED_ROLES
+from megacp.prepare.records.record import (
+    ALPACA,
+    AS_MESSAGES,
+    CONTEXT_ROLES,
+    DEFAULT_MAX_RECORD_BYTES,
+    LEARNED_ROLES,
+    RecordRules,
+)
 from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 VALID_FOLDER = "valid"
 """Folder of the validation records in a dataset with --valid-share."""
 HOUSE_FORM = "ignore"
-"""Word of --chat-template by which messages are written in the house's own form."""
+"""Word of --chat-template by which all conversations are written in the house's own form, Alpaca's too."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class BuildSettings:
     max_crops_per_pack: int | None = None
     ignore_keys: tuple[str, ...] = ()
     context_roles: tuple[str, ...] = ()
+    roles: tuple[tuple[str, str], ...] = ()
+    columns: tuple[tuple[str, str], ...] = ()
     chat_template: str | None = None
     """None: the tokenizer's own where it has one, loaded once there are messages."""
     chat_template_date: str | None = None
@@ -82,6 +92,21 @@ class BuildSettings:
             return (self,)
         return self, replace(self, output=os.path.join(self.output, VALID_FOLDER), is_valid=True)
 
+    def record_rules(self, tokenizer: Tokenizer) -> RecordRules:
+        """Return how records are read for a tokenizer."""
+        forms = {HOUSE_FORM: AS_MESSAGES, ALPACA: ALPACA}
+        by_folder = AS_MESSAGES if tokenizer.asked_as_messages and self.chat_template is None else ""
+        return RecordRules(
+            text_key=self.text_key,
+            media=self.image_rules is not None,
+            ignore_keys=self.ignore_keys,
+            context_roles=self.context_roles,
+            roles=self.roles,
+            columns=self.columns,
+            form=forms.get(self.chat_template or "", by_folder),
+            prefix_tree=self.prefix_tree,
+        )
+
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer these settings name."""
         return load_tokenizer(self.tokenizer, self.tokenizer_engine, self.eod_token, self.prepend_bos)
@@ -91,9 +116,10 @@ class BuildSettings:
 
         ValueError, also from what loads it: as of load_chat_template.
         """
+        if self.chat_template in (HOUSE_FORM, ALPACA):
+            return None
         if self.chat_template is not None:
-            named = self.chat_template, tokenizer, self.chat_template_date
-            return None if self.chat_template == HOUSE_FORM else load_chat_template(*named)
+            return load_chat_template(self.chat_template, tokenizer, self.chat_template_date)
 
         @functools.cache
         def load() -> ChatTemplate:
@@ -148,6 +174,7 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--ignore-keys {','.join(read)}: these keys are read, not ignored")
     if learned := sorted({*LEARNED_ROLES} & {*settings.context_roles}):
         found.append(f"--context-roles {','.join(learned)}: what this role says is learned")
+    found += _naming_problems(settings)
     if rules is not None and root is not None and not is_url(root) and not os.path.isdir(root):
         found.append(f"--image-root {root} is not a directory")
     if paths_only := [url for url in settings.image_urls if not is_url(url)]:
@@ -156,6 +183,34 @@ def problems(settings: BuildSettings) -> list[str]:
         found.append(f"--image-urls {','.join(queries)}: URLs begin with a place, without a query or a fragment")
     if not 0 <= settings.valid_share < 1:
         found.append(f"--valid-share is {settings.valid_share:g}, it must be at least 0 and below 1")
+    return found
+
+
+def _naming_problems(settings: BuildSettings) -> list[str]:
+    """Return what is wrong with the names that --columns and --roles give."""
+    found = []
+    known = {"--columns": READ_KEYS, "--roles": (*CONTEXT_ROLES, *LEARNED_ROLES)}
+    for flag, pairs in {"--columns": settings.columns, "--roles": settings.roles}.items():
+        for own, name in pairs:
+            given = f"{flag} {own}={name}"
+            if own in known[flag]:
+                continue
+            if name in known[flag]:
+                found.append(f"{given}: the name that is read stands first, {flag} {name}={own}")
+            else:
+                found.append(f"{given}: {own!r} is none of the names that are read, {', '.join(known[flag])}")
+        theirs = [name for _, name in pairs]
+        own_names = [own for own, _ in pairs] if flag == "--columns" else []
+        for names in (theirs, own_names):
+            if repeated := sorted({name for name in names if names.count(name) > 1}):
+                found.append(f"{flag} names {', '.join(repeated)} twice")
+    columns = {name for _, name in settings.columns}
+    if both := sorted(columns & {*settings.ignore_keys}):
+        found.append(f"--ignore-keys {','.join(both)}: --columns reads these keys")
+    if settings.text_key in columns or (settings.text_key != "text" and "text" in dict(settings.columns)):
+        found.append(f"--text-key {settings.text_key} and --columns both name the key of plain text; leave one out")
+    if both := sorted({name for _, name in settings.roles} & {*settings.context_roles}):
+        found.append(f"--context-roles {','.join(both)}: --roles gives these names another role")
     return found
 
 

@@ -14,7 +14,7 @@ import platform
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,8 +28,8 @@ from megacp.prepare.packs.settings import BuildSettings
 from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.chat_template import Template, loaded
 from megacp.prepare.records.documents import Document, DocumentMaker, RecordPart, learned_tokens
-from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent
-from megacp.prepare.records.record import Media, RecordError, RecordRules, Refusal, Sample
+from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent, records_before
+from megacp.prepare.records.record import Media, RecordError, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
 
 _BATCH_CHARACTERS = 1 << 20
@@ -62,6 +62,8 @@ class UnitResult:
     """Learned answers, as of THOUGHTS."""
     written_by: str | None = None
     """What wrote its messages, as of `writer_of`; None without messages."""
+    forms: dict[str, int] = field(default_factory=dict)
+    """Records by the form in which their answers are learned, as of ANSWER_FORMS."""
 
 
 def writer_of(template: Template | None) -> str:
@@ -75,6 +77,8 @@ class _Place(NamedTuple):
     extent: Extent
     line: int
     offset: int
+    number: int = 0
+    """Number as of a Record."""
 
 
 class _Entry(NamedTuple):
@@ -86,6 +90,8 @@ class _Entry(NamedTuple):
     parts: tuple[tuple[RecordPart, ...], ...]
     items: tuple[tuple[int, int], ...]
     """Offset and size of its encoded images and videos in the spool."""
+    forms: frozenset[str]
+    """Forms of its sample."""
 
 
 class UnitBuilder:
@@ -116,6 +122,7 @@ class _UnitRun:
         settings = builder.settings
         self._builder, self._settings, self._unit, self._spool = builder, settings, unit, spool
         self._media, self._lines_before = None, functools.cache(builder.lines_before)
+        self._records_before = functools.cache(records_before)
         if settings.image_rules is not None:
             limits = {"image": settings.max_image_bytes, "video": settings.max_video_bytes}
             self._media = MediaReader(settings.image_rules, settings.image_root, settings.image_urls, limits)
@@ -123,9 +130,9 @@ class _UnitRun:
         self._dropped: list[Refusal] = []
         self._documents = self._unlearned = self._learned_tokens = self._windows = 0
         self._answers, self._before_answers = Counter[str](), ""  # as of a Sample
+        self._forms = Counter[str]()
         self._written_by: str | None = None
-        named = settings.ignore_keys, settings.context_roles
-        self._rules = RecordRules(settings.text_key, self._media is not None, *named, prefix_tree=settings.prefix_tree)
+        self._rules = settings.record_rules(builder.tokenizer)
 
     def run(self) -> UnitResult:
         settings, unit, maker = self._settings, self._unit, self._builder.maker
@@ -140,6 +147,7 @@ class _UnitRun:
                 for entry, document in zip(batch, made, strict=True):
                     if self._is_kept(entry.place, document):
                         window.append((entry, document))
+                        self._forms.update(entry.forms)
                         tokens += len(document.tokens)
                 if tokens >= settings.window_tokens or len(window) >= WINDOW_DOCUMENTS:
                     self._flush(window, writer)
@@ -148,11 +156,15 @@ class _UnitRun:
             entry_of_shard = writer.commit() if writer.num_packs else None
         counts = self._documents, tuple(self._refusals), tuple(self._dropped), self._learned_tokens, self._unlearned
         answers: dict[str, Any] = {**self._answers, "before_answers": self._before_answers}
-        return UnitResult(unit.index, entry_of_shard, *counts, **answers, written_by=self._written_by)
+        return UnitResult(
+            unit.index, entry_of_shard, *counts, **answers, written_by=self._written_by, forms=dict(self._forms)
+        )
 
     def _refusal(self, place: _Place, reason: str) -> Refusal:
-        """A record refused, at its true line of the file."""
-        return Refusal(place.extent.path, self._lines_before(place.extent) + place.line, place.offset, reason)
+        """A record refused, at its true line of the file, and with its number where lines do not number records."""
+        number = place.number + self._records_before(place.extent) if place.number else 0
+        line = self._lines_before(place.extent) + place.line
+        return Refusal(place.extent.path, line, place.offset, reason, number)
 
     def _refuse(self, place: _Place, reason: str) -> None:
         refusal = self._refusal(place, reason)
@@ -172,7 +184,7 @@ class _UnitRun:
                     is_valid = drawn < settings.valid_share * 2**64
                 if is_valid != settings.is_valid:
                     continue
-                place = _Place(extent, item.line, item.offset)
+                place = _Place(extent, item.line, item.offset, item.number)
                 if isinstance(item, Refusal):
                     self._refuse(place, item.reason)
                     continue
@@ -180,7 +192,8 @@ class _UnitRun:
                     sample = parse_record(item.value, self._rules, self._builder.template)
                     if sample.talks and self._written_by is None:
                         self._written_by = writer_of(self._builder.template)
-                    batch.append(_Entry(place, sample.parents, *self._expanded(sample, item.members or {})))
+                    expanded = self._expanded(sample, item.members or {})
+                    batch.append(_Entry(place, sample.parents, *expanded, sample.forms))
                     self._answers.update(sample.answers)
                     self._before_answers = max(self._before_answers, sample.before_answers)
                 except RecordError as error:

@@ -34,6 +34,8 @@ class Beside:
     """What stands in it."""
     chat_template: Path | None
     """The file with a chat template; None when there is none."""
+    is_ours: bool = False
+    """Whether there is the template that the converter wrote, which stands for the house's own form."""
 
 
 def read_object(path: Path, limit: int = TEXT_LIMIT) -> dict[str, Any]:
@@ -62,7 +64,7 @@ def read_beside(folder: Path) -> Beside:
         raise ValueError(f"{config}: add_bos_token is {adds!r:.80}, expected true, false or null")
     template = next((folder / name for name in TEMPLATE_NAMES if (folder / name).is_file()), None)
     if template is not None and read_regular(template).startswith(_OURS):
-        return Beside(config, values, None)
+        return Beside(config, values, None, is_ours=True)
     return Beside(config, values, template or (config if values.get("chat_template") else None))
 
 

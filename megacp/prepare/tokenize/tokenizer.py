@@ -94,6 +94,8 @@ class Tokenizer(abc.ABC):
     """What its files put around a text."""
     chat_template: Path | None = None
     """The file with the template that a server writes messages by."""
+    asked_as_messages: bool = False
+    """Whether its folder has the converter's template of messages in the house's own form."""
     model: Any = None
     own: frozenset[str] = frozenset()
     """Special tokens of a vocabulary itself, which in a text are plain text."""
@@ -376,6 +378,7 @@ def _from_files(specification: str, engine: str) -> Tokenizer:
     if named in FILES[1:] and (tokens := tokens_beside(folder) - tokenizer.own):
         return _by_library(folder, engine, tokens)
     tokenizer.chat_template = beside.chat_template
+    tokenizer.asked_as_messages = beside.is_ours
     if isinstance(stated := beside.values.get("add_bos_token"), bool):
         tokenizer.surroundings = replace(tokenizer.surroundings, stated=stated)
     return tokenizer

@@ -168,7 +168,10 @@ def test_a_text_model_gets_the_template_on_demand_and_keeps_its_own(
 ) -> None:
     run = trained(tmp_path / "run", text=True)
     assert convert("megacp", "hf", run, tmp_path / "a", "--tokenizer", "byte") == 0
-    assert "chat template: none; for a model that was trained on records with `messages`" in capsys.readouterr().out
+    assert (
+        "chat template: none; --chat-template messages writes that of records with `messages`"
+        in capsys.readouterr().out
+    )
     assert not (tmp_path / "a" / chat.TEMPLATE_FILE).exists()
     flags = ("--chat-template", "messages")
     assert convert("megacp", "hf", run, tmp_path / "b", "--tokenizer", "byte", *flags) == 0

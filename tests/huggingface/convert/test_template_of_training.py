@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megacp import train
+from megacp.core.data.manifest import ANSWER_FORMS
 from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
 from megacp.huggingface.generation.sampler import Generator
@@ -106,3 +107,52 @@ def test_validation_data_by_another_template_is_refused(tmp_path: Path, capsys: 
     capsys.readouterr()
     assert train.main([*run, "--data-path", str(tmp_path / "a"), "--valid-data-path", str(tmp_path / "b")]) != 0
     assert "--valid-data-path was built with another --chat-template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["messages", "alpaca", "chat_template"])
+def test_training_and_export_say_in_which_form_answers_were_learned(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And `generate --prompt` asks in it: the tokens before the answer are those of the dataset."""
+    template = {"chat_template": TEMPLATES["qwen_25"]} if form == "chat_template" else {}
+    path = write_tokenizer(tmp_path / "t", **template)
+    record = {"instruction": ASK["content"], "output": TELL["content"]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    flags = ["--input", str(tmp_path / "a.jsonl"), "--tokenizer", str(path), "--seq-length", "512", "--workers", "1"]
+    flags += ["--chat-template", "ignore"] if form == "messages" else []
+    assert preprocess.main(["build", *flags, "--output", str(tmp_path / "d")]) == 0
+    run = [*SIZES, "--global-batch-size", "1", "--train-iters", "1", "--save", str(tmp_path / "out")]
+    assert train.main([*run, "--data-path", str(tmp_path / "d")]) == 0
+    words = f"{ANSWER_FORMS[form]} (1 record)"
+    assert f"\nanswers are learned {words}\n" in capsys.readouterr().out
+
+    asked: list[list[int]] = []
+    answers = Generator.answer
+
+    def noted(self: Generator, prompts: Any, *given: Any) -> Any:
+        asked.extend(prompt.tokens.tolist() for prompt in prompts)
+        return answers(self, prompts, *given)
+
+    monkeypatch.setattr(Generator, "answer", noted)
+    prompt = ["--checkpoint", str(tmp_path / "out"), "--max-new-tokens", "1", "--prompt", ASK["content"]]
+    assert generate.main(prompt) == 0
+    (learned,) = documents(tmp_path / "d")
+    (ids,) = asked
+    assert learned[: len(ids)] == ids and 1 < len(learned) - len(ids) <= 40
+    assert (f"answers were learned {words}" in capsys.readouterr().out) == (form != "chat_template")
+
+    write_tokenizer(tmp_path / "t", chat_template="{{ 'another' }}")
+    command = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--tokenizer", str(path)]
+    for choice in ("auto", "none"):
+        output = ["--output", str(tmp_path / choice), "--chat-template", choice]
+        assert convert.main([*command, *output]) == 0
+        said = capsys.readouterr().out
+        assert f"\nanswers were learned {words}\n" in said
+        if form == "chat_template" and choice == "auto":
+            assert "chat template: that of the training data, not the tokenizer's own, which differs" in said
+        else:
+            assert (
+                f"the tokenizer's own, which differs from the form that the model knows: answers were learned {words}"
+                in said
+            )
+            assert ("--chat-template messages writes" in said) == (form == "messages" and choice == "auto")

@@ -28,10 +28,6 @@ PIECES = (
 PIECES += "|\u0627\u0644|\u2028|\u0939\u093f|<b>&amp;|{{ x }}|\ufeff|\U0001d54f|====="
 CONTAINERS = ("a.jsonl", "b.json", "c.jsonl.gz", "d.json.gz", "e.jsonl.zst", "f.parquet", "g.tar", "h.jsonl")
 FORMS = ("text", "text", "messages", "prompt", "conversations", "alpaca", "none", "empty")
-ALPACA = (
-    "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
-    "\n\n### Instruction:\n{}\n\n{}### Response:\n"
-)
 SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 
 
@@ -50,9 +46,9 @@ def some_record(rng: random.Random, most: int) -> tuple[dict[str, Any], list[Any
         return record | {"prompt": asked, "completion": said}, [(asked, 0.0), (said, weight)]
     if form == "alpaca":
         inputs = rng.choice([{}, {"input": more}])
-        paired = (", paired with an input that provides further context", asked, f"### Input:\n{more}\n\n")
-        prompt = ALPACA.format(*(paired if inputs else ("", asked, "")))
-        return record | inputs | {"instruction": asked, "output": said}, [(prompt, 0.0), (said, weight)]
+        question = f"{asked}\n{more}" if inputs else asked  # as LLaMA-Factory asks
+        talk = [{"role": "user", "content": question}, {"role": "assistant", "content": said}]
+        return record | inputs | {"instruction": asked, "output": said}, [(talk, weight)]
     turns = [("system", more)] * rng.randint(0, 1) + [("user", asked), ("assistant", said)] * rng.randint(1, 2)
     messages = [{"role": role, "content": content} for role, content in turns]
     if form == "conversations":

@@ -35,11 +35,11 @@ UNLEARNED: list[dict[str, Any]] = [
 ]
 REFUSED: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
     ([{"text": "one", "url": "u"}, {"text": "see <image>", "images": ["x.jpg"]}], {}, ":2: `images`"),
-    ([{"messages": [{"role": "gpt", "content": "x"}, ASSISTANT]}], {}, ":1: `messages.0..role`"),
+    ([{"messages": [{"role": "bot", "content": "x"}, ASSISTANT]}], {}, ":1: `messages.0..role`"),
     ([{"text": "some code", "messages": [ASSISTANT]}], {}, ":1: .*--ignore-keys"),
     ([{"text": "x" * 300}], {}, ":1: .* --seq-length 128.*--oversize"),
     ([{"text": "Q", "branches": ["one", "second"]}], {}, ":1: "),
-    ([{"text": "a"}], {"append_eod": False}, "1 documents, and none of their tokens is learned"),
+    ([{"text": "a"}], {"append_eod": False}, "1 document, and none of their tokens is learned"),
     (UNLEARNED[::2], {}, "2 documents, and none of their tokens is learned"),
     ([TALK], {"ignore_keys": ("text", "weight", "x")}, "--ignore-keys text,weight"),
     ([TALK], {"context_roles": ("assistant",)}, "--context-roles assistant"),
