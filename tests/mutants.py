@@ -1161,6 +1161,50 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("stop is not None and offset >= stop:", "stop is not None and offset > stop:", "an element is in two units"),
         ("if before[1] != mark or end", "if end", "an array without a comma goes in"),
     ],
+    ("prepare/records/read.py", "tests/prepare/records/test_read.py"): [
+        (
+            'mark = "" if extent.start else',
+            "mark = layout.between if extent.start else",
+            "later units of an array are lost",
+        ),
+        ("return lines == 0 and are_messages", "return False and are_messages", "lists of messages are one array"),
+        ("return _STREAM if lines else None", "return None", "objects over many lines are bad lines"),
+    ],
+    ("prepare/packs/unit.py", "tests/prepare/records/test_read.py"): [
+        ("place.number + self._records_before(place.extent)", "place.number", "records are numbered by unit"),
+    ],
+    ("prepare/packs/unit.py", "tests/prepare/packs/test_answer_forms.py"): [
+        ("self._forms.update(entry.forms)", "pass", "nobody knows in which form answers are learned"),
+    ],
+    ("prepare/packs/run.py", "tests/prepare/packs/test_answer_forms.py"): [
+        ("if forms[AS_MESSAGES] and forms[ALPACA]:", "if False:", "a dataset has answers in two forms"),
+    ],
+    ("prepare/records/forms.py", "tests/prepare/packs/test_answer_forms.py"): [
+        ("not (has_template or rules.form == AS_MESSAGES)", "True", "a template does not write Alpaca's records"),
+    ],
+    ("prepare/records/sample.py", "tests/prepare/packs/test_answer_forms.py"): [
+        ("if not is_read and value not in", "if False and value not in", "a variable that no template reads is lost"),
+    ],
+    ("prepare/records/forms.py", "tests/prepare/records/test_spellings.py"): [
+        ("if _same(text, _plain(talk.messages[0])):", "if True:", "of two system prompts one is lost"),
+        ("and _same(given[key], text)}", "}", "a prompt that says something else is taken for a copy"),
+        ("if are_messages(value):\n        raise", "if False:\n        raise", "messages are learned as JSON"),
+    ],
+    ("prepare/records/turns.py", "tests/prepare/records/test_spellings.py"): [
+        ("if len(said) > 1:", "if False:", "of two texts of a message one is lost"),
+        ('"model": "assistant"', '"model": "user"', "Gemini's answers are questions"),
+    ],
+    ("prepare/records/turns.py", "tests/prepare/records/test_samples.py"): [
+        ("if speaker in rules.context_roles:", "if False:", "a role that is named as context is learned"),
+    ],
+    ("prepare/records/advice.py", "tests/prepare/records/test_spellings.py"): [
+        (
+            "if any(name in given for name in _ANSWERED) and not",
+            "if False and not",
+            "a bad answer is learned as advised",
+        ),
+        ("any(mark in value.lower() for mark in _SPEAKERS)", "False", "advice learns what users say"),
+    ],
     ("prepare/records/read.py", "tests/prepare/packs/test_run.py"): [
         ("or extent.start < self._offset:", "or True:", "each unit counts lines from the file's first byte"),
     ],
