@@ -121,7 +121,10 @@ def decode_json(line: bytes) -> Any:
     try:
         return of_text(json.loads(text), text)
     except json.JSONDecodeError as error:
-        raise RecordError(f"invalid JSON: {json_fault(error)} at column {error.colno}") from error
+        hint = ""
+        if re.match(r"\s*[\[{]+\s*'", text):
+            hint = "; it looks like Python's own notation, which ast.literal_eval reads: write it with json.dumps"
+        raise RecordError(f"invalid JSON: {json_fault(error)} at column {error.colno}{hint}") from error
     except RecursionError as error:
         raise RecordError("invalid JSON: lists or objects are nested too deeply") from error
     except ValueError as error:

@@ -49,10 +49,7 @@ def json_at(value: Any, where: str) -> Any:
     try:
         return decode_json(value.encode())
     except (RecordError, UnicodeEncodeError) as error:
-        hint = ""
-        if value.lstrip()[:2] in ("[{", "{'", "['") and "'" in value[:20]:
-            hint = "; it looks like Python's own notation, which ast.literal_eval reads: write it with json.dumps"
-        raise RecordError(f"`{where}` is a string and no JSON: {error}{hint}") from error
+        raise RecordError(f"`{where}` is a string and no JSON: {error}") from error
 
 
 def list_at(value: Any, where: str) -> Any:

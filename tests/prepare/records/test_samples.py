@@ -352,7 +352,8 @@ def test_a_text_build_names_the_image_that_it_cannot_hold() -> None:
     ("line", "named"),
     [
         (b'{"text": "\xff"}', "byte 0xff at column 11"),
-        (b'{"text": "a"', "at column 13"),
+        (b'{"text": "a"', "at column 13$"),
+        (b"{'text': 'a'}", "at column 2; it looks like Python's own notation, which ast.literal_eval reads"),
         (b'{"text": "a"} {}', "at column 15"),
         (b'{"text": "\\ud83d"}', "surrogate"),
         (b'{"text": "a\tb"}', "Invalid control character at column 12"),
