@@ -31,6 +31,7 @@ from megacp.core.config.cli import OneLineParser, path_text, path_texts
 from megacp.core.data.manifest import THOUGHTS, answers_told, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.storage.files import open_own, open_regular, read_regular, require_free
+from megacp.core.storage.wording import counted
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
@@ -313,7 +314,8 @@ def answer_records(session: Session, arguments: argparse.Namespace) -> None:
             stream.write(json.dumps({**line, "answer": answer}, ensure_ascii=False) + "\n")
     with ends_with_its_reader():
         say(str(session))
-        say(f"{arguments.output}: {len(prompts)} answers" + (f", {right} of {asked} as expected" if asked else ""))
+        told = f"{arguments.output}: {counted(len(prompts), 'answer')}"
+        say(told + (f", {right} of {asked} as expected" if asked else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

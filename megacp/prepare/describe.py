@@ -13,6 +13,7 @@ from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.core.storage.files import StrPath
 from megacp.core.storage.url import Url
+from megacp.core.storage.wording import counted
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ def describe_pack(
     pack, manifest = pack_of(dataset, index), dataset.manifest
     padded = int(pack.segments["padded_length"].sum())
     lines = [
-        f"pack {index} of {len(dataset)}: {len(pack.segments)} documents, {len(pack.tokens)} tokens, "
+        f"pack {index} of {len(dataset)}: {counted(len(pack.segments), 'document')}, {len(pack.tokens)} tokens, "
         f"{learned_of_pack(pack)} learned, {padded} padded, "
         f"{padded / manifest.seq_length:.2%} of --seq-length {manifest.seq_length}; \u00ablearned\u00bb"
     ]

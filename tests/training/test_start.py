@@ -490,7 +490,10 @@ def test_an_epoch_is_as_many_samples_as_there_are_packs_in_all_parts(tmp_path: P
     flags = ["--train-epochs", epochs, "--global-batch-size", "1"]
     flags += ["--data-path", "0.9", packed(tmp_path / "a", 3), "0.1", packed(tmp_path / "b", 7)]
     config, note = with_stored_length(parse(flags), given_names(flags), given_names(flags))
-    assert config.training.train_iters == steps and (f"{steps} updates of 1 packs, 0 of" in note) == (steps < 20)
+    assert config.training.train_iters == steps and (f"{steps} updates of 1 pack, 0 of" in note) == (steps < 20)
     longer = with_values(config, {"train_epochs": None, "train_iters": 40})
     notes = [with_stored_length(with_values(longer, {"lr_warmup_iters": n}), (), ())[1] for n in (20, 21)]
-    assert "to warm up" not in notes[0] and "40 updates of 1 packs, 21 of them to warm up" in notes[1]
+    assert "to warm up" not in notes[0] and "40 updates of 1 pack, 21 of them to warm up" in notes[1]
+    assert notes[1].endswith("teaches a model little: lower the warm-up, or raise --train-epochs or --train-iters")
+    one = with_values(config, {"train_epochs": None, "train_iters": 1, "lr_warmup_iters": 0})
+    assert "1 update of 1 pack, 0 of them" in (few := with_stored_length(one, (), ())[1]) and "lower" not in few

@@ -18,7 +18,7 @@ from megacp.core.models.costs import run_parameters, text_flops, trained_paramet
 from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.monitor.log import LogTargets, RunLog
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
-from megacp.core.storage.wording import human_count
+from megacp.core.storage.wording import counted, human_count
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start
@@ -61,10 +61,11 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
     strategy = parallel.data_parallel_sharding_strategy
     what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(strategy)
     shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
+    batch = counted(training.global_batch_size, "pack")
     return (
         f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
         f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} in "
-        f"{training.dtype}, {training.global_batch_size} packs of up to {config.data.seq_length} tokens a step"
+        f"{training.dtype}, {batch} of up to {config.data.seq_length} tokens a step"
     )
 
 
@@ -74,13 +75,14 @@ def opening_lines(
     """What runs where, what it starts from, and what is not as it was."""
     lines = [heading(config, grid), *parts_without_pairs(config), *chosen]
     source = sources.train
+    if told := answers_told(sources.answer_forms):
+        lines.append(told)
     if isinstance(source, PackBlend):
         firsts = [0, *itertools.accumulate(len(one) for one in source.datasets)]  # [datasets + 1]: pack numbers
         for one, first, stop in zip(source.shares(0), firsts, firsts[1:], strict=False):
             words = f"{stop - first:,} packs, numbers {first} to {stop - 1}"
             lines.append(f"blend: {one.name} gives {one.share:.4%} of the samples; {words}")
-    told = answers_told(sources.answer_forms)
-    lines += filter(None, (told, thoughts_told(sources.chat_template), start.note))
+    lines += filter(None, (thoughts_told(sources.chat_template), start.note))
     if resumed is None:
         rank = config.model.lora_rank
         random = f"--lora-rank {rank}: no --load-hf and no --load, so the frozen model is a random one"

@@ -24,6 +24,7 @@ from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.data.vision.decoding import RulesDecoder, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
+from megacp.core.storage.wording import counted
 from megacp.core.training.images import mock_images
 from megacp.core.training.stored import progress
 
@@ -161,9 +162,13 @@ def with_stored_length(config: RunConfig, given: Collection[str], flags: Collect
     config = with_values(config, found)
     steps, warmup = config.training.train_iters, config.training.warmup_updates
     if manifests and (steps < _FEW_UPDATES or warmup > steps / 2) and progress(config) == (0, 0):
-        few = f"{steps} updates of {training.global_batch_size} packs, {warmup} of them to warm up"
-        what = "lower --global-batch-size or the warm-up, or raise --train-epochs or --train-iters"
-        notes.append(f"this run makes {few}, which teaches a model little: {what}")
+        batch = training.global_batch_size
+        few = f"{counted(steps, 'update')} of {counted(batch, 'pack')}, {warmup} of them to warm up"
+        lower = ["--global-batch-size"] if batch > 1 else []
+        lower += ["the warm-up"] if warmup else []
+        ways = [f"lower {' or '.join(lower)}"] if lower else []
+        ways.append("raise --train-epochs or --train-iters")
+        notes.append(f"this run makes {few}, which teaches a model little: {', or '.join(ways)}")
     return config, "\n".join(notes)
 
 
