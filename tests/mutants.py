@@ -1301,7 +1301,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("prepare/records/conversation.py", "tests/prepare/test_public_chats.py"): [
-        ('["real_thoughts"] += 1', '["real_thoughts"] += 0', "answers with thoughts are not counted"),
+        ("self.answers[answer.thought] += 1", "pass", "answers with thoughts are not counted"),
         ("self._weights[i] = 0.0", "pass", "an answer is learned without its thought"),
         ("for a, b, w in self.learned)", "for a, b, w in self.learned[:1])", "the last answer is not learned"),
     ],
@@ -1362,26 +1362,103 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(tokens := tokens_beside(folder) - tokenizer.own)", "(tokens := set())", "tokens beside a model are ignored"),
     ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_learned.py"): [
-        ("        return alone, here\n", "        return None\n", "an empty thought is learned"),
-        ('_solid("".join(around)) != _solid(alone)', "not around", "what begins every answer is never learned"),
-        ("if here is None:", "if False:", "a prompt that opens a thought refuses earlier answers"),
-        ("= here[len(os.path", "= prompt[len(os.path", "a model is asked behind no empty thought"),
         ('call, "arguments") if takes else', 'call, "arguments") if False else', "arguments are encoded twice"),
     ],
+    ("prepare/records/answers.py", "tests/prepare/templates/test_learned.py"): [
+        ('"no_thoughts", alone, here, added)', '"no_thoughts")', "an empty thought is learned"),
+        ('solid("".join(around)) == solid(alone)', "bool(around)", "what begins every answer is never learned"),
+        ("if here is None:", "if False:", "a prompt that opens a thought refuses earlier answers"),
+        ("= here[len(os.path", "= prompt[len(os.path", "a model is asked after no empty thought"),
+    ],
     ("prepare/records/conversation.py", "tests/prepare/templates/test_conversation.py"): [
-        (".rstrip().removesuffix(THOUGHT)", "", "a thought in the content lacks its beginning"),
-        ('_UNASKED.sub("", prompt) + THOUGHT', '"-"', "a thought is refused where the prompt asks for none"),
+        ("at - len(THOUGHT) if", "at if", "a thought in the content lacks its beginning"),
         ('r" \\1 "', 'r"\\1"', "a thought that touches its marks is refused"),
+        ("elif self._is_taken_for_words(i):", "elif False:", "marks of another template's thoughts are learned"),
+        ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
+        ("if takes else", "if True else", "an object stands where a string is meant"),
+    ],
+    ("prepare/records/answers.py", "tests/prepare/templates/test_conversation.py"): [
+        ('_UNASKED.sub("", prompt) + THOUGHT', '"-"', "a thought is refused where the prompt asks for none"),
         (
-            "== _solid(alone) + THOUGHT",
+            "== solid(alone) + THOUGHT",
             "== 0",
             "a template whose prompt opens a thought that it never writes is refused",
         ),
-        ("elif answers and not", "elif False and not", "marks of another template's thoughts are learned"),
-        ("PLACE + THOUGHT_END, 1)", "THOUGHT_END, 1)", "an empty thought stands twice"),
-        ("or self._with(i, each, tools) for", "for", "the empty thought of an answer before any question is learned"),
-        ("if takes else", "if True else", "an object stands where a string is meant"),
-        ("if i else self._opened()", "", "what stands before a first answer is learned with it"),
+        (
+            " or self._renderings.with_message(i, message)",
+            "",
+            "the empty thought of an answer before any question is learned",
+        ),
+        (" if i else self._opened()", "", "the text before a first answer is learned with it"),
+    ],
+    ("prepare/records/answers.py", "tests/prepare/templates/test_marks.py"): [
+        (
+            "if self._text_from(begin, pattern.head) != pattern.head_text:",
+            "if False:",
+            "an answer begins as many characters after its turn as another one",
+        ),
+        (
+            "if self._text_from(end, pattern.tail) != pattern.tail_text:",
+            "if False:",
+            "an answer stops as many characters before the next turn as another one",
+        ),
+        ("_some_of(matched)):", "[]):", "no matched answer is also located by renderings"),
+        ("matched.append(i)", "answer = self._rendered(i)", "each answer costs renderings of its own"),
+    ],
+    ("prepare/records/renderings.py", "tests/prepare/templates/test_marks.py"): [
+        ("if text == self.text:", "if True:", "a template that sees the marks is believed"),
+        ("if silent and self._is_written_for(silent):", "if False:", "each thought that is left out costs a rendering"),
+    ],
+    ("prepare/records/marks.py", "tests/prepare/templates/test_marks.py"): [
+        ('place[1] == "" or place not in', "place not in", "a turn begins where a template looks through all messages"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_marks.py"): [
+        ("THOUGHT_WORDS if key in REASONING else key", "key", "each thought that is written costs a rendering"),
+        ("return self._places_at_once() or", "return", "each image costs a rendering"),
+    ],
+    ("prepare/records/conversation.py", "tests/prepare/templates/test_ends.py"): [
+        ("return after + len(token)", "return stop", "the token of the next turn is not learned"),
+        ("return stop + len(self._closing)", "return stop", "the last answer has no end"),
+        (
+            'self.answers["no_end"] += len(self._learned',
+            "0 * len(self._learned",
+            "blocks without an end are not counted",
+        ),
+    ],
+    ("prepare/records/chat_template.py", "tests/prepare/templates/test_ends.py"): [
+        ("of_turn or goes_on or", "of_turn or", "a shared beginning ends with a token that no branch has"),
+        ("if calls else self._after_answer", "if False else self._after_answer", "a call ends like an answer"),
+    ],
+    ("prepare/records/answers.py", "tests/prepare/templates/test_ends.py"): [
+        (
+            "if written[:i] == self._messages[:i]:",
+            "if True:",
+            "an answer after a call whose thought is dropped is refused",
+        ),
+    ],
+    ("prepare/records/renderings.py", "tests/prepare/templates/test_ends.py"): [
+        (
+            "if alone and alone != self.tried(",
+            "if True or (",
+            "what is never written next to a call is dropped silently",
+        ),
+        ('written[i] = {**written[i], "content": ""}', "pass", "an answer after a call with a content is refused"),
+    ],
+    ("prepare/tokenize/beside.py", "tests/prepare/templates/test_ends.py"): [
+        ('values.get("text_config")', "None", "the ends of a folder with a tower are not read"),
+    ],
+    ("prepare/packs/progress.py", "tests/prepare/templates/test_ends.py"): [
+        ("if no_end:", "if False:", "a build that learns no end is silent"),
+    ],
+    ("core/data/manifest.py", "tests/prepare/test_public_chats.py"): [
+        ("not (counts[0] and opens)", "not counts[0]", "ordinary chats are told about thoughts"),
+    ],
+    ("prepare/records/sandbox.py", "tests/prepare/templates/test_sandbox.py"): [
+        ("resource.setrlimit(resource.RLIMIT_AS, limits)", "pass", "the limit of one rendering stays"),
+        ('_Lazy(found) if hasattr(found, "__next__") else found', "found", "a generator's address is learned"),
+        ("return _Function(value) if", "return value if", "a method's address is learned"),
+        ('made.filters["random"] = _by_chance', "pass", "a build cannot be repeated"),
+        ("if not all(address in there", "if not all(True", "an address that nobody wrote is learned"),
     ],
     ("prepare/packs/run.py", "tests/prepare/templates/test_choice.py"): [
         ("if writers and writers !=", "if False and writers !=", "a build goes on with another chat template"),
@@ -1401,7 +1478,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
         ("if prompt and self.before_answers and", "if False and", "nothing stands behind a prompt"),
-        ("**self.variables, **own,", "**own, **self.variables,", "a flag wins over what a record says of its template"),
+        (
+            "**self.variables, **variables,",
+            "**variables, **self.variables,",
+            "a flag wins over what a record says of its template",
+        ),
     ],
     ("huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
         ("(real or empty <= none)", "real", "answers behind nothing are asked behind an empty thought"),

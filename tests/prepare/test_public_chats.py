@@ -35,7 +35,7 @@ LEARNED: dict[str, list[list[str]]] = {
 }
 """Of each record of a file what is learned, whichever of the two templates for Qwen3 writes it."""
 COUNTS = {"thoughts.jsonl": (1, 2, 0), "alpaca.json": (2, 0, 0), "trl.jsonl": (1, 0, 0)}
-"""Learned answers without a thought where a prompt opens one, with a real one, and right behind the prompt."""
+"""Learned answers without a thought where a prompt opens one, with a real one, and right after the prompt."""
 WITH_IMAGES = {"llava.json": [["A red square.</s>"]], "openai_images.jsonl": [["A red square.</s>"], ["Red too.</s>"]]}
 
 
@@ -79,8 +79,9 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
     assert found == LEARNED[name]
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
     assert ("2 answers are context, not learned" in said) == (name == "thoughts.jsonl")
-    told = f"{empty} answers are learned without a thought, {real} with one, {none} right behind the prompt"
-    assert told in said and "1 step of an epoch at --global-batch-size 8" in said
+    told = f"{empty} answers are learned without a thought, {real} with one, {none} right after the prompt"
+    # the line belongs to thoughts, and is not printed about ordinary chats
+    assert (told in said) == (name == "thoughts.jsonl") and "1 step of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
     assert (kept or {}).get("before_answers") == (EMPTY if empty else None)
 

@@ -27,6 +27,8 @@ FEATURE_TOKENS = ("image_patch", "video_patch")
 """Special image tokens, by their names in rules, that stand for a pooled feature each."""
 THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
 """Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
+_THOUGHT = "<think>"
+"""Begins an empty thought that the template writes; where a prompt opens a thought, only its end is left to write."""
 
 
 ANSWER_FORMS = {
@@ -187,10 +189,19 @@ _DERIVED = ("num_packs", "num_segments", "num_tokens", "packing_efficiency")
 
 
 def thoughts_told(chat_template: dict[str, Any] | None) -> str:
-    """How many answers of a manifest, or a blend, are learned behind which thought; empty where none is known."""
-    counts = [(chat_template or {}).get(name, 0) for name in THOUGHTS]
-    sentence = "{:,} answers are learned without a thought, {:,} with one, {:,} right behind the prompt"
-    return sentence.format(*counts) if any(counts[:2]) else ""
+    """Say how many answers of a manifest, or a blend, are learned after which thought.
+
+    Empty where thoughts play no part: no answer has one, and no prompt of the template opens one. Where a prompt opens
+    a thought, an answer without one is learned after the rest of an empty thought.
+    """
+    kept = chat_template or {}
+    counts = [kept.get(name, 0) for name in THOUGHTS]
+    before = kept.get("before_answers", "")
+    opens = before != "" and _THOUGHT not in before
+    if not counts[1] and not (counts[0] and opens):
+        return ""
+    sentence = "{:,} answers are learned without a thought, {:,} with one, {:,} right after the prompt"
+    return sentence.format(*counts)
 
 
 def answers_told(forms: dict[str, int] | None) -> str:

@@ -157,9 +157,11 @@ def _files_beside(loaded: Loaded, folder: Path, request: Request) -> dict[str, A
             print(f"end of answers: {', '.join(f'{tokenizer.decode([i])!r} (id {i})' for i in ends) or unknown}")
             before, told, how = written.get("before_answers"), thoughts_told(written), ""
             if THINKS in written["default"]:
-                how = f": ask with {THINKS}=False for the first, True for the others"
+                others = " for the first, True for the others" if told else ""
+                how = f": ask with {THINKS}=False{others}"
             elif before:
-                how = f": let prompts end with {before!r} for the first"
+                first = " for the first" if told else ""
+                how = f": let prompts end with {before!r}{first}"
             if before or told:
                 print(f"{told or 'answers are learned without a thought'}{how}")
     ids["eos_token_id"] = last_token(progress, ids["eos_token_id"])

@@ -126,6 +126,13 @@ class BuildSummary:
         told = thoughts_told(manifest.chat_template)
         if told:
             lines.append(told)
+        no_end = sum(result.no_end for result in self.results)
+        if no_end:
+            lines.append(
+                f"{counted(no_end, 'answer')} {'is' if no_end == 1 else 'are'} learned without an end, so a model may "
+                "not stop after them: let the chat template write a special token after each answer (inside its "
+                "generation block, if it has blocks), such as the tokenizer's eos_token"
+            )
         return lines
 
     @property
@@ -133,13 +140,12 @@ class BuildSummary:
         """The form in which answers are learned, and how a model that learned them is asked; empty without answers."""
         forms = (self.manifest and self.manifest.answer_forms) or {}
         told = answers_told(forms)
+        why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
         if "messages" in forms:
-            why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
             told += (
                 f"{why}. tools/generate.py --prompt and --chat ask in it; tools/convert_checkpoint.py --chat-template "
                 "messages adds a template of it to an export"
             )
         elif "alpaca" in forms:
-            why = "" if self.form_named else ", as the tokenizer's folder has no chat template"
             told += f"{why}. tools/generate.py --prompt asks in it; an export has no template of it"
         return told

@@ -54,6 +54,8 @@ class UnitResult:
     """Documents of which nothing is learned."""
     in_context: int = 0
     """Answers of which nothing is learned, as a chat template leaves out their thoughts."""
+    no_end: int = 0
+    """Learned answers after which no token is learned that ends them."""
     before_answers: str | None = None
     """`Sample.before_answers`."""
     empty_thoughts: int = 0

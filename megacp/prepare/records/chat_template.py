@@ -11,21 +11,23 @@ import datetime
 import hashlib
 import json
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megacp.core.storage.files import read_regular
+from megacp.prepare.records import sandbox
+from megacp.prepare.records.marks import MARK_CHARACTERS, MarkedPlace, Marks, TurnMarks
 from megacp.prepare.records.record import LEARNED_ROLES, RecordError
+from megacp.prepare.records.sandbox import BLOCK_BEGIN, BLOCK_END, NAMED_TOKENS, TemplateLimitError, bounded
 from megacp.prepare.tokenize.beside import (
     TEMPLATE_FOLDER,
     TEMPLATE_NAMES,
+    end_ids,
     read_beside,
     read_object,
     settings_of,
@@ -35,9 +37,10 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer
 
 OURS = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
 """Templates by name, for tokenizers without one and for those whose own does not say what is learned."""
-_BEGIN, _END, PLACE = _RESERVED = "\ufdd0\ufdd1\ufdd2"
-"""Characters that mark a generation block, and what stands for an image; no text may hold them."""
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PLACE = "\ufdd2"
+"""Stands for a value whose place in a rendering is looked for."""
+_RESERVED = (BLOCK_BEGIN, BLOCK_END, PLACE, *MARK_CHARACTERS)
+"""Characters that Unicode gives only to programs. They mark a rendering, so no text may hold them."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of a message's reasoning; the first is that of templates."""
 THOUGHT, THOUGHT_END = "<think>", "</think>"
@@ -46,8 +49,13 @@ THINKS = "enable_thinking"
 """The variable by which a template knows whether to think."""
 GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 """A block of a template that says by itself what is learned."""
-LONGEST = 10.0
-"""Seconds that one rendering may compute; a long conversation takes some thousandths."""
+_SAID, _TOLD = "Why so?", "Certainly"
+_TURNS: list[dict[str, Any]] = [{"role": "user", "content": _SAID}, {"role": LEARNED_ROLES[0], "content": _TOLD}]
+_CALL: dict[str, Any] = {"id": "call00001", "type": "function"}
+_CALL["function"] = {"name": "look", "arguments": {"place": _TOLD}}
+_PLACES = {"type": "object", "properties": {"place": {"type": "string", "description": "Where"}}}
+_TOOL = {"type": "function", "function": {"name": "look", "description": "Looks", "parameters": _PLACES}}
+"""A conversation by which a template shows what it writes after answers and calls."""
 _MARKS = ("<|im_start|>", "<|im_end|>")
 """Marks of the templates that are known by name."""
 
@@ -75,12 +83,16 @@ class ChatTemplate:
     """What ends a prompt where a model learned its answers without a thought: an empty one, or what opens none."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of all renderings that do not give others."""
+    folder_ends: tuple[str, ...] = ()
+    """Tokens at which the model's folder says that an answer ends; the first is the tokenizer's own, if it has one."""
 
     @property
     def decisive(self) -> dict[str, Any]:
         """All of it that decides tokens, in JSON's types."""
         digest = hashlib.sha256("\n".join(map(repr, self._added)).encode()).hexdigest()
-        return {"text": self.text, "date": self.today, "special": dict(self.special), "added_tokens": digest}
+        ends = list(self.folder_ends)
+        special = dict(self.special)
+        return {"text": self.text, "date": self.today, "special": special, "added_tokens": digest, "ends": ends}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -90,7 +102,12 @@ class ChatTemplate:
     @cached_property
     def forgeable(self) -> re.Pattern[str]:
         """Finds special tokens, which only a template may write, and the characters that mark a rendering."""
-        return _any_of([*(token.content for token in self._added if token.special), *_RESERVED])
+        return _any_of([*self.special_texts, *_RESERVED])
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The texts of its special tokens."""
+        return tuple(token.content for token in self._added if token.special and token.content.strip())
 
     @cached_property
     def _added(self) -> list[Any]:
@@ -100,6 +117,52 @@ class ChatTemplate:
     def writes_thoughts(self) -> bool:
         """Whether it knows of thoughts, though it may leave out those of earlier answers."""
         return any(name in self.text for name in (*REASONING, THOUGHT_END))
+
+    @cached_property
+    def ends(self) -> tuple[str, ...]:
+        """Tokens that end an answer for which the template writes no end: of the next turn, and of the folder."""
+        tokens = (self._after_answer, self._after_call, *self.folder_ends)
+        return tuple(dict.fromkeys(token for token in tokens if token))
+
+    def end_after(self, calls: bool, goes_on: bool) -> str:
+        """The token that ends a last answer after which the template writes nothing; empty where it writes something.
+
+        `calls`: the answer is a tool call. `goes_on`: a turn follows, which can only begin with its own token.
+        """
+        of_turn = self._after_call if calls else self._after_answer
+        if of_turn or goes_on or self._ends_answers:
+            return of_turn
+        return next(iter(self.folder_ends), "")
+
+    @cached_property
+    def _ends_answers(self) -> bool:
+        """Whether it writes something after the words of a last answer."""
+        text = self._text_of(_TURNS, None)
+        return text.rpartition(_TOLD)[2].strip() != ""
+
+    @cached_property
+    def _after_answer(self) -> str:
+        return self._token_between([*_TURNS, *_TURNS], None)
+
+    @cached_property
+    def _after_call(self) -> str:
+        call = {"role": LEARNED_ROLES[0], "content": "", "tool_calls": [_CALL]}
+        result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "look", "content": _SAID}
+        return self._token_between([{**_TURNS[0], "content": "?"}, call, result], [_TOOL])
+
+    def _token_between(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """The first special token between an answer, which says _TOLD, and the next _SAID; empty for none."""
+        _, _, rest = self._text_of(messages, tools).partition(_TOLD)
+        between, said, _ = rest.partition(_SAID)
+        found = self.forgeable.search(between)
+        return found[0] if said and found is not None and not self._ends_answers else ""
+
+    def _text_of(self, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """The text of messages; empty where it refuses them, for then no such conversation is in the data either."""
+        try:
+            return self.render(messages, tools).text
+        except RecordError:
+            return ""
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -138,38 +201,76 @@ class ChatTemplate:
             answer = {"role": LEARNED_ROLES[0], "content": PLACE}
             text = self.render([*messages, answer], tools, variables).text.rpartition(PLACE)[0]
             return Rendering(text if text.endswith(self.before_answers) else text + self.before_answers)
-        given = {**self.special, **self.variables, **own, "tools": tools, "documents": None}
-        chat = []
-        for message in messages:  # with its thought under the names that templates read, as the library hands it on
-            own = {key: value for key, value in message.items() if value is not None}
-            thought = next((own[key] for key in REASONING if key in own), None)
-            chat.append(own if thought is None else {"thinking": thought, **own, "reasoning_content": thought})
+        return _without_blocks(self._written(_as_given(messages), tools, own, prompt))
+
+    def render_marked(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        marks: Marks,
+        tools: Sequence[Any] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[str, dict[MarkedPlace, int]]:
+        """Write messages whose values hold some marks, with a new mark for each turn.
+
+        Return the text without any marks, and where each marked place begins in it.
+        """
+        chat = _as_given(messages)
+        text = self._written(chat, tools, variables or {}, False, TurnMarks(marks, chat))
+        return marks.found(re.sub(f"[{BLOCK_BEGIN}{BLOCK_END}]", "", text))
+
+    def _written(
+        self,
+        chat: Sequence[dict[str, Any]],
+        tools: Sequence[Any] | None,
+        variables: Mapping[str, Any],
+        prompt: bool,
+        turns: TurnMarks | None = None,
+    ) -> str:
+        """What the template writes, with the characters that mark its generation blocks."""
+        given = {**self.special, **self.variables, **variables, "tools": tools, "documents": None}
+        if turns is not None:
+            given[sandbox.TURN] = turns
         try:
-            if threading.current_thread() is threading.main_thread():  # others take no signals
-                _heed_time()
-                signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
-            template = _compiled(self.text, self.today)
-            text = template.render(messages=chat, add_generation_prompt=prompt, **given)
-        except TimeoutError as error:  # so would the next record's
-            raise ValueError(f"--chat-template: the template is not done after {LONGEST:g} s of computing") from error
+            with bounded("the template"):
+                template = sandbox.compiled_template(self.text, self.today, turns is not None)
+                text = sandbox.rendered(template, dict(messages=chat, add_generation_prompt=prompt, **given))
+            sandbox.refuse_addresses(text, self.text, (chat, given))
+        except TemplateLimitError:
+            raise
         except Exception as error:  # a template is a program, and may fail in any way
             raise RecordError(f"the chat template refuses it: {_one_line(error)}") from error
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        generated, length = [], 0
-        for piece in re.split(f"({_BEGIN}.*?{_END})", text, flags=re.DOTALL):  # a block, or what stands between two
-            block = piece.strip(_BEGIN + _END)
-            if not {_BEGIN, _END}.isdisjoint(block):
-                raise RecordError("the chat template has a generation block within another")
-            if piece != block and block:
-                generated.append((length, length + len(block)))
-            length += len(block)
-        return Rendering(re.sub(f"[{_BEGIN}{_END}]", "", text), tuple(generated))
+        return text
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Ids int32 [n] of a rendering, and the characters start..stop of each, int64 [n, 2]."""
         encoding = self._model.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
+
+
+def _as_given(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with their thoughts under the names that templates read, as the library hands them on."""
+    chat = []
+    for message in messages:
+        own = {key: value for key, value in message.items() if value is not None}
+        thought = next((own[key] for key in REASONING if key in own), None)
+        if thought is not None:
+            own = {"thinking": thought, **own, "reasoning_content": thought}
+        chat.append(own)
+    return chat
+
+
+def _without_blocks(text: str) -> Rendering:
+    """A rendering without the characters that mark its generation blocks, and where these are."""
+    generated = []
+    length = 0
+    for piece in re.split(f"({BLOCK_BEGIN}.*?{BLOCK_END})", text, flags=re.DOTALL):  # a block, or the text between two
+        block = piece.strip(BLOCK_BEGIN + BLOCK_END)
+        if not {BLOCK_BEGIN, BLOCK_END}.isdisjoint(block):
+            raise RecordError("the chat template has a generation block within another")
+        if piece != block and block:
+            generated.append((length, length + len(block)))
+        length += len(block)
+    return Rendering(re.sub(f"[{BLOCK_BEGIN}{BLOCK_END}]", "", text), tuple(generated))
 
 
 Template = ChatTemplate | Callable[[], ChatTemplate]
@@ -193,7 +294,7 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
             "plain text"
         )
     try:
-        import jinja2
+        import jinja2  # noqa: F401
     except ImportError as error:
         raise ValueError(f"{flag} needs the package jinja2: pip install 'megacp[data]'") from error
     text = _chosen(choice, tokenizer.files[0].parent)
@@ -202,12 +303,18 @@ def load_chat_template(choice: str, tokenizer: Tokenizer, today: str | None) -> 
             f"{flag}: the template writes today's date, so the tokens would be others tomorrow; fix it with "
             "--chat-template-date YYYY-MM-DD"
         )
+    if today is not None:
+        try:
+            datetime.datetime.strptime(today, "%Y-%m-%d")
+        except ValueError as error:
+            raise ValueError(f"--chat-template-date {today} is no date, as in 2026-01-31") from error
     try:
-        _compiled(text, today)
-    except jinja2.TemplateError as error:
+        with bounded("the template"):
+            sandbox.compiled_template(text, today)
+    except TemplateLimitError:
+        raise
+    except Exception as error:  # Python's own compiler refuses what is nested too deeply, and not in one way
         raise ValueError(f"{flag}: the template is no Jinja: {_one_line(error)}") from error
-    except ValueError as error:
-        raise ValueError(f"--chat-template-date {today} is no date, as in 2026-01-31") from error
     made = template_of(text, tokenizer, today)
     if text in OURS.values() and not all(made.forgeable.fullmatch(token) for token in _MARKS):
         raise ValueError(
@@ -223,8 +330,11 @@ def template_of(text: str, tokenizer: Tokenizer, today: str | None, before_answe
     ValueError: the settings name tokens that it does not have.
     """
     settings = settings_of(tokenizer.files[0].parent)
-    named = {name: content for name in _NAMED if (content := token_text(settings.get(name))) is not None}
-    return ChatTemplate(text, today, named, _model_of(tokenizer.files[0], settings, named.values()), before_answers)
+    named = {name: content for name in NAMED_TOKENS if (content := token_text(settings.get(name))) is not None}
+    model = _model_of(tokenizer.files[0], settings, named.values())
+    tokens = [named.get("eos_token"), *map(model.id_to_token, end_ids(tokenizer.files[0].parent))]
+    ends = tuple(dict.fromkeys(token for token in tokens if token))
+    return ChatTemplate(text, today, named, model, before_answers, folder_ends=ends)
 
 
 def _chosen(choice: str, folder: Path) -> str:
@@ -292,52 +402,3 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 def _one_line(error: object) -> str:
     return " ".join(str(error).split())
-
-
-def _raise(message: str) -> None:
-    raise RecordError(message)
-
-
-def _end(number: int, frame: Any) -> None:
-    raise TimeoutError
-
-
-@lru_cache(maxsize=1)
-def _heed_time() -> None:
-    """Let a process's own timer end what it computes."""
-    signal.signal(signal.SIGVTALRM, _end)
-
-
-@lru_cache(maxsize=64)
-def _compiled(text: str, today: str | None) -> Any:
-    """A template in Jinja's sandbox as the library sets it up, but for the clock."""
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-        def _marked(self, caller: Any) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    class Unnamed(jinja2.Undefined):
-        """Undefined, and refused where the library would write nothing in place of a token that ends an answer."""
-
-        def __str__(self) -> str:
-            if self._undefined_name in _NAMED:
-                raise RecordError(f"it writes {self._undefined_name}, which the tokenizer's files do not name")
-            return super().__str__()
-
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols], undefined=Unnamed
-    )
-    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    made.globals["raise_exception"] = _raise
-    if today is not None:
-        made.globals["strftime_now"] = datetime.datetime.strptime(today, "%Y-%m-%d").strftime
-    return made.from_string(text)

@@ -1,22 +1,27 @@
-"""A record's messages as a chat template writes them, with the loss weight of every character.
+"""Write a record's messages by a chat template, with the loss weight of every character.
 
-Where a template has `{% generation %}` blocks, these are learned. Elsewhere an answer is what its message adds to the
-rendering of all before it with the generation prompt, and both renderings must begin the whole one. What a record says
-must change the text, and no text may spell a special token.
+If a template has `{% generation %}` blocks, these are learned. Otherwise an answer is the text that its message adds to
+the rendering of all messages before it with the generation prompt, and both renderings must begin the whole one. An
+answer is learned with the token that ends it, even if the template writes this token only as the beginning of the next
+turn, or not at all after the last answer. Every value of a record must appear in the text, and no text may spell a
+special token.
 
-An answer whose thought the template leaves out, as of earlier turns, is context: it was not said without. An answer
-that had none is learned from its own first word on where the template writes what is around a thought all the same: a
-model does not learn to think nothing.
+If the template leaves out the thought of an answer, as it does for earlier turns, the answer is context: its author did
+not say it without the thought. If an answer had no thought, but the template writes an empty one, it is learned from
+its own first word on, so that a model does not learn to think nothing.
 """
 
 from __future__ import annotations
 
-import os
+import bisect
+import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
+from megacp.prepare.records.answers import AnswerFinder, LocatedAnswer
 from megacp.prepare.records.chat_template import (
     GENERATION_BLOCK,
     PLACE,
@@ -24,10 +29,10 @@ from megacp.prepare.records.chat_template import (
     THOUGHT,
     THOUGHT_END,
     ChatTemplate,
-    Rendering,
     template_of,
 )
 from megacp.prepare.records.forms import Talk, kind_of, objects_at, role_and_weight, text_of, with_object
+from megacp.prepare.records.marks import THOUGHT_WORDS
 from megacp.prepare.records.record import (
     LEARNED_ROLES,
     Media,
@@ -38,16 +43,12 @@ from megacp.prepare.records.record import (
     described,
     media_at,
 )
+from megacp.prepare.records.renderings import Renderings
+from megacp.prepare.records.thoughts import EMPTY_THOUGHT, LINK_KEYS, is_blank, message_words, solid, thought_apart
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 
-_LINKS = ("role", "type", "id", "index", "tool_call_id")
-"""Keys that say what stands there or what belongs together: a template need not write them."""
 _WRITTEN_AS_THEY_ARE = ("system", "user")
 """Roles whose contents every template writes word by word; it may put what a tool says into JSON."""
-_EMPTY_THOUGHT = re.compile(rf"\A\s*{THOUGHT}\s*{THOUGHT_END}\s*")
-"""An empty thought at the beginning of a content, whatever the template makes of it."""
-_UNASKED = re.compile(rf"{THOUGHT}\s*{THOUGHT_END}\s*\Z")
-"""An empty thought at the end of a prompt that asks for none."""
 _LONGEST = 60
 """Characters of a text that an error shows."""
 
@@ -55,7 +56,9 @@ _LONGEST = 60
 class WrittenTalk:
     """The messages of one record for one template. RecordError, from any method, says what is wrong with them."""
 
-    def __init__(self, talk: Talk, template: ChatTemplate, rules: RecordRules) -> None:
+    def __init__(self, talk: Talk, template: ChatTemplate, rules: RecordRules, goes_on: bool = False) -> None:
+        """`goes_on`: whether branches follow, so that the text ends as they begin."""
+        self._goes_on = goes_on
         self._talk, self._template, self._rules = talk, template, rules
         self._media: list[tuple[int, int, Media]] = []  # message, part
         self._weights: list[float] = []
@@ -63,7 +66,7 @@ class WrittenTalk:
         self._messages = [self._given(i) for i in range(len(talk.messages))]
         self._expected: str | None = None
         if rules.asks and self._messages[-1]["role"] in LEARNED_ROLES:
-            self._expected = _words(self._messages.pop())
+            self._expected = message_words(self._messages.pop())
             self._media = [each for each in self._media if each[0] < len(self._messages)]
         if unknown := [name for name in talk.variables if name not in template.text]:
             raise RecordError(f"`chat_template_kwargs.{unknown[0]}`: the chat template reads no such variable")
@@ -77,20 +80,22 @@ class WrittenTalk:
                 raise RecordError(
                     f"a text of `{path}` spells the special token {found[0]!r}, which only the template may write"
                 )
-        self._whole = self._render(self._messages)
-        if not self.text:
+        self._renderings = Renderings(template, self._messages, talk.tools, talk.variables, rules.asks)
+        self._closing = ""
+        """The token that ends a last answer after which the template writes none."""
+        if not self._renderings.text:
             raise RecordError("the chat template writes nothing for this record")
         self.learned: list[tuple[int, int, float]] = []
         """Characters start..stop and their loss weight, in order."""
         if not rules.asks:
             self._refuse_lost()
             self.learned = self._generated() if GENERATION_BLOCK.search(template.text) else self._answers()
-        self._places = [self._place(i, j, media) for i, j, media in self._media]
+        self._places = self._find_places()
 
     @property
     def text(self) -> str:
         """All of it."""
-        return self._whole.text
+        return self._renderings.text + self._closing
 
     def pieces(self, shared: WrittenTalk | None = None, weight: float = 1.0) -> tuple[SamplePart, ...]:
         """The rendering and all its images. With `shared`, which it goes on: what it adds has the weight.
@@ -111,9 +116,6 @@ class WrittenTalk:
         expected = [SamplePart(self._expected, 1.0)] if self._expected else []
         return (rendered, *(SamplePart(None, 0.0, media) for *_, media in self._media), *expected)
 
-    def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> Rendering:
-        return self._template.render(messages, self._talk.tools, self._talk.variables, prompt or self._rules.asks)
-
     def _given(self, i: int) -> dict[str, Any]:
         """Message i as the template gets it; its weight and its images are entered."""
         message, where, ignored = self._talk.messages[i], self._talk.paths[i], self._rules.ignore_keys
@@ -122,7 +124,7 @@ class WrittenTalk:
         if "tool_calls" in given:
             calls, takes = objects_at(given["tool_calls"], f"{where}.tool_calls"), self._template.takes_objects
             given["tool_calls"] = [with_object(call, "arguments") if takes else call for call in calls]
-        if all(given[key] in ([], {}) for key in given.keys() - {*_LINKS}):
+        if all(given[key] in ([], {}) for key in given.keys() - {*LINK_KEYS}):
             raise RecordError(f"`{where}` says nothing: it has no `content`")
         if given["role"] == "developer" and "developer" not in self._template.text:  # OpenAI's word for it
             given["role"] = "system"
@@ -151,152 +153,128 @@ class WrittenTalk:
 
         An answer whose thought is left out by a template that writes thoughts becomes context.
         """
-        writes_thoughts = self._template.writes_thoughts
-        for i, (message, where) in enumerate(zip(self._messages, self._talk.paths, strict=True)):
-            answers = self._weights[i] > 0 and writes_thoughts
-            thought, thoughtless = _thought_apart(message) if answers else ("", {})
-            if thought and _solid(self._with(i, thoughtless, self._talk.tools)) == _solid(self.text):
+        left_out = self._left_out
+        for i, where in enumerate(self._talk.paths):
+            if i in left_out:
                 if i + 1 == len(self._messages):
-                    key = next((key for key in REASONING if key in message), "content")
+                    key = next((key for key in REASONING if key in self._messages[i]), "content")
                     said = f"`{where}.{key}`: the chat template leaves out the last thought"
                     raise RecordError(f"{said}; take one that writes it, with --chat-template FILE.jinja")
-                self._weights[i] = 0.0
-                self.answers["in_context"] += 1
-            elif answers and not self._reads_thought(i):
+                self._leave_as_context(i)
+            elif i in self._renderings.unwritten_contents:
+                self._leave_as_context(i)
+            elif self._is_taken_for_words(i):
                 said = f"`{where}.content`: the chat template reads no thought there"
                 raise RecordError(f"{said}; give it as `{REASONING[0]}`")
-            for key in message.keys() - {*_LINKS}:
-                by_rule = key in REASONING and writes_thoughts and not self._weights[i]
-                by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
-                blank = not message[key] or (isinstance(message[key], str) and not message[key].strip())
-                if key == "content" and message["role"] in _WRITTEN_AS_THEY_ARE:
-                    self._refuse_unsaid(i, key, self.text)
-                elif key in REASONING and not (blank or writes_thoughts):
-                    raise RecordError(
-                        f"`{where}.{key}`: the chat template writes no thoughts; take one that does, such as "
-                        "--chat-template qwen3"
-                    )
-                elif not (blank or by_rule or (key == "content" and self._weights[i])):
-                    without = {name: value for name, value in message.items() if name != key}
-                    self._refuse_same(f"{where}.{key}", i, without, self._talk.tools)
-        if self._talk.tools:
-            self._refuse_same("tools", 0, self._messages[0], None)
+            for key in self._messages[i]:
+                if key not in LINK_KEYS:
+                    self._refuse_lost_key(i, key)
+        if self._talk.tools and self._renderings.without_tools() == self._renderings.text:
+            raise RecordError(_would_be_lost("tools", "tools"))
 
-    def _reads_thought(self, i: int) -> bool:
-        """Whether a thought in content i is one for the template: written as by its own key, or left out."""
-        message, words = self._messages[i], _words(self._messages[i])
-        told = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}  # as an empty one is read too
-        thought, thoughtless = _thought_apart(told)
-        if THOUGHT_END not in words or not thought:
-            return True
-        named = {**thoughtless, REASONING[0]: thought}
-        read, bare, written = (_solid(self._with(i, m, self._talk.tools)) for m in (named, thoughtless, told))
+    def _leave_as_context(self, i: int) -> None:
+        """Learn nothing of answer i, of which the template leaves out something."""
+        if self._weights[i]:
+            self.answers["in_context"] += 1
+        self._weights[i] = 0.0
+
+    def _refuse_lost_key(self, i: int, key: str) -> None:
+        """RecordError where the template does not write the value at a key of message i."""
+        message = self._messages[i]
+        where = f"{self._talk.paths[i]}.{key}"
+        writes_thoughts = self._template.writes_thoughts
+        if key == "content" and message["role"] in _WRITTEN_AS_THEY_ARE:
+            self._refuse_unwritten_words(i)
+        elif key in REASONING and not (is_blank(message[key]) or writes_thoughts):
+            raise RecordError(
+                f"`{where}`: the chat template writes no thoughts; take one that does, such as --chat-template qwen3"
+            )
+        else:
+            by_rule = key in REASONING and writes_thoughts and not self._weights[i]
+            by_rule |= key == "name" and message["role"] == "tool"  # the call before it names the tool
+            by_rule |= key == "content" and self._weights[i] > 0  # its words are looked for
+            by_rule |= key == "content" and i in self._renderings.unwritten_contents
+            place = i, THOUGHT_WORDS if key in REASONING else key
+            if by_rule or is_blank(message[key]) or place in self._renderings.begins:
+                return
+            without = {name: value for name, value in message.items() if name != key}
+            if self._renderings.with_message(i, without) == self._renderings.text:
+                raise RecordError(_would_be_lost(where, key))
+
+    @cached_property
+    def _left_out(self) -> set[int]:
+        """Learned answers whose thoughts a template leaves out that writes thoughts."""
+        thoughtless = {}
+        for i in self._learned_messages() if self._template.writes_thoughts else ():
+            thought, without = thought_apart(self._messages[i])
+            if thought:
+                thoughtless[i] = without
+        return self._renderings.unwritten_thoughts(thoughtless) if thoughtless else set()
+
+    def _is_taken_for_words(self, i: int) -> bool:
+        """Whether the template takes a thought in the content of answer i for words."""
+        variants = self._thoughts_inside.get(i)
+        return variants is not None and not self._all_are_read and not self._are_read({i: variants})
+
+    @cached_property
+    def _thoughts_inside(self) -> dict[int, tuple[dict[str, Any], ...]]:
+        """Learned answers whose contents begin with a thought: with it by its own key, without it, and as they are."""
+        inside: dict[int, tuple[dict[str, Any], ...]] = {}
+        for i in self._learned_messages() if self._template.writes_thoughts else ():
+            message, words = self._messages[i], message_words(self._messages[i])
+            # an empty thought is also looked for, and is not empty then
+            told = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}
+            thought, thoughtless = thought_apart(told)
+            if THOUGHT_END in words and thought and i not in self._left_out:
+                inside[i] = {**thoughtless, REASONING[0]: thought}, thoughtless, told
+        return inside
+
+    @cached_property
+    def _all_are_read(self) -> bool:
+        return self._are_read(self._thoughts_inside)
+
+    def _are_read(self, inside: dict[int, tuple[dict[str, Any], ...]]) -> bool:
+        """Whether thoughts in contents are written as by their own key, or left out."""
+        texts = []
+        for variant in range(3):
+            texts.append(solid(self._renderings.with_messages({i: each[variant] for i, each in inside.items()})))
+        read, bare, written = texts
         return read in ("", bare, written)
 
-    def _refuse_same(self, what: str, i: int, message: dict[str, Any], tools: list[Any] | None) -> None:
-        """RecordError where the template writes the same with message i and the tools like this, without `what`."""
-        if self._with(i, message, tools) == self.text:
-            key = what.rpartition(".")[2]
-            raise RecordError(
-                f"`{what}` would be lost: the chat template does not write it; --ignore-keys {key} leaves it out"
-            )
+    def _learned_messages(self) -> list[int]:
+        return [i for i, weight in enumerate(self._weights) if weight > 0]
 
-    def _with(self, i: int, message: dict[str, Any], tools: list[Any] | None) -> str:
-        """The text with message i and the tools like this; empty where the template refuses it."""
-        return self._tried([*self._messages[:i], message, *self._messages[i + 1 :]], tools)
-
-    def _tried(self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False) -> str:
-        """The text of messages; empty where the template refuses them, as where what is missing is read."""
-        try:
-            return self._template.render(messages, tools, self._talk.variables, prompt).text
-        except RecordError:
-            return ""
+    # ---- what is learned
 
     def _answers(self) -> list[tuple[int, int, float]]:
-        """What each learned message adds to the rendering of those before it."""
+        """What each learned message adds to the rendering of those before it, with the token that ends it."""
         learned = []
-        for i, (weight, where) in enumerate(zip(self._weights, self._talk.paths, strict=True)):
-            if not weight:
-                continue
-            try:
-                prompt = self._render(self._messages[:i], prompt=True).text if i else self._opened()
-            except RecordError as error:
-                told = f"`{where}`: what stands before it cannot be asked alone: {error}"
-                raise RecordError(f"{told}; with a `weight` of 0 it is context") from error
-            until = self.text if i + 1 == len(self._messages) else self._render(self._messages[: i + 1]).text
-            alone, here = self._before_words(i, prompt) or (prompt, prompt)
-            own = until[len(alone) :]
-            ends = own, re.sub(f"(?:{self._template.forgeable.pattern})+$", "", own)  # without what ends a whole one
-            said = next((each for each in ends if self.text.startswith(here + each)), None)
-            if not until.startswith(alone) or said is None:
-                raise RecordError(
-                    f"`{where}`: the chat template writes it, or what stands before it, otherwise than it asks for it, "
-                    "or otherwise once more follows; give earlier answers a `weight` of 0, make a record of each, or "
-                    "take a template with generation blocks"
-                )
-            if not said and here == prompt:
-                raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
-            start, stop = len(here), len(here) + len(said)
+        for i, answer in self._found(has_blocks=False).items():
+            start, stop = answer.start, answer.stop
+            assert start is not None and stop is not None
+            said = self.text[self._before_thought(start) : stop]
             for key in ("content", *REASONING):
-                self._refuse_unsaid(i, key, self.text[self._before_thought(start) : stop])
-            learned += [(start, stop, weight)] * bool(said)
+                self._refuse_unsaid(i, key, said)
+            stop = self._with_end(i, stop)
+            if start < stop:
+                learned.append((start, stop, self._weights[i]))
+            if not (self._has_end(stop) or self._template.forgeable.match(self.text, self._after_blanks(stop))):
+                self.answers["no_end"] += 1
         return learned
 
-    def _opened(self) -> str:
-        """What stands before an answer that is the first message, up to where a question would have asked for it."""
-        begin = self._render([{**self._messages[0], "content": PLACE}]).text.partition(PLACE)[0]
-        opening = self._render([_ASK], prompt=True).text.removeprefix(self._render([_ASK]).text)
-        at = begin.rfind(opening) if opening else -1
-        return begin if at < 0 else begin[: at + len(opening)]
-
-    def _before_words(self, i: int, prompt: str) -> tuple[str, str] | None:
-        """What stands before the first word of an answer without a thought: where it is the last message, and here.
-
-        None unless the template writes there what it writes around a thought. `prompt`: what asks for it, or empty.
-        """
-        message, before, tools = self._messages[i], self._messages[:i], self._talk.tools
-        empty = _EMPTY_THOUGHT.match(_words(message))
-        if _thought_apart(message)[0]:
-            self.answers["real_thoughts"] += 1
-            bare = _UNASKED.sub("", prompt) + THOUGHT
-            if prompt in ("", self.text[: len(prompt)]) or self._talk.variables or not self.text.startswith(bare):
-                return None
-            rest = self.text[len(bare) :].lstrip()  # it thinks all the same, and is learned from the first word
-            alone = self.text.removesuffix(rest)
-            return alone, alone
-        if not (self._template.writes_thoughts or empty):
-            self.answers["no_thoughts"] += 1
-            return None
-        own = empty[0] if empty else ""
-        wordless = {**message, "content": own + PLACE}
-        thinking = {key: value for key, value in wordless.items() if key not in REASONING}
-        thinking |= {"content": own.replace(THOUGHT_END, PLACE + THOUGHT_END) + PLACE} if own else {REASONING[0]: PLACE}
-        both = (wordless, thinking)  # with what follows where none can be the last, as before any question
-        wrote, thought = (self._tried([*before, each], tools) or self._with(i, each, tools) for each in both)
-        alone, (*around, _) = wrote.partition(PLACE)[0], thought.split(PLACE)
-        if len(around) == 1 and _solid(prompt) == _solid(alone) + THOUGHT:  # it asks for a thought, and writes none
-            self.answers["empty_thoughts"] += 1
-            self.before_answers = alone.removeprefix(self._tried(before, tools) or alone)
-            return alone, alone
-        if len(around) != 2 or _solid("".join(around)) != _solid(alone):
-            return None
-        alone = next(filter(self.text.startswith, (alone, alone.rstrip())), alone)  # a blank answer ends with its mark
-        here = next((each for each in (alone, prompt) if each and self.text.startswith(each)), None)
-        if here is None:  # an earlier answer has none, or another
-            here = self._with(i, wordless, tools).partition(PLACE)[0]
-        asked = prompt.startswith(here)
-        is_behind = _solid(here) == _solid(alone)
-        if not (here and self.text.startswith(here) and (is_behind or asked)):
-            return None
-        self.answers["empty_thoughts" if is_behind or here != prompt else "no_thoughts"] += 1
-        goes_on = i > 0 and before[-1]["role"] in LEARNED_ROLES  # which the template may write otherwise here
-        if not (self.before_answers or asked or goes_on) and prompt:
-            self.before_answers = here[len(os.path.commonprefix((prompt, here))) :]
-        return alone, here
+    def _found(self, has_blocks: bool) -> dict[int, LocatedAnswer]:
+        """The learned answers, which are counted."""
+        finder = AnswerFinder(self._renderings, self._talk.paths, has_blocks)
+        found = finder.find(self._learned_messages())
+        for answer in found.values():
+            if answer.thought:
+                self.answers[answer.thought] += 1
+            self.before_answers = answer.before_answers or self.before_answers
+        return found
 
     def _generated(self) -> list[tuple[int, int, float]]:
         """The generation blocks, with the weights of their messages."""
-        blocks, end = self._whole.generated, 0
+        blocks, end = self._renderings.whole.generated, 0
         answering = [i for i, message in enumerate(self._messages) if message["role"] in LEARNED_ROLES]
         weights = [self._weights[i] for i in answering]
         said = "".join(self.text[self._before_thought(a) : b] for a, b in blocks)
@@ -310,20 +288,63 @@ class WrittenTalk:
                 "together cannot be told"
             )
         each = weights if different else weights[:1] * len(blocks)
-        learned = [(i, self._tried(self._messages[:i], self._talk.tools, True)) for i in answering if self._weights[i]]
-        begins = [len(found[1]) for i, prompt in learned if (found := self._before_words(i, prompt))]
-        starts = [min((begin for begin in begins if a < begin <= b), default=a) for a, b in blocks]
-        return [(a, b, w) for a, (_, b), w in zip(starts, blocks, each, strict=True) if w and a < b]
+        found = self._found(has_blocks=True).values()
+        begins = sorted(answer.start for answer in found if answer.start is not None)
+        learned = []
+        for (start, stop), weight in zip(blocks, each, strict=True):
+            first = bisect.bisect_right(begins, start)
+            if first < len(begins) and begins[first] <= stop:
+                start = begins[first]
+            if weight and start < stop:
+                learned.append((start, stop, weight))
+        ended = sum(self._has_end(stop) for _, stop, _ in learned)  # an answer may have a block for its end alone
+        if ended < len(self._learned_messages()):
+            self.answers["no_end"] += len(self._learned_messages()) - ended
+        return learned
+
+    def _with_end(self, i: int, stop: int) -> int:
+        """Where answer i stops with the token that ends it; a last one gets it, if the template writes none."""
+        if self._has_end(stop):
+            return stop
+        after = self._after_blanks(stop)
+        for token in self._template.ends:  # it may be the beginning of the next turn, as under GLM's
+            if self.text.startswith(token, after):
+                return after + len(token)
+        if i + 1 == len(self._messages) and stop == len(self.text):
+            self._closing = self._template.end_after("tool_calls" in self._messages[i], self._goes_on)
+        return stop + len(self._closing)
+
+    def _has_end(self, stop: int) -> bool:
+        """Whether a special token, and maybe blanks, stand before a character."""
+        while stop and self.text[stop - 1].isspace():
+            stop -= 1
+        return self.text.endswith((*self._template.special_texts, *self._template.ends), 0, stop)
+
+    def _after_blanks(self, at: int) -> int:
+        while at < len(self.text) and self.text[at].isspace():
+            at += 1
+        return at
 
     def _before_thought(self, at: int) -> int:
         """Where the thought begins that may be opened right before a character."""
-        return len(self.text[:at].rstrip().removesuffix(THOUGHT))
+        while at and self.text[at - 1].isspace():
+            at -= 1
+        return at - len(THOUGHT) if self.text.endswith(THOUGHT, 0, at) else at
+
+    def _refuse_unwritten_words(self, i: int) -> None:
+        """RecordError unless the words of a content stand in the text, where its mark is or anywhere."""
+        begin = self._renderings.begin_of(i)
+        if begin is not None:
+            with contextlib.suppress(RecordError):
+                self._refuse_unsaid(i, "content", self.text, begin)
+                return
+        self._refuse_unsaid(i, "content", self.text)
 
     def _refuse_unsaid(self, i: int, key: str, said: str, start: int = 0) -> int:
         """RecordError unless the words of a value stand in `said`, in order from `start` on; where they end."""
-        words = _words(self._messages[i], key, " ")
+        words = message_words(self._messages[i], key, " ")
         words = re.sub(f"({THOUGHT}|{THOUGHT_END})", r" \1 ", words)  # around which a template may put blanks
-        for word in (_EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
+        for word in (EMPTY_THOUGHT.sub("", words) if self._weights[i] else words).split():
             found = said.find(word, start)
             if found < 0:
                 raise RecordError(
@@ -333,46 +354,74 @@ class WrittenTalk:
             start = found + len(word)
         return start
 
+    # ---- images
+
+    def _find_places(self) -> list[tuple[int, int]]:
+        """The characters of each image or video: those of which a text in its place takes the place."""
+        if len(self._media) < 2:
+            return [self._place(*media) for media in self._media]
+        return self._places_at_once() or [self._place(*media) for media in self._media]
+
+    def _places_at_once(self) -> list[tuple[int, int]]:
+        """The places by one rendering with a text in each; empty unless images are all written as the first is."""
+        text = self._renderings.text
+        written: dict[str, tuple[str, int, int]] = {}  # by kind, and where in it its tokens begin and end
+        messages = list(self._messages)
+        for i, j, media in self._media:
+            if media.kind not in written:
+                start, stop = self._replaced(i, j)
+                first, last = self._place(i, j, media)
+                written[media.kind] = text[start:stop], first - start, last - start
+            messages[i] = _with_text(messages[i], j)
+        before, *after = self._renderings.tried(messages, self._rules.asks).split(PLACE)
+        if len(after) != len(self._media) or not text.startswith(before):
+            return []
+        places = []
+        at = len(before)
+        for (_, _, media), following in zip(self._media, after, strict=True):
+            own, first, last = written[media.kind]
+            if not text.startswith(own + following, at):
+                return []
+            places.append((at + first, at + last))
+            at += len(own) + len(following)
+        return places if at == len(text) else []
+
     def _place(self, i: int, j: int, media: Media) -> tuple[int, int]:
-        """The characters that stand for an image or a video: what a text in its place takes the place of."""
-        message = self._messages[i]
-        parts = [*message["content"][:j], {"type": "text", "text": PLACE}, *message["content"][j + 1 :]]
-        other = self._render([*self._messages[:i], {**message, "content": parts}, *self._messages[i + 1 :]]).text
-        before, _, after = other.partition(PLACE)
-        start, stop = len(before), len(self.text) - len(after)
-        same = start <= stop and self.text.startswith(before) and self.text.endswith(after)
-        written = self.text[start:stop].strip() if same else ""
+        """The characters of the tokens of one image."""
+        text = self._renderings.text
+        start, stop = self._replaced(i, j)
+        written = text[start:stop].strip()
         if not self._template.is_added(written):
             raise RecordError(
                 f"`{media.key}`: the chat template writes {written[:_LONGEST]!r} where it stands, and {media.kind}s "
                 "need a place of special tokens alone; take a template that writes one, or give --chat-template ignore"
             )
-        start = self.text.index(written, start)
+        start = text.index(written, start)
         return start, start + len(written)
 
-
-def _words(message: dict[str, Any], key: str = "content", between: str = "") -> str:
-    """The texts of a value of a message."""
-    value = message.get(key)
-    parts = value if isinstance(value, list) else [{"text": value}]
-    return between.join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
-
-
-def _thought_apart(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The thought of an answer, by itself or before its words (the prompt may open it), and the answer without."""
-    given = {key: value for key, value in message.items() if key not in REASONING}
-    thoughts = [str(message[key] or "") for key in message.keys() - given.keys()]
-    content = _words(message)
-    if THOUGHT_END in content and (content.lstrip().startswith(THOUGHT) or THOUGHT not in content):
-        thought, _, said = content.rpartition(THOUGHT_END)
-        given["content"] = said.lstrip("\n")
-        thoughts.append(thought.replace(THOUGHT, ""))
-    return "".join(thoughts).strip(), given
+    def _replaced(self, i: int, j: int) -> tuple[int, int]:
+        """The characters whose place a text takes that stands in part j of message i; none where it changes others."""
+        text = self._renderings.text
+        messages = [*self._messages[:i], _with_text(self._messages[i], j), *self._messages[i + 1 :]]
+        before, _, after = self._renderings.render(messages, self._rules.asks).text.partition(PLACE)
+        start, stop = len(before), len(text) - len(after)
+        if start <= stop and text.startswith(before) and text.endswith(after):
+            return start, stop
+        return 0, 0
 
 
-def _solid(text: str) -> str:
-    """A text without its blanks."""
-    return "".join(text.split())
+def _with_text(message: dict[str, Any], j: int) -> dict[str, Any]:
+    """A message with PLACE as part j of its content."""
+    parts = list(message["content"])
+    parts[j] = {"type": "text", "text": PLACE}
+    return {**message, "content": parts}
+
+
+def _would_be_lost(what: str, key: str) -> str:
+    told = f"`{what}` would be lost: the chat template does not write it"
+    if key == "content":  # without it, no message would say anything
+        return f"{told}; take a template that writes it, with --chat-template FILE.jinja"
+    return f"{told}; --ignore-keys {key} leaves it out"
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -150,7 +150,8 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
     """A record whose messages a template writes: each branch with all that it continues is a conversation."""
     talks, written, parts = list[Talk](), list[WrittenTalk | None](), list[tuple[SamplePart, ...]]()
     answers, before_answers = Counter[str](), ""
-    for talk, weight, where, parent in said:
+    continued = {each.parent for each in said[1:]}
+    for number, (talk, weight, where, parent) in enumerate(said):
         if not isinstance(talk, Talk):
             what = f"`{where}` has no messages" if where else "a branch has messages and the record has none"
             raise RecordError(f"{what}: a chat template writes whole conversations")
@@ -162,7 +163,8 @@ def _templated(said: Sequence[_Said], template: ChatTemplate, rules: RecordRules
             written.append(None)
             parts.append(())
             continue
-        shared, whole = written[parent] if where else None, WrittenTalk(talks[-1], template, rules)
+        shared = written[parent] if where else None
+        whole = WrittenTalk(talks[-1], template, rules, goes_on=number in continued)
         written.append(whole)
         parts.append(whole.pieces(shared, weight))
         answers += whole.answers if shared is None else whole.answers - shared.answers

@@ -18,7 +18,9 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 ADDED_NAME = "added_tokens.json"
 NAMED_TOKENS = ("eos_token", "bos_token", "pad_token")
 """Fields of tokenizer_config.json that name a token; null names none."""
-BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, "config.json")
+MODEL_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+BESIDE_NAMES = (CONFIG_NAME, OLDER_NAME, ADDED_NAME, *TEMPLATE_NAMES, MODEL_NAME)
 """Files on which it depends, with a vocabulary, what the library makes of a folder."""
 _OURS = b"{#- megacp's messages."
 """What a template begins with that the converter wrote: a build makes the same ids of the same messages."""
@@ -72,6 +74,21 @@ def settings_of(folder: Path) -> dict[str, Any]:
     """What the library takes for the tokenizer's settings: an older file counts where the config lists no tokens."""
     values, older = read_beside(folder).values, folder / OLDER_NAME
     return {**values, **read_object(older)} if "added_tokens_decoder" not in values and older.is_file() else values
+
+
+def end_ids(folder: Path) -> list[int]:
+    """Return the ids at which generation stops, by the files of the model in a folder; none where none says it."""
+    found: dict[int, None] = {}
+    for name in (GENERATION_NAME, MODEL_NAME):
+        path = folder / name
+        values = read_object(path) if path.is_file() else {}
+        inner = values.get("text_config")
+        for each in (values, inner if isinstance(inner, dict) else {}):
+            ids = each.get("eos_token_id")
+            for i in ids if isinstance(ids, list) else [ids]:
+                if isinstance(i, int) and not isinstance(i, bool) and i >= 0:
+                    found[i] = None
+    return [*found]
 
 
 def tokens_beside(folder: Path) -> set[str]:

@@ -128,7 +128,7 @@ def test_answers_that_end_with_no_special_token_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(
-        tmp_path, "--chat-template", "auto", "--no-append-eod", chat_template=f"{TALK}{{{{ m.content }}}}\n{PROMPT}"
+        tmp_path, "--chat-template", "auto", "--no-append-eod", chat_template=f"{TALK}{{{{ m.content }}}} so\n{PROMPT}"
     )
     capsys.readouterr()
     assert stops(tmp_path, monkeypatch, "--prompt", "a") == ()

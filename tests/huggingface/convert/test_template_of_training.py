@@ -36,12 +36,14 @@ def test_the_template_of_the_data_is_that_of_the_exported_model(
     run = [*SIZES, "--seq-length", "512", "--global-batch-size", "1", "--train-iters", "1"]
     run += ["--save", str(tmp_path / "out"), "--data-path"]
     assert train.main([*run, str(tmp_path / "d")]) == 0
-    told = "2 answers are learned without a thought, 0 with one, 0 right behind the prompt"
-    assert told in capsys.readouterr().out
+    assert "learned without a thought" not in capsys.readouterr().out  # no answer has a thought
     command = ["--from", "megacp", "--to", "hf", "--input", str(tmp_path / "out"), "--tokenizer", str(path)]
     assert convert.main([*command, "--output", str(tmp_path / "hf")]) == 0
     said = capsys.readouterr().out
-    assert "chat template: that of the training data" in said and f"{told}: ask with enable_thinking=False for" in said
+    assert (
+        "chat template: that of the training data" in said
+        and "without a thought: ask with enable_thinking=False\n" in said
+    )
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.chat_template == TEMPLATES["qwen_3"]
     found = [theirs.apply_chat_template(talk["messages"], tools=t, return_dict=False) for t in (None, TOOLS)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.prepare.records import chat_template
+from megacp.prepare.records import sandbox
 from megacp.prepare.records.chat_template import OURS, ChatTemplate, load_chat_template
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.records.documents import DocumentMaker
@@ -106,7 +106,7 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
         talk(ASK, CALL, {**RESULT, "name": "weather"}, TELL, tools=TOOLS),
         [(TOLD, 1.0), (f"{ONE}<|im_end|>\n", 1.0)],
     ),
-    (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(ONE, 1.0)]),
+    (PLAIN, talk({"role": "user", "content": [PART, PART]}, TELL), [(f"{ONE}</s>", 1.0)]),
     ("zephyr", talk(TELL, ASK_2, TELL_2), [(f"{ONE}</s>\n", 1.0), (f"{TWO}</s>\n", 1.0)]),
     ("chatml", talk(ASK, {**TELL, "content": f"<think>\n\n</think>\n\n{ONE}"}), [(f"{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("qwen3_5_think"), talk(ASK, THINKS[1]), [(f"no\n</think>\n\n{ONE}<|im_end|>\n", 1.0)]),
@@ -117,14 +117,18 @@ LEARNED: list[tuple[str, dict[str, Any], list[tuple[str, float]]]] = [
     (of_trl("qwen3_8"), talk(*TAGS), [("Why <think></think> here?<|im_end|>\n", 1.0)]),
     ("chatml", talk(ASK, {**TELL, "tool_calls": " "}), [(f"{ONE}<|im_end|>\n", 1.0)]),
     (of_trl("glm4moe_training"), talk(ASK, {**TELL, "content": " "}), [("<|user|>", 1.0)]),
-    (of_trl("glm4moe"), talk(ASK, {**TELL, "content": " "}, ASK_2, TELL_2), [(TWO, 1.0)]),
+    (
+        of_trl("glm4moe"),
+        talk(ASK, {**TELL, "content": " "}, ASK_2, TELL_2),
+        [("<|user|>", 1.0), (f"{TWO}<|user|>", 1.0)],
+    ),
     (NANO, talk(ASK, {**TELL, **HM}, ASK_2, {**TELL_2, **HM}), [(f"{SHORT}{TWO}<|im_end|>\n", 1.0)]),
     *(
         (text, talk(TELL, ASK_2, TELL_2), [(f"{ONE}<|im_end|>\n", 1.0), (f"{TWO}<|im_end|>\n", 1.0)])
         for text in (of_trl("qwen3_training"), of_trl("qwen3_8_training"), NANO)
     ),
     (NANO, talk(ASK, EMPTY, ASK_2, EMPTY), [(f"{ONE}<|im_end|>\n", 1.0)] * 2),
-    (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}', 1.0)]),
+    (STRING, talk(ASK, {**CALL, "tool_calls": [{"arguments": ' {"a":1}'}]}), [(' {"a":1}</s>', 1.0)]),
     *((R1, talk(ASK, TELL, ASK_2, each), [(f"{ONE}{R1_END}", 1.0)] * 2) for each in (TELL, EMPTY)),
     (R1, talk(SYSTEM, ASK, THINKS[1], ASK_2, TELL_2), [(f"{TWO}{R1_END}", 1.0)]),
     *((name, talk(ASK, thinks, ASK_2, {**TELL, **HM}), [(end, 1.0)]) for name, end in LAST for thinks in THINKS),
@@ -269,7 +273,7 @@ def test_a_token_that_the_files_do_not_name_is_refused(tmp_path: Path) -> None:
 
 def test_a_template_that_loops_for_ever_ends_the_build(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not its record alone, which --on-error skip would go on behind: so would the next one loop."""
-    monkeypatch.setattr(chat_template, "LONGEST", 0.05)
+    monkeypatch.setattr(sandbox, "LONGEST", 0.05)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{{ messages }}"
     with pytest.raises(ValueError, match="--chat-template.* 0.05 s") as error:
         rendered(folder, loops, talk(ASK, TELL))
@@ -357,7 +361,8 @@ def test_a_template_says_with_what_its_answers_end(name: str, tmp_path: Path) ->
             f"{MARKED}{{% generation %}}{{{{ m.content }}}}<|end|>{{% endgeneration %}}{{% endif %}}{PROMPT}",
             ["<|end|>"],
         ),
-        (f"{TALK}{{{{ m.content }}}}\n\n{PROMPT}", []),
+        (f"{TALK}{{{{ m.content }}}}\n\n{PROMPT}", ["<|user|>"]),  # that of the next turn
+        (f"{TALK}{{{{ m.content }}}} so\n\n{PROMPT}", []),
         (f"{TALK}{{{{ m.content }}}}<|end|> </s>{PROMPT}", ["<|end|>", "</s>"]),
         ("{{ raise_exception('never') }}", []),
     ],

@@ -128,4 +128,4 @@ def test_a_model_that_learned_no_thought_is_asked_without_the_one_that_its_promp
     sample = parse_record({"messages": [ASK, TELL]}, template=template_of(text, tokenizer, None))
     (piece,) = sample.prefix
     asked = template_of(text, tokenizer, None, sample.before_answers).render([ASK], prompt=True).text
-    assert asked == piece.text[: piece.learned[0][0]] and dict(sample.answers) == {"empty_thoughts": 1}
+    assert asked == piece.text[: piece.learned[0][0]] and sample.answers["empty_thoughts"] == 1
