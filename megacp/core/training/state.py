@@ -201,8 +201,11 @@ def load_weights(model: ParallelModel, weights: Weights, state: RunState) -> Res
     boxes = _cleared(model, lambda name: name in weights.known_rows)
 
     def read() -> None:
-        for box in boxes:
-            fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+        try:
+            for box in boxes:
+                fill(box, weights.source, weights.known_rows.get(bare_name(box)))
+        except ValueError as error:
+            raise ValueError(f"--load-hf {weights.place}: {error}") from error
 
     # ranks read different tensors, so what is wrong with one is an error of all
     on_all_ranks(model.grid.world, read, ValueError)
