@@ -44,6 +44,8 @@ class LocatedAnswer:
     """The counter of THOUGHTS that it belongs to; empty for none."""
     before_answers: str = ""
     """The empty thought, not learned, after its prompt, as of a Sample."""
+    opens_thought: bool = False
+    """Whether its prompt opens a thought, and the template never writes one."""
 
 
 class _Opening(NamedTuple):
@@ -55,6 +57,7 @@ class _Opening(NamedTuple):
     here: str | None = None
     """The rendering up to there in the whole conversation; None: the prompt."""
     before_answers: str = ""
+    opens_thought: bool = False
 
 
 class _Pattern(NamedTuple):
@@ -207,7 +210,7 @@ class AnswerFinder:
             prompt = self._renderings.tried(before, True)
             opening = self._opening(i, prompt, before)
             start = None if opening.here is None else len(opening.here)
-            return LocatedAnswer(start, None, opening.thought, opening.before_answers)
+            return LocatedAnswer(start, None, opening.thought, opening.before_answers, opening.opens_thought)
         try:
             prompt = self._renderings.render(before, True).text if i else self._opened()
         except RecordError as error:
@@ -230,7 +233,9 @@ class AnswerFinder:
             )
         if not said and here == prompt:
             raise RecordError(f"`{where}`: the chat template adds nothing for it that could be learned")
-        return LocatedAnswer(len(here), len(here) + len(said), opening.thought, opening.before_answers)
+        return LocatedAnswer(
+            len(here), len(here) + len(said), opening.thought, opening.before_answers, opening.opens_thought
+        )
 
     def _opened(self) -> str:
         """The text before an answer that is the first message, up to where a question would have asked for it."""
@@ -270,7 +275,7 @@ class AnswerFinder:
         if len(around) == 1 and solid(prompt) == solid(alone) + THOUGHT:
             # the prompt opens a thought, and the template never writes one (R1's distilled models)
             added = alone.removeprefix(self._renderings.tried(before) or alone)
-            return _Opening("empty_thoughts", alone, alone, added)
+            return _Opening("empty_thoughts", alone, alone, added, opens_thought=True)
         if len(around) == 2 and solid("".join(around)) == solid(alone):
             return self._opening_after_empty_thought(i, prompt, alone, wordless)
         return _Opening("")

@@ -269,7 +269,8 @@ class WrittenTalk:
         for answer in found.values():
             if answer.thought:
                 self.answers[answer.thought] += 1
-            self.before_answers = answer.before_answers or self.before_answers
+            if answer.before_answers and (answer.opens_thought or not self.before_answers):
+                self.before_answers = answer.before_answers
         return found
 
     def _generated(self) -> list[tuple[int, int, float]]:
