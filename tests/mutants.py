@@ -124,9 +124,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/expert_parallel/experts.py", EXPERTS): [
         ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
         ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
-        ("alpha=self.scale", "alpha=1", "pairs of experts have a weight of 1"),
+        ("alpha=size.scale", "alpha=1", "pairs of experts have a weight of 1"),
         ("self.low, groups)", "self.low.detach(), groups)", "pairs of experts learn one matrix of two"),
-        ("zip(*(a for a, _ in pairs)", "zip(*(a[::-1] for a, _ in pairs)", "pairs stand beside other experts"),
+        ("zip(*downs, strict", "zip(*(a[::-1] for a in downs), strict", "pairs stand beside other experts"),
         ("None if x is None else _w", "None if x is None or not len(x) else _w", "a rank without rows has no gradient"),
     ],
     ("core/expert_parallel/layer.py", "tests/plan/test_memory.py"): [

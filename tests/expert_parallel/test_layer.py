@@ -21,7 +21,7 @@ from megacp.core.expert_parallel import experts, layer
 from megacp.core.expert_parallel.exchange import to_experts, to_tokens
 from megacp.core.expert_parallel.route import Groups, Route
 from megacp.core.expert_parallel.router import SCORES, choose, logits
-from megacp.core.layers.table import A, B, kind_of
+from megacp.core.layers.table import A, B, lora_kind
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.step import ParallelModel
@@ -218,7 +218,7 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
     assert ("layers.1.mlp.experts.7.up" in low) is not is_shared
     for name in linears:
         made[f"{name}.weight"] = (
-            tensors[f"{name}.weight"] + scales.get(kind_of(name), 2.0) * high[name] @ low[places[name]]
+            tensors[f"{name}.weight"] + scales.get(lora_kind(name), 2.0) * high[name] @ low[places[name]]
         )
     fill(whole.chunks[0], {name: torch.tensor(x) for name, x in made.items()})
     losses = [model.gradients(step_batches(2, 1), 1, 10.0) for model in (adapted, whole)]
@@ -226,7 +226,7 @@ def test_pairs_of_experts_learn_as_the_weights_that_they_add_up_to(targets: str)
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
     by_chain: dict[str, np.ndarray] = {}
     for name in linears:
-        of_sum = scales.get(kind_of(name), 2.0) * expected[f"{name}.weight"]
+        of_sum = scales.get(lora_kind(name), 2.0) * expected[f"{name}.weight"]
         by_chain[f"{name}.{B}"] = of_sum @ low[places[name]].T
         down = f"{places[name]}.{A}"
         by_chain[down] = by_chain.get(down, 0) + high[name].T @ of_sum

@@ -20,7 +20,7 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.route import Groups
 from megacp.core.large_blocks import empty
 from megacp.core.layers.moe import expert_pairs, expert_tensors
-from megacp.core.layers.table import Tensor, kind_of
+from megacp.core.layers.table import Tensor, lora_kind
 from megacp.core.ops.pointwise import ACTIVATIONS, FromInputs
 from megacp.core.tensor_parallel.linear import LinearOptions, row_parameter
 from megacp.core.tensor_parallel.lora import places_of_inputs
@@ -138,7 +138,7 @@ class ExpertLinear(nn.Module):
         self.weight, *bias = (row_parameter(prefix, of_kind, options) for of_kind in kinds)
         self.bias = bias[0] if bias else None
         self.widths = [weights[0].shape[0] for weights, *_ in tensors]
-        self.sizes = [config.lora_pairs.get(kind_of(f"experts.{name}")) for name in names]
+        self.sizes = [config.lora_pairs.get(lora_kind(f"experts.{name}")) for name in names]
         self.places, self.ranks = places_of_inputs(names, self.sizes)
         if self.ranks:
             trained = replace(options, trained=True)

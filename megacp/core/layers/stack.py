@@ -16,7 +16,7 @@ from megacp.core.layers.dense import DENSE
 from megacp.core.layers.gated_delta import GATED_DELTA
 from megacp.core.layers.mamba2 import MAMBA2
 from megacp.core.layers.moe import MOE, SHARED
-from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, kind_of, norm_weight
+from megacp.core.layers.table import Flops, LayerKind, Linear, Tensor, lora_kind, norm_weight
 
 EXPERT_KINDS = tuple(kind for kind in LORA_KINDS if kind.startswith("experts."))
 """Kinds of linears of routed experts."""
@@ -75,7 +75,7 @@ class Layer:
                 found |= {f"experts.{expert}.{name}": linear for name, linear in of_expert}
             for name, linear in found.items():
                 whole_name = f"{self.name}.{kind.name}.{name}"
-                size = model.lora_pairs.get(kind_of(whole_name))
+                size = model.lora_pairs.get(lora_kind(whole_name))
                 if size is not None:
                     yield from linear.pair(whole_name, size)
 
@@ -84,9 +84,9 @@ class Layer:
         found = {}
         for kind in self.kinds:
             for name, linear in kind.linears(model).items():
-                found[kind_of(f"{kind.name}.{name}")] = linear
+                found[lora_kind(f"{kind.name}.{name}")] = linear
             for name, linear in kind.of_expert(model).items():
-                found[kind_of(f"{kind.name}.experts.{name}")] = linear
+                found[lora_kind(f"{kind.name}.experts.{name}")] = linear
         return {kind: linear for kind, linear in found.items() if kind in model.lora_pairs}
 
     def has_pairs(self, model: ModelConfig) -> bool:

@@ -31,7 +31,7 @@ A, B = "lora_A.weight", "lora_B.weight"
 """Ends of the names of the two matrices of a low-rank pair, as peft has them."""
 
 
-def kind_of(name: str) -> str:
+def lora_kind(name: str) -> str:
     """Return the kind of a linear, as --lora-targets names it: `experts.gate` of `layers.1.mlp.experts.3.gate`."""
     parts = [part for part in name.split(".") if not part.isdigit()]
     return ".".join(parts[-2:])
@@ -168,7 +168,7 @@ class Share:
 
     def pair_ranks(self, part: str, product: Sequence[str]) -> list[int]:
         """Ranks of all A of a product's low-rank pairs; `part`: its part of a block (`attention`, `mlp.shared`)."""
-        sizes = (self.model.lora_pairs.get(kind_of(f"{part}.{name}")) for name in product)
+        sizes = (self.model.lora_pairs.get(lora_kind(f"{part}.{name}")) for name in product)
         return [size.rank for size in sizes if size is not None and not size.shares]
 
     def reads_again(self, part: str, product: Sequence[str]) -> bool:

@@ -21,7 +21,7 @@ from torch import nn
 
 from megacp.core.config.model import PairSize
 from megacp.core.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
-from megacp.core.layers.table import A, B, Tensor, kind_of
+from megacp.core.layers.table import A, B, Tensor, lora_kind
 from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec, parameter_spec
 
@@ -36,7 +36,7 @@ class LoraSpec:
 
     def sizes(self, spec: LinearSpec) -> list[PairSize | None]:
         """The size of the pair of each linear of a product; None: it has no pair."""
-        return [self.pairs.get(kind_of(f"{spec.prefix}.{name}")) for name in spec.linears]
+        return [self.pairs.get(lora_kind(f"{spec.prefix}.{name}")) for name in spec.linears]
 
 
 @dataclasses.dataclass(frozen=True)

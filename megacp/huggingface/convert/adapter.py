@@ -22,12 +22,12 @@ import torch
 
 from megacp.core.config.model import LORA_KINDS, PairSize, joined_words
 from megacp.core.config.run import Value
-from megacp.core.layers.table import A, B, kind_of
+from megacp.core.layers.table import A, B, lora_kind
 from megacp.core.models.pair_words import layers_in_words
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.storage import files
 from megacp.core.storage.wording import listed
-from megacp.huggingface.convert.adapter_config import NAME, AdapterConfig, Said
+from megacp.huggingface.convert.adapter_config import NAME, AdapterConfig, TargetSaid
 from megacp.huggingface.convert.config_json import Values, shown
 from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.lora import experts_of, modules_of_stacks, stacks_beside
@@ -42,7 +42,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _PairPlace:
     """Where an adapter may have a pair."""
 
     target: str
@@ -134,24 +134,24 @@ class Adapter:
                 f"{NAME} says target_parameters {listed(strange, 3)}: no linear of the model has this name"
             )
 
-    def _places(self, links: Sequence[Link], prefix: _Prefix, about: Mapping[str, Said]) -> Iterator[_Place]:
+    def _places(self, links: Sequence[Link], prefix: _Prefix, about: Mapping[str, TargetSaid]) -> Iterator[_PairPlace]:
         """List where the file may have pairs."""
         for link in links:
             name = prefix.of(link)
             if name.endswith(STACKS):
                 both = all(about[other].is_parameter for other in stacks_beside(name))
                 module = modules_of_stacks(name, both)
-                yield _Place(name, "target_parameters", module, tuple(experts_of(link)), is_stack=True)
+                yield _PairPlace(name, "target_parameters", module, tuple(experts_of(link)), is_stack=True)
                 continue
             module = name.removesuffix(".weight")
             if about[name].is_parameter and about[module].is_module:
                 raise ValueError(f"{NAME} names {module} in target_modules and in target_parameters")
             if about[name].is_parameter:
-                yield _Place(name, "target_parameters", module, (link.ours,))
+                yield _PairPlace(name, "target_parameters", module, (link.ours,))
             else:
-                yield _Place(module, "target_modules", module, (link.ours,))
+                yield _PairPlace(module, "target_modules", module, (link.ours,))
 
-    def _has(self, place: _Place, said: Said, modules: frozenset[str] | set[str]) -> bool:
+    def _has(self, place: _PairPlace, said: TargetSaid, modules: frozenset[str] | set[str]) -> bool:
         """Return whether the file has a pair. ValueError if the config says otherwise."""
         if place.is_stack and not said.is_parameter:
             return False
@@ -161,7 +161,7 @@ class Adapter:
             raise ValueError(f"{self._config.told(place.field)}, and {place.target} has {'a' if has else 'no'} pair")
         return has
 
-    def _of_place(self, place: _Place, said: Said, down: torch.Tensor, up: torch.Tensor) -> Iterator[_Pair]:
+    def _of_place(self, place: _PairPlace, said: TargetSaid, down: torch.Tensor, up: torch.Tensor) -> Iterator[_Pair]:
         """Check a pair's shapes, and give the pair of a stack as those of its experts."""
         count, links = len(place.ours), place.ours[0]
         rows, inputs = sum(named.shape[0] for named in links), links[0].shape[1]
@@ -196,12 +196,12 @@ class Adapter:
         found = {_stem(pair.ours[0]) for pair in pairs}
         if not found:
             raise ValueError(f"{WEIGHTS} has no pair of a linear of the model")
-        kinds = {kind_of(stem) for stem in found}
+        kinds = {lora_kind(stem) for stem in found}
         of_model = [_stem(n) for link in family.links_of_modules(values) if _can_have_pairs(link) for n in link.ours]
         missing = defaultdict[str, set[int]](set)
         for stem in of_model:
-            if kind_of(stem) in kinds and stem not in found:
-                missing[kind_of(stem)].add(int(stem.split(".")[1]))
+            if lora_kind(stem) in kinds and stem not in found:
+                missing[lora_kind(stem)].add(int(stem.split(".")[1]))
         if missing:
             told = [f"{kind} has no pair in layers {layers_in_words(sorted(which))}" for kind, which in missing.items()]
             layers = self._config.layers
@@ -214,7 +214,7 @@ class Adapter:
     def _keep(self, pair: _Pair) -> None:
         """Keep a pair with the rank and the scale of its kind."""
         stem = _stem(pair.ours[0])
-        size = self._sizes[kind_of(stem)]
+        size = self._sizes[lora_kind(stem)]
         up = pair.up
         if not math.isclose(pair.size.scale, size.scale, rel_tol=1e-12):
             wide = up.double() * (pair.size.scale / size.scale)
@@ -259,7 +259,7 @@ def _stem(named: Named) -> str:
 def _can_have_pairs(link: Link) -> bool:
     """Whether a link is of weights of the decoder beside which a run can have pairs."""
     name = link.ours[0].name
-    return name.startswith("layers.") and name.endswith(".weight") and kind_of(_stem(link.ours[0])) in LORA_KINDS
+    return name.startswith("layers.") and name.endswith(".weight") and lora_kind(_stem(link.ours[0])) in LORA_KINDS
 
 
 def _names_of(links: Iterable[Link], prefix: _Prefix) -> Iterator[str]:
@@ -325,10 +325,10 @@ def _without_empty(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
     used = defaultdict[tuple[str, ...], set[int]](set)
     for pair in pairs:
         blocks = pair.up.split([named.shape[0] for named in pair.ours])
-        kinds = tuple(kind_of(_stem(named)) for named in pair.ours)
+        kinds = tuple(lora_kind(_stem(named)) for named in pair.ours)
         used[kinds] |= {i for i, block in enumerate(blocks) if block.any()}
     for pair in pairs:
-        kinds = tuple(kind_of(_stem(named)) for named in pair.ours)
+        kinds = tuple(lora_kind(_stem(named)) for named in pair.ours)
         kept = sorted(used[kinds]) or range(len(kinds))
         blocks = pair.up.split([named.shape[0] for named in pair.ours])
         ours = tuple(pair.ours[i] for i in kept)
@@ -343,7 +343,7 @@ def _split(pairs: Sequence[_Pair]) -> Iterator[_Pair]:
     """
     groups = defaultdict[tuple[str, ...], list[_Pair]](list)
     for pair in pairs:
-        groups[tuple(kind_of(_stem(named)) for named in pair.ours)].append(pair)
+        groups[tuple(lora_kind(_stem(named)) for named in pair.ours)].append(pair)
     for group in groups.values():
         in_blocks = _in_blocks(group)
         for pair in group:
@@ -388,7 +388,7 @@ def _size_by_kind(pairs: Iterable[_Pair]) -> dict[str, PairSize]:
     found = dict[str, PairSize]()
     shares = defaultdict[str, set[str]](set)
     for pair in pairs:
-        kind = kind_of(_stem(pair.ours[0]))
+        kind = lora_kind(_stem(pair.ours[0]))
         shares[kind].add(pair.size.shares)
         if kind not in found or pair.size.rank > found[kind].rank:
             found[kind] = replace(pair.size, shares="")

@@ -35,7 +35,7 @@ HARMLESS = (
 )
 """Fields that no answer of a saved adapter depends on. Any other field must say that it is not used."""
 MOST_RANK, MOST_ALPHA, LEAST_ALPHA = 1 << 20, 1e9, 1e-9
-SECONDS = 5.0
+MATCHING_SECONDS = 5.0
 """Seconds of computing that all regular expressions of a config may take; some hundred modules take a millisecond."""
 _SWITCHES = ("use_dora", "use_qalora", "lora_bias", "fan_in_fan_out")
 """Fields of what is not followed that are true or false."""
@@ -102,7 +102,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 
 
 @dataclass(frozen=True)
-class Said:
+class TargetSaid:
     """What a config says about one module or parameter."""
 
     is_module: bool
@@ -189,18 +189,18 @@ class AdapterConfig:
             words += f", layers_to_transform {shown(self.layers)}"
         return words
 
-    def about(self, names: Iterable[str]) -> dict[str, Said]:
+    def about(self, names: Iterable[str]) -> dict[str, TargetSaid]:
         """Look up some modules and parameters.
 
         Raise ValueError for a regular expression that does not compile, and if all of them together do not end soon.
         """
         try:
-            with _ends_after(SECONDS):
+            with _ends_after(MATCHING_SECONDS):
                 matcher = _Matcher(self)
                 return {name: matcher.said(name) for name in names}
         except TimeoutError:
             raise ValueError(
-                f"{NAME}: its regular expressions are not done after {SECONDS:g} s of computing "
+                f"{NAME}: its regular expressions are not done after {MATCHING_SECONDS:g} s of computing "
                 "(target_modules, exclude_modules, rank_pattern, alpha_pattern, layers_pattern)"
             ) from None
 
@@ -225,12 +225,12 @@ class _Matcher:
             for field, values in (("rank_pattern", config._ranks), ("alpha_pattern", config._alphas))
         )
 
-    def said(self, name: str) -> Said:
+    def said(self, name: str) -> TargetSaid:
         """Say what the config says, by the rules of peft."""
         rank = next((number for pattern, number in self._ranks if pattern.match(name)), self._config.rank)
         alpha = float(next((number for pattern, number in self._alphas if pattern.match(name)), self._config.alpha))
         size = self._config.size(rank, alpha)
-        return Said(self._is_module(name), _ends_in_one_of(name, self._parameters), size)
+        return TargetSaid(self._is_module(name), _ends_in_one_of(name, self._parameters), size)
 
     def _is_module(self, name: str) -> bool:
         if self._excluded(name) or not self._targets(name):

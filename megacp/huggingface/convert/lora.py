@@ -19,7 +19,7 @@ import torch
 
 from megacp.core.config.model import ModelConfig, PairSize
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.table import A, B, kind_of
+from megacp.core.layers.table import A, B, lora_kind
 from megacp.core.models.pair_words import describe_pairs
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.lora import is_of_a_pair
@@ -63,7 +63,7 @@ class Pairs:
 
     def size(self, name: str) -> PairSize:
         """Rank and alpha of the pair beside a weight."""
-        return self.config.model.lora_pairs[kind_of(name.removesuffix(".weight"))]
+        return self.config.model.lora_pairs[lora_kind(name.removesuffix(".weight"))]
 
     def down_name(self, name: str) -> str:
         """The matrix A of the pair beside a weight, which may be that of another linear."""

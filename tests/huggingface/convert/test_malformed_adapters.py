@@ -176,7 +176,7 @@ SLOW = r"(([a-z.0-9_]+)+)+X"
 def test_an_expression_that_does_not_end_is_refused_in_time(
     changes: dict[str, Any], folder: Path, described: Described, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_config, "SECONDS", 0.2)
+    monkeypatch.setattr(adapter_config, "MATCHING_SECONDS", 0.2)
     write(folder, changes)
     began = time.process_time()
     assert "regular expressions are not done after 0.2 s of computing" in refusal(folder, described)
