@@ -365,7 +365,8 @@ def test_a_run_starts_with_the_pairs_of_an_adapter(
         assert train([*flags, str(tmp_path / "b")]) == 0
         begun, stem = weights_of(tmp_path / "b"), "layers.0.attention"
         down, up = (one[f"base_model.model.model.layers.0.self_attn.qkv_proj.lora_{end}.weight"] for end in "AB")
-        assert all(torch.equal(begun[f"{stem}.{part}.lora_A.weight"], down) for part in "qkv")
+        assert torch.equal(begun[f"{stem}.q.lora_A.weight"], down)
+        assert not {f"{stem}.{part}.lora_A.weight" for part in "kv"} & begun.keys(), "they share that of q"
         assert torch.equal(torch.cat([begun[f"{stem}.{part}.lora_B.weight"] for part in "qkv"]), up)
 
 
