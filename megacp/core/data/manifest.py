@@ -29,8 +29,6 @@ THOUGHTS = ("empty_thoughts", "real_thoughts", "no_thoughts")
 """Counts of learned answers by what they stand behind, where a chat template knows of thoughts."""
 _THOUGHT = "<think>"
 """Begins an empty thought that the template writes; where a prompt opens a thought, only its end is left to write."""
-
-
 ANSWER_FORMS = {
     "chat_template": "as the chat template writes them",
     "messages": "as messages in megacp's own form, <|ROLE|> and a newline before each",
@@ -143,6 +141,7 @@ class DatasetManifest:
 
     def _fields(self) -> dict[str, Any]:
         own = dataclasses.asdict(self) | {name: getattr(self, name) for name in _DERIVED}
+        # a field that is not known is left out, so datasets that were built before it existed keep their checksum
         if own["tokenizer"]["begins_with"] is None:
             del own["tokenizer"]["begins_with"]
         for name in ("chat_template", "document_end", "answer_forms"):

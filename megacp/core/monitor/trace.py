@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.monitor.timers import Timers
+from megacp.core.storage.files import rename
 
 
 class Trace:
@@ -61,7 +62,7 @@ class Trace:
             profiler.export_chrome_trace(os.fspath(written))
             if not written.is_file():  # torch only prints why
                 raise OSError(f"{self.folder / name}.json was not written")
-            written.rename(_free_path(self.folder, name))
+            rename(written, _free_path(self.folder, name))
         except (OSError, RuntimeError) as error:
             return f"rank {self._rank}: {getattr(error, 'strerror', None) or error}"
         return ""

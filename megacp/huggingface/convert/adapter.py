@@ -30,7 +30,7 @@ from megacp.core.storage.wording import listed
 from megacp.huggingface.convert.adapter_config import NAME, AdapterConfig, TargetSaid
 from megacp.huggingface.convert.config_json import Values, shown
 from megacp.huggingface.convert.decoder import Family
-from megacp.huggingface.convert.lora import experts_of, modules_of_stacks, stacks_beside
+from megacp.huggingface.convert.lora import experts_in_link, modules_of_stacks, stacks_beside
 from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named
 
 WEIGHTS = "adapter_model.safetensors"
@@ -141,7 +141,7 @@ class Adapter:
             if name.endswith(STACKS):
                 both = all(about[other].is_parameter for other in stacks_beside(name))
                 module = modules_of_stacks(name, both)
-                yield _PairPlace(name, "target_parameters", module, tuple(experts_of(link)), is_stack=True)
+                yield _PairPlace(name, "target_parameters", module, tuple(experts_in_link(link)), is_stack=True)
                 continue
             module = name.removesuffix(".weight")
             if about[name].is_parameter and about[module].is_module:

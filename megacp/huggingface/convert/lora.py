@@ -45,7 +45,7 @@ def modules_of_stacks(parameter: str, both: bool) -> str:
     return f"{module}.base_layer" if both and parameter.endswith(STACKS[0]) else module
 
 
-def experts_of(link: Link) -> list[tuple[Named, ...]]:
+def experts_in_link(link: Link) -> list[tuple[Named, ...]]:
     """Return the matrices of each expert in a stack."""
     each = 2 if link.theirs[0].name.endswith(STACKS[0]) else 1
     return list(zip(*(link.ours[first::each] for first in range(each)), strict=True))
@@ -132,7 +132,7 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
             target = name if beside_experts and ".mlp." in link.ours[0].name else module
             yield target, module, _joined_pair(pairs, [link.ours])[0]
             continue
-        of_experts = _joined_pair(pairs, experts_of(link))
+        of_experts = _joined_pair(pairs, experts_in_link(link))
         up = torch.stack([pair.up for pair in of_experts], 2)  # [rows, r, E]
         if family.in_turns and name.endswith(STACKS[0]):
             up = torch.stack(up.chunk(2), 1).flatten(0, 1)

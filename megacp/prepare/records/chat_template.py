@@ -23,7 +23,7 @@ from megacp.core.storage.files import read_regular
 from megacp.prepare.records import sandbox
 from megacp.prepare.records.marks import MARK_CHARACTERS, MarkedPlace, Marks, TurnMarks
 from megacp.prepare.records.record import LEARNED_ROLES, RecordError
-from megacp.prepare.records.sandbox import BLOCK_BEGIN, BLOCK_END, NAMED_TOKENS, TemplateLimitError, bounded
+from megacp.prepare.records.sandbox import BLOCK_BEGIN, BLOCK_END, TOKEN_VARIABLES, TemplateLimitError, bounded
 from megacp.prepare.tokenize.beside import (
     TEMPLATE_FOLDER,
     TEMPLATE_NAMES,
@@ -330,7 +330,7 @@ def template_of(text: str, tokenizer: Tokenizer, today: str | None, before_answe
     ValueError: the settings name tokens that it does not have.
     """
     settings = settings_of(tokenizer.files[0].parent)
-    named = {name: content for name in NAMED_TOKENS if (content := token_text(settings.get(name))) is not None}
+    named = {name: content for name in TOKEN_VARIABLES if (content := token_text(settings.get(name))) is not None}
     model = _model_of(tokenizer.files[0], settings, named.values())
     tokens = [named.get("eos_token"), *map(model.id_to_token, end_ids(tokenizer.files[0].parent))]
     ends = tuple(dict.fromkeys(token for token in tokens if token))

@@ -31,7 +31,7 @@ MOST_CHARACTERS = 1 << 27
 """Characters that a template may write, or make of a text by `*`."""
 MOST_BITS = 1 << 16
 """Size of a whole number that a template may compute. No timer can interrupt the product of two longer ones."""
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_VARIABLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TURN = "_begins_turn"
 """Name of the function that a template compiled with turns calls at the beginning of each turn of each loop."""
 _STATM = Path("/proc/self/statm")
@@ -230,7 +230,7 @@ def compiled_template(text: str, today: str | None, turns: bool = False) -> Any:
         """Undefined, and refused where the library would write nothing in place of a token that ends an answer."""
 
         def __str__(self) -> str:
-            if self._undefined_name in NAMED_TOKENS:
+            if self._undefined_name in TOKEN_VARIABLES:
                 raise RecordError(f"it writes {self._undefined_name}, which the tokenizer's files do not name")
             return super().__str__()
 
