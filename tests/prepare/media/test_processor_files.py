@@ -193,6 +193,9 @@ def test_a_folder_without_settings_of_videos_says_so(tmp_path: Path) -> None:
     told = read(written(tmp_path, {IMAGES: image}), "qwen3_5")
     assert told.notes == (f"there is no {VIDEOS}: videos follow the defaults of the library's Qwen3VLVideoProcessor",)
     assert told.values["video_resize_pixels"] == [131072, 786432] and told.values["video_fps"] == 2.0
+    # the library would take all frames here, which no rule expresses
+    told = read(written(tmp_path, {IMAGES: {**QWEN_IMAGE, "do_sample_frames": False}}), "qwen3_5")
+    assert f"there is no {VIDEOS}: videos follow" in told.notes[0] and told.values["video_fps"] == 2.0
     assert read_processor(written(tmp_path, {}), "qwen3_5") is None
 
 
@@ -221,6 +224,7 @@ REFUSED: dict[str, tuple[str, str, Files, str]] = {
     "the shorter side": ("molmo2", IMAGES, {"size": 56, "default_to_square": False}, "can only express squares"),
     "frames by rate": ("molmo2", VIDEOS, {"fps": 2}, "fps is 2, megacp can only express null"),
     "videos as bytes": ("molmo2", VIDEOS, {"do_rescale": None}, "do_rescale is null, megacp can only express True"),
+    "a null for a size of videos": ("qwen3_5", VIDEOS, {"size": None}, "size is null; expected shortest_edge and"),
     "a null for a rate": ("qwen3_5", VIDEOS, {"fps": None}, "fps is null; expected a number above 0"),
     "a null for a step": ("qwen3_5", IMAGES, {"do_normalize": None}, "do_normalize is null, megacp can only express"),
     "crops without a patch": ("molmo2", IMAGES, {"patch_size": 15}, "patch_size is 14, .*patch_size is 15"),
