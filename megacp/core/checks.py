@@ -432,4 +432,4 @@ def _files(config: RunConfig, world: int) -> Iterator[str]:
 SECTIONS = (_multiples, _grid, _model, _experts, _schedule, _context, _vision, _lora, _data, _checkpoints, _files)
 """Functions `(config, world size) -> reasons` over a config whose fields are in their ranges."""
 OF_TRAINING = (_routers,)
-"""Likewise, but only for a model that is trained."""
+"""Functions like those of `SECTIONS`, about training; a model that is only converted does not meet them."""
