@@ -26,11 +26,11 @@ from megacp.core.distributed.collectives import barrier
 from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
-from megacp.core.storage.wording import human_bytes
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading
 from megacp.core.training.step import ParallelModel
 from megacp.plan.report import table
+from megacp.storage.wording import human_bytes
 from megacp.verify.parity import microbatches
 from megacp.verify.spawn import RankPool
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import read_regular
+from megacp.storage.files import read_regular
 
 READING = "which digits?"
 LATER = "The demo's 450 steps do not suffice for several images; STEPS=1300 make demo reads more: docs/measured.md"

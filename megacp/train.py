@@ -48,13 +48,13 @@ from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed import launch
 from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
-from megacp.core.storage.place import place_of
 from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
 from megacp.core.training.stopping import FAILED, STOPPED
 from megacp.core.training.stored import goes_on_from, resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
 from megacp.plan.report import describe
+from megacp.storage.place import place_of
 
 REFUSED = 2
 _SECONDS_OF_A_REFUSED_RANK = 60.0

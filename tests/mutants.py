@@ -1043,7 +1043,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ('for begin in ("", "model.")', 'for begin in ("",)', "a tower by its newer names is unexpected"),
     ],
-    ("core/storage/cache.py", "tests/storage/test_cache.py"): [
+    ("storage/cache.py", "tests/storage/test_cache.py"): [
         ("stated == _hashes(kept / _FILES)", "True", "what is in the cache is believed"),
         ("files.sync_below(made)", "pass", "a folder has its name before its files are on disk"),
         ("        if not _is_whole(kept):", "        if not kept.exists():", "a damaged folder stays for ever"),
@@ -1220,7 +1220,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not places and values and", "if False and values and", "an image without a place is refused"),
         ("weight=each.weight * piece.weight)", "weight=each.weight)", "what is asked about an image is learned"),
     ],
-    ("core/storage/files.py", "tests/test_results.py"): [
+    ("storage/files.py", "tests/test_results.py"): [
         (
             '    if stat.S_ISLNK(mode):\n        raise ValueError(f"{flag}',
             '    if False:\n        raise ValueError(f"{flag}',
@@ -1245,7 +1245,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if len(reasons) >= _MOST_REASONS:", "if False:", "10,000 unknown keys take four seconds"),
         ("elif len(node.value) > _REPEATED:", "elif False:", "a text of 1 MB is repeated 5,000 times"),
     ],
-    ("core/storage/wording.py", "tests/storage/test_wording.py"): [
+    ("storage/wording.py", "tests/storage/test_wording.py"): [
         ("    return escaped(text)", "    return text", "a name steers the terminal"),
         ("_LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)", "text", "a name of 10 MB is shown"),
         ("\\u2028-\\u202e", "\\u2028-\\u2029", "a name turns the direction of a message"),
@@ -1258,7 +1258,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("elif not allowed.holds(value):", "elif value < 0:", "NaN is a number of a machine"),
         ("        if name not in known:", "        if False:", "an unknown field is not read and not told"),
     ],
-    ("core/storage/files.py", "tests/prepare/media/test_reader.py"): [
+    ("storage/files.py", "tests/prepare/media/test_reader.py"): [
         ("os.open(name, _FOR_READING | os.O_NOFOLLOW, ", "os.open(name, _FOR_READING, ", "an exchanged file leads out"),
         (
             "os.open(folder, _FOR_READING | os.O_DIRECTORY | os.O_NOFOLLOW, ",
@@ -1276,14 +1276,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if not url.raw_path.startswith(inside) or", "if", "a redirect leads out of the folder"),
         ("        path = plain\n", "        return False\n", "escapes of dots are no dots"),
     ],
-    ("core/storage/url.py", "tests/storage/test_web.py"): [
+    ("storage/url.py", "tests/storage/test_web.py"): [
         ("begin + _ANSWER_SECONDS +", "begin + 1e9 +", "a server sends a byte per second for ever"),
         (" + content.tell() / _LEAST_RATE", "", "a large file of a slow line is refused"),
         ("and (match is None or match[1] not in _WEB)", "", "an IPv6 address is taken for a chain of URLs"),
         ("return outcome.result(seconds)", "return outcome.result()", "a store that does not answer is waited for"),
         ('"response_class": _bounded_response(),', "", "an index page fills the memory"),
     ],
-    ("core/storage/url.py", "tests/prepare/packs/test_urls.py"): [
+    ("storage/url.py", "tests/prepare/packs/test_urls.py"): [
         ('"auto_decompress": False,', "", "a server's few bytes unpack to many"),
         ("[url.guard] if url.guard else []", "[]", "nobody looks where a redirect leads"),
     ],

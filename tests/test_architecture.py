@@ -250,7 +250,7 @@ def torch_distributed(tree: ast.AST) -> list[str]:
 
 CODE = ("megacp", "bench", "tools")
 CODE_PATHS = [path for path in sources(*CODE) if not path.startswith(PEERS)]
-DISK = "megacp/core/storage/files.py"
+DISK = "megacp/storage/files.py"
 RULES: dict[str, tuple[Callable[[ast.Module], object], list[str]]] = {
     "only the distributed room talks to torch.distributed": (
         torch_distributed,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megacp.core.monitor import trace
-from megacp.core.storage.files import require_free, write_result
 from megacp.huggingface import generate_command
 from megacp.plan import command as plan_command
 from megacp.prepare import command as preprocess
+from megacp.storage.files import require_free, write_result
 from megacp.verify import calibrate, plot
 from tests.prepare.packs import builds
 
@@ -137,7 +137,7 @@ def test_a_file_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypat
         require_free(flag, path, overwrite)
         Path(path).write_bytes(b"mine")
 
-    monkeypatch.setattr("megacp.core.storage.files.require_free", appears)
+    monkeypatch.setattr("megacp.storage.files.require_free", appears)
     with pytest.raises(FileExistsError):
         write_result("--output", tmp_path / "a", b"ours")
     assert (tmp_path / "a").read_bytes() == b"mine"

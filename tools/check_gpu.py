@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megacp.core.config.cli import OneLineParser
     from megacp.core.ops.flex import compiler_problem
-    from megacp.core.storage.files import require_free
+    from megacp.storage.files import require_free
     from megacp.verify.gpu_report import check_device, parts
 
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megacp.core.config.cli import OneLineParser, path_text
 from megacp.core.monitor.console import say, warn
-from megacp.core.storage.files import require_free
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
+from megacp.storage.files import require_free
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -29,10 +29,10 @@ from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.distributed.grid import build_grid
-from megacp.core.storage.wording import human_bytes
 from megacp.core.training.state import RunState
 from megacp.core.training.step import ParallelModel
 from megacp.plan.report import table
+from megacp.storage.wording import human_bytes
 from megacp.verify.spawn import RankPool
 
 OURS = "megacp"

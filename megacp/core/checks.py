@@ -17,8 +17,8 @@ from megacp.core.config.ranges import MAX_EXPERTS_IN_ALL
 from megacp.core.config.run import RunConfig, fields, flag, flatten
 from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
-from megacp.core.storage.place import place_of
-from megacp.core.storage.url import Url, is_url
+from megacp.storage.place import place_of
+from megacp.storage.url import Url, is_url
 
 MAX_DENSE_ROW_TOKENS = 8192
 """The dense kernel holds heads x T x T scores: 256 MiB a head in float32 at this length."""

@@ -30,10 +30,10 @@ from megacp.core.config.parallel import GridShape
 from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
 from megacp.core.monitor.console import to_nowhere, warn
-from megacp.core.storage.wording import for_terminal
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import NAMINGS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
+from megacp.storage.wording import for_terminal
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _MINUTES = 24 * 60.0

@@ -30,8 +30,6 @@ from typing import Any
 from megacp.core.config.cli import OneLineParser, path_text, path_texts
 from megacp.core.data.manifest import THOUGHTS, answers_told, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
-from megacp.core.storage.files import open_own, open_regular, read_regular, require_free
-from megacp.core.storage.wording import counted
 from megacp.core.training.state import first_token, last_token
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
@@ -43,6 +41,8 @@ from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import ALPACA, AS_MESSAGES, Media, RecordError, Refusal
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.storage.files import open_own, open_regular, read_regular, require_free
+from megacp.storage.wording import counted
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,12 +13,12 @@ import yaml
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.layers.table import Share
 from megacp.core.models import costs
-from megacp.core.storage.wording import human_count
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.memory import PHASES
 from megacp.plan.packs import PackSample
 from megacp.plan.report import table, utilisation
 from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, search
+from megacp.storage.wording import human_count
 
 _BAR = 50
 """Characters of a whole bar."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 
 from megacp.core.checks import check
 from megacp.core.config.run import RunConfig
-from megacp.core.storage.wording import human_bytes
 from megacp.plan.answer import larger, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.packs import sample_packs
 from megacp.plan.search import layouts, search
+from megacp.storage.wording import human_bytes
 
 
 def sheet_of(device: str, gib: float | None) -> tuple[Hardware, str]:

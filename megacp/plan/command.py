@@ -21,12 +21,12 @@ from megacp.core.config.cli import OneLineParser, given_names, parse, path_text
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.monitor.console import say, warn
-from megacp.core.storage.files import require_free, write_result
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import FLAGS, Trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
 from megacp.plan.packs import sample_packs
 from megacp.plan.picture import figure_png, page
+from megacp.storage.files import require_free, write_result
 
 
 def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:

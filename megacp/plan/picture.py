@@ -11,11 +11,11 @@ from html import escape
 from megacp.core.config.run import RunConfig
 from megacp.core.models.costs import stage_layers
 from megacp.core.pipeline_parallel.schedules import Kind
-from megacp.core.storage.page import page_head
 from megacp.plan.activations import Held, held_over
 from megacp.plan.answer import Answer, flags, large
 from megacp.plan.memory import PHASES, STATE, RankMemory, stage_memory
 from megacp.plan.search import fullest_stage
+from megacp.storage.page import page_head
 
 _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#6b7280", "#1b1f24", "#b8c8e8")
 """Palette of Okabe and Ito, which stays distinct under common colour blindness."""

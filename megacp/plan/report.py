@@ -16,11 +16,11 @@ from megacp.core.models import costs
 from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.pipeline_parallel.schedules import Kind
 from megacp.core.pipeline_parallel.timeline import bubble, timeline
-from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations, memory
 from megacp.plan.hardware import Hardware, hardware
 from megacp.plan.packs import PackSample, sample_packs
 from megacp.plan.times import StepTime, orders, step_time
+from megacp.storage.wording import human_bytes, human_count
 
 EXPECTED_ON = ("h100", "infiniband")
 """Machines for which a dry run tells the time."""

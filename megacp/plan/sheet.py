@@ -12,8 +12,8 @@ from typing import Any
 
 from megacp.core.config.ranges import Range
 from megacp.core.config.yaml_file import load_yaml, nearest
-from megacp.core.storage.files import read_regular
-from megacp.core.storage.wording import listed
+from megacp.storage.files import read_regular
+from megacp.storage.wording import listed
 
 Sheet = dict[str, Any]
 """The content of hardware.yaml; a measured sheet has one GPU, and the `terms` of its host."""

@@ -11,11 +11,11 @@ import numpy as np
 from megacp.core.data.collate import parents
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
-from megacp.core.storage.files import StrPath
-from megacp.core.storage.url import Url
-from megacp.core.storage.wording import counted
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.storage.files import StrPath
+from megacp.storage.url import Url
+from megacp.storage.wording import counted
 
 _LEAST = 8
 """Characters that are shown of a run, though later ones then are not seen."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megacp.core.storage.files import write_result
 from megacp.prepare.records.read import Extent, read_extent
 from megacp.prepare.records.record import RecordError, RecordRules, Refusal
 from megacp.prepare.records.sample import parse_record
+from megacp.storage.files import write_result
 
 EOD_TOKEN = "<|endoftext|>"
 RECORD_SUFFIXES = (".jsonl", ".ndjson", ".json", ".gz", ".zst", ".parquet", ".tar")

@@ -11,9 +11,9 @@ import numpy as np
 from megacp.core.data.manifest import DatasetManifest, FileEntry
 from megacp.core.data.reader import DataCache, Shard
 from megacp.core.data.tables import StoredFile
-from megacp.core.storage import files
-from megacp.core.storage.place import Place, digest_of, place_of
-from megacp.core.storage.url import Url
+from megacp.storage import files
+from megacp.storage.place import Place, digest_of, place_of
+from megacp.storage.url import Url
 
 
 def verify(directory: files.StrPath | Url) -> list[str]:

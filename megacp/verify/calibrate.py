@@ -31,13 +31,13 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.monitor.flops import cuda_peak
-from megacp.core.storage.files import require_free, write_result
 from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, nominal_sheet
 from megacp.plan.packs import PackSample, sample_of
 from megacp.plan.report import table
 from megacp.plan.search import CP, PP, TP
 from megacp.plan.sheet import Sheet
 from megacp.plan.times import step_time
+from megacp.storage.files import require_free, write_result
 from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
 from megacp.verify.spawn import run_ranks
 

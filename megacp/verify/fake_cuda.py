@@ -14,8 +14,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from megacp.core.storage import files
-from megacp.core.storage.cache import kept_folder
+from megacp.storage import files
+from megacp.storage.cache import kept_folder
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 LIBRARY = "fake_cuda.so"

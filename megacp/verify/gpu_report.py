@@ -35,8 +35,8 @@ from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import model_flops, model_parameters
 from megacp.core.monitor.flops import cuda_peak, peak_bytes
-from megacp.core.storage.files import write_atomically
 from megacp.core.training.step import ParallelModel
+from megacp.storage.files import write_atomically
 from megacp.verify.spawn import RankFailure, RankPool
 
 Sizes = Mapping[str, Value]

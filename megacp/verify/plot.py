@@ -13,7 +13,7 @@ from statistics import fmean
 
 from megacp.core.config.cli import OneLineParser
 from megacp.core.monitor.console import say, warn
-from megacp.core.storage.files import read_regular, require_free, write_result
+from megacp.storage.files import read_regular, require_free, write_result
 
 _LARGEST_LOG = 4 << 30
 """Bytes of a log."""

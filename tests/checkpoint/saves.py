@@ -8,9 +8,9 @@ from typing import Any
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
 from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import Place
-from megacp.core.storage.url import Url
+from megacp.storage.files import StrPath
+from megacp.storage.place import Place
+from megacp.storage.url import Url
 
 
 def save_checkpoint(

@@ -25,7 +25,7 @@ from megacp.core.checkpoint.directory import (
     remove_leftovers,
     to_json,
 )
-from megacp.core.storage.files import sha256_of
+from megacp.storage.files import sha256_of
 from tests.checkpoint.test_commit import WORLD, save, value
 
 
@@ -141,7 +141,7 @@ def test_a_file_system_without_locks_is_told_and_no_reason_to_stop(
     def unsupported(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("megacp.core.storage.files.fcntl.lockf", unsupported)
+    monkeypatch.setattr("megacp.storage.files.fcntl.lockf", unsupported)
     lock = DirectoryLock(tmp_path)
     assert lock.problem is not None and "Function not implemented" in lock.problem and "second run" in lock.problem
     lock.release()

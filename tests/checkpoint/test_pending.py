@@ -25,7 +25,7 @@ from megacp.core.checkpoint.storage import INDEX_FILE
 from megacp.core.config.parallel import GridShape
 from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import Axis, build_grid, single_axis
-from megacp.core.storage.files import sha256_of
+from megacp.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 

@@ -10,8 +10,8 @@ import pytest
 from megacp.core.checkpoint import outcome
 from megacp.core.checkpoint.outcome import sharers
 from megacp.core.distributed.grid import single_axis
-from megacp.core.storage.place import Place
-from megacp.core.storage.url import Url
+from megacp.storage.place import Place
+from megacp.storage.url import Url
 
 
 def stated(files: list[Place], monkeypatch: pytest.MonkeyPatch) -> object:

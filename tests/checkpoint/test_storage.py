@@ -19,7 +19,7 @@ from megacp.core.checkpoint.storage import INDEX_FILE, Payload, index_of, write_
 from megacp.core.data_parallel.boxes import TensorBox, boxes_of_slice, boxes_to_load, boxes_to_save, split_range
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
-from megacp.core.storage.files import sha256_of
+from megacp.storage.files import sha256_of
 
 FILE = "rank_00000.safetensors"
 

@@ -11,11 +11,11 @@ import pytest
 
 from megacp.core.config.cli import OneLineParser, parse, path_texts
 from megacp.core.config.run import fields, flatten
-from megacp.core.storage.place import at_home
 from megacp.huggingface import generate_command
 from megacp.huggingface.convert_command import convert_parser
 from megacp.plan import command as plan_command
 from megacp.prepare.command import preprocess_parser
+from megacp.storage.place import at_home
 from megacp.verify import plot
 
 PATHS = {"data_path", "valid_data_path", "save", "load", "load_hf", "vision_from_hf", "load_adapter", "log_file"}

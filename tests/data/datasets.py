@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data.manifest import DatasetManifest, FileEntry, TokenizerInfo
-from megacp.core.storage import files
 from megacp.prepare.packs.writer import Segment, ShardWriter
 from megacp.prepare.records.documents import SegmentUnit
+from megacp.storage import files
 
 
 def write_dataset(

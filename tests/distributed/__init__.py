@@ -1,1 +1,1 @@
-"""Tests of megacp/core/distributed."""
+"""Tests of grids, collectives and fake worlds."""

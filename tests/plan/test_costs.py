@@ -22,10 +22,10 @@ from megacp.core.models import costs
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import stage_layers
 from megacp.core.models.vision import patch_plan
-from megacp.core.storage.wording import human_bytes, human_count
 from megacp.plan import activations
 from megacp.plan.memory import PHASES, stage_memory, stage_parameters
 from megacp.plan.report import describe
+from megacp.storage.wording import human_bytes, human_count
 from tests.plan.test_memory import kept_storages
 from tests.ranks import grid
 from tests.reference.training import config_of

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.storage import cache
 from megacp.prepare.command import main
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.storage import cache
 
 tokenizers = pytest.importorskip("tokenizers")
 sentencepiece = pytest.importorskip("sentencepiece")

@@ -13,7 +13,7 @@ from unittest import mock
 import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megacp.core.storage.url import Url
+from megacp.storage.url import Url
 
 
 def memory() -> Url:

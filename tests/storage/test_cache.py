@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.storage import cache
-from megacp.core.storage.cache import cache_folder, kept_folder
+from megacp.storage import cache
+from megacp.storage.cache import cache_folder, kept_folder
 
 CONTENT = {"a.json": b'{"a": 1}', "b.bin": bytes(range(64)), "below/c.txt": b"c"}
 

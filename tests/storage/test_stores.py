@@ -22,7 +22,7 @@ from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
 from megacp.core.data.reader import DataCache, PackedDataset
-from megacp.core.storage.place import (
+from megacp.storage.place import (
     digest_of,
     expanded,
     folders_in,
@@ -33,7 +33,7 @@ from megacp.core.storage.place import (
     write_content,
     write_stream,
 )
-from megacp.core.storage.url import UnreachableError, Url
+from megacp.storage.url import UnreachableError, Url
 from tests.data.datasets import random_packs, write_dataset
 from tests.storage.s3_server import FaultyServer, QuietHandler, S3Server, s3_server
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky

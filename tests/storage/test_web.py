@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megacp.core.storage import url as url_module
-from megacp.core.storage.files import TooLargeError
-from megacp.core.storage.place import expanded, open_stream
-from megacp.core.storage.url import UnreachableError, Url
+from megacp.storage import url as url_module
+from megacp.storage.files import TooLargeError
+from megacp.storage.place import expanded, open_stream
+from megacp.storage.url import UnreachableError, Url
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
 from tests.storage.web_server import PLAIN, Server, bad_server
 

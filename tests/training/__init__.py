@@ -1,1 +1,1 @@
-"""Tests of megacp/core/training."""
+"""Tests of the training loop."""

@@ -16,10 +16,10 @@ from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.reader import PackedDataset
 from megacp.core.distributed.grid import single_axis
-from megacp.core.storage.url import Url
 from megacp.core.training.sources import open_sources
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
+from megacp.storage.url import Url
 from megacp.train import main
 from tests.data.datasets import random_packs, write_dataset
 from tests.ranks import run_ranks

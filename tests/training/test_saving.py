@@ -22,10 +22,10 @@ from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.grid import single_axis
 from megacp.core.models.language import OutputHead
 from megacp.core.monitor.log import RunLog
-from megacp.core.storage.files import sha256_of
 from megacp.core.training.saving import DONE, SAVE_FAILED, WRITING
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import STOPPED, StopSignal
+from megacp.storage.files import sha256_of
 from megacp.train import main
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import run_ranks

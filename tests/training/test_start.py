@@ -26,7 +26,6 @@ from megacp.core.config.run import RunConfig, fields, flag, with_values
 from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed.launch import Rendezvous, World
 from megacp.core.models.costs import run_parameters
-from megacp.core.storage.wording import human_count
 from megacp.core.training.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
@@ -35,6 +34,7 @@ from megacp.plan.answer import words
 from megacp.plan.auto import sheet_of
 from megacp.plan.hardware import hardware
 from megacp.plan.search import fullest
+from megacp.storage.wording import human_count
 from megacp.train import main, plan_of
 from tests.checkpoint.test_commit import WORLD
 from tests.data.datasets import random_packs, write_dataset

@@ -41,10 +41,10 @@ from megacp.core.checkpoint.storage import INDEX_FILE, Payload, Stored, index_of
 from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.collectives import all_reduce, gather_to_first
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.files import StrPath, place_folder
-from megacp.core.storage.place import Place, place_of, read_content, write_content
-from megacp.core.storage.url import UnreachableError, Url
-from megacp.core.storage.wording import for_terminal, listed
+from megacp.storage.files import StrPath, place_folder
+from megacp.storage.place import Place, place_of, read_content, write_content
+from megacp.storage.url import UnreachableError, Url
+from megacp.storage.wording import for_terminal, listed
 
 _log = logging.getLogger(__name__)
 _NAMED = 20

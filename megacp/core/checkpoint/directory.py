@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage import files
-from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import Place, digest_of, folders_in, place_of, read_content
-from megacp.core.storage.url import UnreachableError, Url
+from megacp.storage import files
+from megacp.storage.files import StrPath
+from megacp.storage.place import Place, digest_of, folders_in, place_of, read_content
+from megacp.storage.url import UnreachableError, Url
 
 LATEST_FILE = "latest"
 LOCK_FILE = "lock"

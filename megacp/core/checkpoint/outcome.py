@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from megacp.core.distributed.collectives import await_all, gather_objects
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.place import Place
+from megacp.storage.place import Place
 
 _T = TypeVar("_T")
 

@@ -19,8 +19,8 @@ import torch
 
 from megacp.core.checkpoint.directory import FileRecord, damage
 from megacp.core.data_parallel.boxes import TensorBox
-from megacp.core.storage.place import Place, open_stream, read_content, write_stream
-from megacp.core.storage.wording import listed
+from megacp.storage.place import Place, open_stream, read_content, write_stream
+from megacp.storage.wording import listed
 
 INDEX_FILE = "index.json"
 STORED_DTYPES = {

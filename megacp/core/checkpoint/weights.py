@@ -16,8 +16,8 @@ import torch
 from megacp.core.checkpoint.outcome import on_all_ranks, sharers
 from megacp.core.data_parallel.boxes import MODEL, TensorBox
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.files import sha256_of
-from megacp.core.storage.place import Place
+from megacp.storage.files import sha256_of
+from megacp.storage.place import Place
 
 BYTES_AT_ONCE = 64 << 20
 """Most bytes of rows that are read before a rank's columns are taken from them."""

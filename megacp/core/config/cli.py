@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 from megacp import __version__
 from megacp.core.config.run import RunConfig, fields, with_homes, with_values
 from megacp.core.config.yaml_file import nearest, values_of_file
-from megacp.core.storage.place import at_home
-from megacp.core.storage.wording import for_terminal
+from megacp.storage.place import at_home
+from megacp.storage.wording import for_terminal
 
 _MOST_UNKNOWN = 20
 """Unknown flags whose nearest names are looked for."""

@@ -21,8 +21,8 @@ from megacp.core.config.parallel import GridShape, ParallelConfig
 from megacp.core.config.ranges import Count, IsPath, Range
 from megacp.core.config.training import CheckpointConfig, DataConfig, LogConfig, TrainingConfig
 from megacp.core.config.vision import VisionConfig
-from megacp.core.storage.place import at_home
-from megacp.core.storage.url import is_url
+from megacp.storage.place import at_home
+from megacp.storage.url import is_url
 
 Value = bool | int | float | str | tuple[float, ...] | tuple[str, ...] | None
 """What a flag can hold."""

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from megacp.core.config.run import FieldInfo, RunConfig, Value, fields, flag, flatten, union_types, with_values
-from megacp.core.storage.files import read_regular
-from megacp.core.storage.place import at_home
-from megacp.core.storage.wording import listed
+from megacp.storage.files import read_regular
+from megacp.storage.place import at_home
+from megacp.storage.wording import listed
 
 _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+\Z"), list("-+.0123456789"))
 """`3e-4` and `1.5e8`, which YAML 1.1 would read as strings."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage import files
-from megacp.core.storage.files import PLAIN_NAME
-from megacp.core.storage.place import place_of, read_content
-from megacp.core.storage.url import Url
-from megacp.core.storage.wording import counted
+from megacp.storage import files
+from megacp.storage.files import PLAIN_NAME
+from megacp.storage.place import place_of, read_content
+from megacp.storage.url import Url
+from megacp.storage.wording import counted
 
 FORMAT_VERSION = 2
 MANIFEST_NAME = "manifest.json"

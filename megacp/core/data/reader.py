@@ -27,11 +27,11 @@ from megacp.core.data.image_shards import BOUNDARY_DTYPE
 from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32
 from megacp.core.data.vision.rules import ImageError
-from megacp.core.storage import files
-from megacp.core.storage.cache import cache_folder
-from megacp.core.storage.place import Place, place_of
-from megacp.core.storage.url import Url
-from megacp.core.storage.wording import listed
+from megacp.storage import files
+from megacp.storage.cache import cache_folder
+from megacp.storage.place import Place, place_of
+from megacp.storage.url import Url
+from megacp.storage.wording import listed
 
 OPEN_SHARDS = 64
 _TABLES = {

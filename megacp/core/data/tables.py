@@ -20,7 +20,7 @@ import numpy as np
 from zlib_ng.zlib_ng import crc32 as crc32
 
 from megacp.core.data.manifest import FileEntry
-from megacp.core.storage import files
+from megacp.storage import files
 
 PACK_DTYPE = np.dtype(
     [

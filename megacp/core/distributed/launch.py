@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megacp.core.config.parallel import GridShape
 from megacp.core.distributed.grid import Axis, ProcessGrid, build_grid, connect
 from megacp.core.large_blocks import BLOCKS, LARGE
-from megacp.core.storage.wording import listed
+from megacp.storage.wording import listed
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""

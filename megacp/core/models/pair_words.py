@@ -8,7 +8,7 @@ from megacp.core.config.model import ModelConfig, joined_words
 from megacp.core.config.run import RunConfig
 from megacp.core.layers.moe import MOE
 from megacp.core.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
-from megacp.core.storage.wording import human_count
+from megacp.storage.wording import human_count
 
 
 def describe_pairs(model: ModelConfig) -> str:

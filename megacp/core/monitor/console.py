@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from megacp.core.storage.wording import escaped, for_terminal
+from megacp.storage.wording import escaped, for_terminal
 
 
 class Console:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.monitor.console import Console, warn
-from megacp.core.storage.files import open_own
+from megacp.storage.files import open_own
 
 Number = int | float
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.monitor.timers import Timers
-from megacp.core.storage.files import rename
+from megacp.storage.files import rename
 
 
 class Trace:

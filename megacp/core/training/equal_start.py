@@ -18,9 +18,9 @@ import torch
 import megacp
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.distributed.launch import Rendezvous, named
-from megacp.core.storage.files import source_digest
-from megacp.core.storage.wording import listed
 from megacp.core.training.sources import Sources
+from megacp.storage.files import source_digest
+from megacp.storage.wording import listed
 
 MAY_DIFFER = (
     "data_path",

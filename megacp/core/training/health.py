@@ -28,7 +28,7 @@ import torch
 from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.wording import listed
+from megacp.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16
 """Documents with images after which their bad share is judged: of fewer, one bad image would be too large a share."""

@@ -18,10 +18,10 @@ from megacp.core.models.costs import run_parameters, text_flops, trained_paramet
 from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.monitor.log import LogTargets, RunLog
 from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
-from megacp.core.storage.wording import counted, human_count
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start
+from megacp.storage.wording import counted, human_count
 
 
 def row_flops(row: PlannedRow, config: RunConfig) -> float:

@@ -16,12 +16,12 @@ from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, remove_le
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.config.run import RunConfig
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage.files import read_regular, seen
-from megacp.core.storage.place import Place, place_of
-from megacp.core.storage.url import is_url
 from megacp.core.training.health import AnomalyError, damaged_tensors
 from megacp.core.training.state import RunState, begin_save, saved_boxes
 from megacp.core.training.step import ParallelModel
+from megacp.storage.files import read_regular, seen
+from megacp.storage.place import Place, place_of
+from megacp.storage.url import is_url
 
 DONE, WRITING, SAVE_FAILED = 0, 1, 2
 """What a rank reports to the others of its files; of several ranks the highest counts."""

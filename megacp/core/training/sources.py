@@ -24,9 +24,9 @@ from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
 from megacp.core.data.vision.decoding import RulesDecoder, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.storage.wording import counted
 from megacp.core.training.images import mock_images
 from megacp.core.training.stored import progress
+from megacp.storage.wording import counted
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megacp.core.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.core.checkpoint.directory import CONFIG_FILE, CheckpointManifest, holds_checkpoints
 from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
-from megacp.core.storage.place import Place
+from megacp.storage.place import Place
 
 NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "hf_model_type"}
 NOT_THE_FUNCTION |= {"lora_dropout", "vision_lr_multiplier", "connector_lr_multiplier", "vision_planned_crops"}

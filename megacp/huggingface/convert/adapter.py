@@ -25,13 +25,13 @@ from megacp.core.config.run import Value
 from megacp.core.layers.table import A, B, lora_kind
 from megacp.core.models.pair_words import layers_in_words
 from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.storage import files
-from megacp.core.storage.wording import listed
 from megacp.huggingface.convert.adapter_config import NAME, AdapterConfig, TargetSaid
 from megacp.huggingface.convert.config_json import Values, shown
 from megacp.huggingface.convert.decoder import Family
 from megacp.huggingface.convert.lora import experts_in_link, modules_of_stacks, stacks_beside
 from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named
+from megacp.storage import files
+from megacp.storage.wording import listed
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."

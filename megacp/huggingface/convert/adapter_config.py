@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.model import PairSize
-from megacp.core.storage.wording import listed
 from megacp.huggingface.convert.config_json import ConfigJson, shown
 from megacp.prepare.tokenize.beside import read_object
+from megacp.storage.wording import listed
 
 NAME = "adapter_config.json"
 READ = (

@@ -32,7 +32,6 @@ from megacp.core.data.manifest import answers_told, thoughts_told
 from megacp.core.data_parallel.boxes import MODEL
 from megacp.core.distributed.collectives import gather_objects
 from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.storage.files import sha256_of, write_new
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.card import CARD, model_card
@@ -61,6 +60,7 @@ from megacp.prepare.records.chat_template import THINKS, templates_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
+from megacp.storage.files import sha256_of, write_new
 
 _NOT_COPIED = ("config.json", hf_files.INDEX)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megacp.core.storage.wording import listed
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import DECODER, OLMO2_SIZES, Table, experts_of
 from megacp.huggingface.convert.moe import TRAINING, ExpertFamily, ExpertWords, stacked
 from megacp.huggingface.convert.tensors import BIASES, PACKED, STACKS, Info, Joined, Link, Source, is_finite, whole
+from megacp.storage.wording import listed
 
 _OWN = {
     "self_attn.sinks": "attention.sinks",

@@ -23,7 +23,6 @@ from megacp.core.data.vision.decoding import RULES, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.data_parallel.boxes import MODEL, TensorBox
 from megacp.core.distributed.grid import Axis
-from megacp.core.storage import wording
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.huggingface.convert import hf_files
@@ -49,6 +48,7 @@ from megacp.prepare.media import processor_files
 from megacp.prepare.media.processor_files import FolderRules
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
+from megacp.storage import wording
 
 _TOLD = 20
 _DTYPES = ("float32", "bfloat16", "float64")

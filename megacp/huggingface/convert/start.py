@@ -23,8 +23,6 @@ from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.core.config.vision import VISION_FAMILIES
 from megacp.core.data.vision.decoding import RULES
 from megacp.core.layers.stack import lora_kinds, pair_tensors
-from megacp.core.storage.place import Place
-from megacp.core.storage.url import Url
 from megacp.core.training.stored import with_model_of
 from megacp.huggingface.convert.adapter import Adapter
 from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, shapes_of
@@ -39,6 +37,8 @@ from megacp.huggingface.convert.source import (
 )
 from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
+from megacp.storage.place import Place
+from megacp.storage.url import Url
 
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from megacp.core.storage.wording import listed
+from megacp.storage.wording import listed
 
 Shape = tuple[int, ...]
 STACKS = (".experts.gate_up_proj", ".experts.down_proj")

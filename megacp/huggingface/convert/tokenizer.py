@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import read_regular
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import copy_companions
 from megacp.prepare.tokenize.beside import OLDER_NAME, read_object, settings_of, token_text
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.storage.files import read_regular
 
 CLASS = "PreTrainedTokenizerFast"
 BYTE_EOS = "<|endoftext|>"

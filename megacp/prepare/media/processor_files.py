@@ -16,8 +16,8 @@ from typing import Any
 
 from megacp.core.data.vision.decoding import RULES
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.storage.wording import listed
 from megacp.prepare.tokenize.beside import read_object
+from megacp.storage.wording import listed
 
 IMAGES = "preprocessor_config.json"
 VIDEOS = "video_preprocessor_config.json"

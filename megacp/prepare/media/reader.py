@@ -17,10 +17,10 @@ from urllib.parse import unquote
 
 from megacp.core.data.vision.decoding import load_pixels, video_info, video_pixels
 from megacp.core.data.vision.rules import ImageError, VisionRules
-from megacp.core.storage.files import TooLargeError, open_below, read_within
-from megacp.core.storage.url import UnreachableError, Url, is_url
 from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePart
+from megacp.storage.files import TooLargeError, open_below, read_within
+from megacp.storage.url import UnreachableError, Url, is_url
 
 ALLOWED = "allowed are URLs below --image-urls"
 LARGEST_ITEM = (1 << 31) - 1

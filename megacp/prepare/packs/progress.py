@@ -9,8 +9,8 @@ from typing import TextIO
 
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data.manifest import DatasetManifest, answers_told, thoughts_told
-from megacp.core.storage.wording import counted
 from megacp.prepare.packs.unit import UnitResult
+from megacp.storage.wording import counted
 
 _BATCH = TrainingConfig.global_batch_size
 _EVERY_SECONDS = 10.0

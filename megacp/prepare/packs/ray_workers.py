@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megacp.core.storage.files import source_digest
 from megacp.prepare.packs.workers import Handler, WorkerFailed, answer_of, result_of
+from megacp.storage.files import source_digest
 
 _TRIES = 4
 """How often a task is begun whose workers are lost."""

@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
-from megacp.core.storage import files
-from megacp.core.storage.place import expanded, place_of, size_of
-from megacp.core.storage.wording import counted, for_terminal, listed
 from megacp.prepare.packs.journal import (
     REJECTS_NAME,
     Journal,
@@ -39,6 +36,9 @@ from megacp.prepare.records.read import SAMPLED_BYTES, Extent, identity, is_plai
 from megacp.prepare.records.record import ALPACA, AS_MESSAGES
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.storage import files
+from megacp.storage.place import expanded, place_of, size_of
+from megacp.storage.wording import counted, for_terminal, listed
 
 RECORD_RULES = 6
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""

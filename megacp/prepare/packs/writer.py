@@ -24,8 +24,8 @@ from megacp.core.data import tables
 from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.manifest import FileEntry, ShardEntry
 from megacp.core.data.tables import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, crc32, pointers, token_dtype, with_suffix
-from megacp.core.storage import files
 from megacp.prepare.records.documents import SegmentUnit
+from megacp.storage import files
 
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
 _PACK_ROW = struct.Struct("<qqiiii")

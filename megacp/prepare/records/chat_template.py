@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.storage.files import read_regular
 from megacp.prepare.records import sandbox
 from megacp.prepare.records.marks import MARK_CHARACTERS, MarkedPlace, Marks, TurnMarks
 from megacp.prepare.records.record import LEARNED_ROLES, RecordError
@@ -34,6 +33,7 @@ from megacp.prepare.tokenize.beside import (
     token_text,
 )
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.storage.files import read_regular
 
 OURS = {path.stem: path.read_bytes().decode() for path in sorted(Path(__file__).parent.glob("*.jinja"))}
 """Templates by name, for tokenizers without one and for those whose own does not say what is learned."""

@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megacp.core.storage.files import open_regular
-from megacp.core.storage.place import open_input, place_of, size_of, suffix_of
-from megacp.core.storage.url import Url, is_url
 from megacp.prepare.records.record import (
     DEFAULT_MAX_RECORD_BYTES,
     Record,
@@ -35,6 +32,9 @@ from megacp.prepare.records.record import (
 )
 from megacp.prepare.records.tables import arrow_module, read_parquet, read_tar
 from megacp.prepare.records.turns import are_messages
+from megacp.storage.files import open_regular
+from megacp.storage.place import open_input, place_of, size_of, suffix_of
+from megacp.storage.url import Url, is_url
 
 _BLOCK = 1 << 20
 _FORMS = ".jsonl, .json (lines, or one array), both also as .gz or .zst, .parquet, .tar"

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from megacp.core.storage.place import open_input
-from megacp.core.storage.url import UnreachableError, is_url
 from megacp.prepare.records.record import Record, RecordError, Refusal, decode_json
+from megacp.storage.place import open_input
+from megacp.storage.url import UnreachableError, is_url
 
 _ROWS = 16
 """Rows of a table that become Python values at a time."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.core.storage.files import TEXT_LIMIT, parse_json, read_json, read_regular
+from megacp.storage.files import TEXT_LIMIT, parse_json, read_json, read_regular
 
 CONFIG_NAME = "tokenizer_config.json"
 OLDER_NAME = "special_tokens_map.json"

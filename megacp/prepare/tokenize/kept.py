@@ -7,10 +7,10 @@ from pathlib import Path
 
 from megacp.core.config.blend import DataPath, named_folders
 from megacp.core.data.manifest import DatasetManifest
-from megacp.core.storage.files import StrPath
-from megacp.core.storage.place import fetched, place_of
-from megacp.core.storage.url import Url
 from megacp.prepare.tokenize.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
+from megacp.storage.files import StrPath
+from megacp.storage.place import fetched, place_of
+from megacp.storage.url import Url
 
 TOKENIZER_DIRECTORY = "tokenizer"
 """Folder of a dataset with the files of its tokenizer."""

@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data.manifest import TokenizerInfo
-from megacp.core.storage.cache import kept_folder
-from megacp.core.storage.files import refuse_pointer, sha256_of_all
 from megacp.prepare.tokenize.beside import (
     BESIDE_NAMES,
     TEMPLATE_FOLDER,
@@ -35,6 +33,8 @@ from megacp.prepare.tokenize.beside import (
     token_text,
     tokens_beside,
 )
+from megacp.storage.cache import kept_folder
+from megacp.storage.files import refuse_pointer, sha256_of_all
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")

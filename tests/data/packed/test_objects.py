@@ -10,9 +10,9 @@ import pytest
 from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.reader import DataCache, PackedDataset
-from megacp.core.storage.url import Url
 from megacp.prepare.describe import statistics
 from megacp.prepare.verify import verify
+from megacp.storage.url import Url
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 from tests.storage.stores import flaky, memory, under_flaky
 

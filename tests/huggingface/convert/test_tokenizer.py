@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.storage import cache
 from megacp.huggingface.convert.source import copy_tokenizer
 from megacp.huggingface.convert.tokenizer import are_tied, spm_model, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, load_tokenizer
+from megacp.storage import cache
 from tests.huggingface.convert.models import given
 
 sentencepiece = pytest.importorskip("sentencepiece")

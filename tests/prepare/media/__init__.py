@@ -1,1 +1,1 @@
-"""Tests of megacp/core/data."""
+"""Tests of images and videos."""

@@ -22,7 +22,6 @@ import pytest
 
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.rules import ImageError
-from megacp.core.storage.url import UnreachableError, Url
 from megacp.prepare import command as preprocess
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.packs.journal import locked
@@ -32,6 +31,7 @@ from megacp.prepare.records.read import identity, plan_units, read_extent
 from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.verify import verify
+from megacp.storage.url import UnreachableError, Url
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.packs import builds
 from tests.prepare.packs.builds import files, run, settings, visible, write_records
@@ -77,7 +77,7 @@ def records(path: str, unit_bytes: int = 2000) -> list[Any]:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_store_that_fails_loses_no_record(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megacp.core.storage.place._BLOCK", 4096)
+    monkeypatch.setattr("megacp.storage.place._BLOCK", 4096)
     url = memory() / name
     url.write(FORMS[name]())
     with flaky(0.2, seed=1) as store:

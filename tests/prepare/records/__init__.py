@@ -1,1 +1,1 @@
-"""Tests of megacp/core/data."""
+"""Tests of records and their forms."""

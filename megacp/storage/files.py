@@ -322,7 +322,7 @@ def _kind(mode: int) -> str:
 
 def source_digest() -> str:
     """sha256 over the package's Python files: one machine with an older copy would compute something else."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")

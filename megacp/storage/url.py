@@ -27,8 +27,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megacp.core.storage.files import TooLargeError
-from megacp.core.storage.wording import for_terminal
+from megacp.storage.files import TooLargeError
+from megacp.storage.wording import for_terminal
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

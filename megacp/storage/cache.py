@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megacp.core.storage import files
+from megacp.storage import files
 
 CACHE = "~/.cache/megacp"
 """Where this user's copies and conversions are kept."""

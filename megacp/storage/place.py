@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megacp.core.storage import files
-from megacp.core.storage.cache import kept_folder
-from megacp.core.storage.url import Url, is_url
+from megacp.storage import files
+from megacp.storage.cache import kept_folder
+from megacp.storage.url import Url, is_url
 
 Place = Path | Url
 

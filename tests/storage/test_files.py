@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.storage import files
+from megacp.storage import files
 
 pytestmark = pytest.mark.timeout(60)
 
