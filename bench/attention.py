@@ -18,7 +18,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.mixed_rows import mixed_row
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.backends.native import STATE_TEMPORARIES
-from megacp.core.config.parallel import GridShape
 from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.layout import LAYOUTS
@@ -27,11 +26,12 @@ from megacp.core.context_parallel.shard import mask_metadata, shard_batch
 from megacp.core.context_parallel.states import recur
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.grid import build_grid
-from megacp.core.distributed.launch import keep_in_heap
 from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.distributed.collectives import barrier
+from megacp.distributed.grid import build_grid
+from megacp.distributed.heap import keep_in_heap
+from megacp.distributed.shape import GridShape
 from megacp.plan.report import table
 from megacp.verify.spawn import RankPool
 

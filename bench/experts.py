@@ -19,14 +19,14 @@ import torch
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.core.backends.mlp import keep
 from megacp.core.backends.native import NativeBackend
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.expert_parallel.layer import MixtureOfExperts
 from megacp.core.expert_parallel.route import Routes
 from megacp.core.ops.mask import Metadata
+from megacp.distributed.collectives import barrier
+from megacp.distributed.grid import Axis, build_grid
+from megacp.distributed.shape import GridShape
 from megacp.verify.spawn import RankPool
 
 SIZES: dict[str, Value] = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "norm_position": "after"}

@@ -22,13 +22,13 @@ from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import Pack
 from megacp.core.data.tables import BRANCH_DTYPE
-from megacp.core.distributed.collectives import barrier
-from megacp.core.distributed.grid import ProcessGrid, build_grid
 from megacp.core.monitor.flops import peak_bytes
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.collectives import barrier
+from megacp.distributed.grid import ProcessGrid, build_grid
 from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
 from megacp.verify.parity import microbatches

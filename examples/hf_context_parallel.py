@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megacp.core.config.parallel import GridShape
 from megacp.core.context_parallel.attention import TRANSPORTS
 from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.launch import join, rendezvous, stop, world_from_environment
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import Axis
+from megacp.distributed.shape import GridShape
 from megacp.huggingface import context_parallel, register_with_transformers
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 

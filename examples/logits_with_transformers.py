@@ -21,9 +21,9 @@ import torch
 
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed.grid import build_grid
 from megacp.core.training.state import RunState, load_weights
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.grid import build_grid
 from megacp.huggingface.convert.start import open_start
 from megacp.verify.spawn import RankPool
 

@@ -42,17 +42,17 @@ from megacp.core.checkpoint.weights import Weights
 from megacp.core.checks import check, require
 from megacp.core.config.blend import shown_path
 from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed import launch
-from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
 from megacp.core.training.sources import Sources, open_sources, with_stored_length
 from megacp.core.training.stopping import FAILED, STOPPED
 from megacp.core.training.stored import goes_on_from, resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
+from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.shape import GridShape
 from megacp.plan.report import describe
 from megacp.storage.place import place_of
 

@@ -62,7 +62,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/backends/native.py", STATES): [
         ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
     ],
-    ("core/distributed/launch.py", "tests/test_large_blocks.py"): [
+    ("core/distributed/launch.py", "tests/distributed/test_large_blocks.py"): [
         ("    torch.set_flush_denormal(True)\n", "", "states that have decayed take ten times as long"),
     ],
     ("core/ops/device.py", "tests/ops/test_kernels.py"): [
@@ -321,7 +321,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first + place % self.ep,", "first,", "all ranks hold the experts of the first"),
         ("place // self.ep * self.ep", "place // self.tp * self.tp", "experts are shared by tp"),
     ],
-    ("core/distributed/grid.py", EXPERTS): [
+    ("distributed/grid.py", EXPERTS): [
         ("if one.global_ranks == members", "if one.global_ranks == members[:0]", "experts make groups that there are"),
         ("name=name, traffic=Counter()", "name=name", "messages of experts are counted as of another axis"),
     ],
@@ -578,13 +578,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "the loss is over the columns of one rank",
         ),
     ],
-    ("core/distributed/differentiable.py", TYPES): [
+    ("distributed/differentiable.py", TYPES): [
         (".all_gather, collectives.reduce_scatter", ".all_gather, slice_of", "the gradient of a gather is not summed"),
     ],
-    ("core/distributed/collectives.py", TYPES): [
+    ("distributed/collectives.py", TYPES): [
         ("x = x.contiguous().clone()", "x = x.contiguous()", "what is reduced is overwritten"),
     ],
-    ("core/distributed/grid.py", TYPES): [
+    ("distributed/grid.py", TYPES): [
         ('return self.axes["tp",]', 'return self.axes["cp",]', "tensor-parallel messages go over cp"),
     ],
     ("core/tensor_parallel/weight_gradients.py", f"{TP} {PP}"): [
@@ -823,7 +823,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("0.5 * (1.0 + math.cos(math.pi * part))", "math.cos(math.pi * part / 2)", "another cosine"),
         ("(end - length)", "top", "WSD falls from the start"),
     ],
-    ("core/distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
+    ("distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
         ("[axis.rank % inner :: inner]", "[axis.rank // inner :: inner]", "outer groups of other ranks"),
         ("axis.rank // inner * inner", "axis.rank % inner * inner", "inner groups of other ranks"),
         ("self.channels[direction,", 'self.channels["forward",', "both directions share a channel"),
@@ -832,12 +832,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/config/parallel.py", GRID): [
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
     ],
-    ("core/distributed/grid.py", "tests/training/test_denominator.py"): [
+    ("distributed/grid.py", "tests/training/test_denominator.py"): [
         ("([self.ep], [self.edp]) if", "([], []) if", "ranks with experts first meet in a step"),
         ('self.over("dp", "cp"), *edp', "*edp", "ranks that sum gradients first meet in a step"),
         ("self.embedding, self.world]", "self.world]", "stages of tied embeddings first meet in a step"),
     ],
-    ("core/distributed/same_host.py", "tests/distributed/test_same_host.py"): [
+    ("distributed/same_host.py", "tests/distributed/test_same_host.py"): [
         ("except ProcessLookupError as error:", "except ZeroDivisionError as error:", "a rank that ended is not named"),
         (
             '        except OSError as error:\n            why = f"the memory',
@@ -850,7 +850,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("cause = cause.__cause__", "cause = None", "a rank that is lost while it saves is not named"),
         ('store.set(f"joins/{rendezvous.rank}", "")', "pass", "ranks that join are named instead of the one missing"),
     ],
-    ("core/distributed/fake_world.py", "tests/verify/test_fake_step.py"): [
+    ("distributed/fake_world.py", "tests/verify/test_fake_step.py"): [
         ("rows if first else rows[::-1]", "rows", "what one rank sends another must be what it receives"),
         (": tuple[int, ...] = call.elements", ": tuple[int, ...] = ()", "sizes of a collective do not matter"),
         ("(c.dtype, c.elements) for c", "(c.dtype,) for c", "sizes of a message do not matter"),
@@ -875,7 +875,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if handle not in self._open:", "if True:", "each part of a tensor is copied with the whole of it"),
         (" or handle in self._staying", "", "weights are copied to the host"),
     ],
-    ("core/distributed/differentiable.py", GRID): [
+    ("distributed/differentiable.py", GRID): [
         ("(x, axis, _identity, collectives.all_reduce)", "(x, axis, _identity, _identity)", "copy_to sums nothing"),
         ("all_reduce, _identity", "all_reduce, collectives.all_reduce", "reduce_from sums twice"),
         ("over, out_splits, in_splits", "over, in_splits, out_splits", "an exchange's gradient takes the way there"),
@@ -1494,7 +1494,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("* (parameter.numel() // shape[0])", "", "a part's place counts rows, not elements"),
         ("            parameter.grad = None", "            pass", "gradients of the last step stay in full shards"),
     ],
-    ("core/distributed/collectives.py", f"{GRID} {ATTENTION}"): [
+    ("distributed/collectives.py", f"{GRID} {ATTENTION}"): [
         ("for step in (by, -by))", "for step in (-by, by))", "shifts go to the rank before"),
         ("own if in_place else", "torch.empty_like(own) if in_place else", "a sum stands beside what it is the sum of"),
         ("own if in_place else torch.empty_like(own)", "own", "a sum is written over an input that is still needed"),

@@ -19,7 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from megacp.core.large_blocks import BLOCKS, LARGE
+from megacp.distributed.large_blocks import BLOCKS, LARGE
 from megacp.verify.spawn import RankFailure as RankError
 from megacp.verify.spawn import RankPool, preloaded
 
@@ -31,8 +31,8 @@ def grid(tp: int = 1, cp: int = 1, dp: int = 1, pp: int = 1, ep: int = 0) -> Any
     """The process grid of this worker for a shape; called inside a rank, groups are made once per worker."""
     import torch.distributed as dist
 
-    from megacp.core.config.parallel import GridShape
-    from megacp.core.distributed.grid import build_grid
+    from megacp.distributed.grid import build_grid
+    from megacp.distributed.shape import GridShape
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     return build_grid(GridShape(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep), rank)

@@ -26,7 +26,7 @@ from bench.plans import plan_part
 from bench.preprocessing import text_part
 from bench.report import benchmark_parser, run_parts
 from bench.steps import GROUPS, QUICK_SIZES, SIZES, step_part
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.huggingface.convert.export import Request, convert
 
 

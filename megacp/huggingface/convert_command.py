@@ -26,10 +26,10 @@ from pathlib import Path
 import torch
 
 from megacp.core.config.cli import OneLineParser, path_texts
-from megacp.core.config.parallel import GridShape
-from megacp.core.distributed.grid import single_axis
 from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
 from megacp.core.monitor.console import to_nowhere, warn
+from megacp.distributed.grid import single_axis
+from megacp.distributed.shape import GridShape
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import NAMINGS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert

@@ -22,11 +22,11 @@ from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.loader import DataRank
 from megacp.core.data.mock import MASKS
-from megacp.core.distributed.grid import single_axis
 from megacp.core.models.costs import run_parameters
 from megacp.core.monitor.console import say, warn
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import open_sources
+from megacp.distributed.grid import single_axis
 from megacp.storage.wording import human_count
 from megacp.verify.parity import MODELS, TOLERANCE, ParitySetup, compare, microbatches, prepare, train_rank
 from megacp.verify.spawn import RankFailure, run_ranks

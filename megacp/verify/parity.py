@@ -34,7 +34,6 @@ from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.boxes import boxes_of_slice
 from megacp.core.data_parallel.shards import ParameterSlice
-from megacp.core.distributed.grid import build_grid
 from megacp.core.models.costs import run_parameters
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.optim.lr_schedule import learning_rate
@@ -43,6 +42,7 @@ from megacp.core.training.images import image_loading, mock_images
 from megacp.core.training.rows import Rows
 from megacp.core.training.sources import Sources, loader_options, open_sources
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.grid import build_grid
 
 MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
 """One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a stored row."""

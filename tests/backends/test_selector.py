@@ -18,10 +18,10 @@ from megacp.core.backends.select import select_backend
 from megacp.core.backends.support import COMM_TYPES, attention_reasons
 from megacp.core.backends.thd import PackedAttention
 from megacp.core.backends.transformer_engine import selector_problem
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import build_grid
 from megacp.core.ops.kernel import Heads
+from megacp.distributed.grid import build_grid
+from megacp.distributed.shape import GridShape
 from tests.backends.engine_math import UTILS, selecting
 from tests.backends.engine_stub import NEWEST, OLDER, needs_engine, needs_release
 

@@ -14,9 +14,9 @@ from megacp.core.backends import select
 from megacp.core.backends.apex import apex_status, describe_apex
 from megacp.core.backends.select import backend_problems, engine_reasons, select_backend
 from megacp.core.backends.support import COMM_TYPES, attention_reasons, layer_reasons
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import build_grid
+from megacp.distributed.grid import build_grid
+from megacp.distributed.shape import GridShape
 from megacp.train import REFUSED, main
 
 TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"

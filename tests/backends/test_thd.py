@@ -21,11 +21,11 @@ from megacp.core.backends.thd import PackedAttention, Sequences, thd_sequences
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import single_axis
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.ops.mask import Metadata, Reach
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.tensor_parallel import linear
+from megacp.distributed.grid import single_axis
 from tests.backends.engine_math import thd_get_partitioned_indices
 from tests.backends.engine_stub import claimed_cuda, engine, needs_engine
 from tests.ranks import grid

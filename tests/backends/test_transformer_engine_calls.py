@@ -19,16 +19,16 @@ import torch
 from megacp.core.backends import thd
 from megacp.core.backends import transformer_engine as backend_file
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, package_problem
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import TrainingConfig
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.grid import build_grid
 from megacp.core.models.language import LanguageModelChunk
 from megacp.core.ops.kernels import select_kernel
 from megacp.core.optim.rules import AdamW
+from megacp.distributed.grid import build_grid
+from megacp.distributed.shape import GridShape
 from tests.backends.engine_layers import emulated_layers
 from tests.backends.engine_math import FUSED, UTILS
 from tests.backends.engine_stub import NEWEST, OLDER, engine, needs_engine, needs_release

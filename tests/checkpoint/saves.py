@@ -7,7 +7,7 @@ from typing import Any
 
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
 from megacp.core.data_parallel.boxes import TensorBox
-from megacp.core.distributed.grid import Axis
+from megacp.distributed.grid import Axis
 from megacp.storage.files import StrPath
 from megacp.storage.place import Place
 from megacp.storage.url import Url

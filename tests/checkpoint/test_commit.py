@@ -18,9 +18,9 @@ from megacp.core.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committ
 from megacp.core.config.training import TrainingConfig
 from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
 from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.distributed.grid import Axis, ProcessGrid, single_axis
 from megacp.core.layers.table import DATA
 from megacp.core.optim.sharded import ShardedOptimizer
+from megacp.distributed.grid import Axis, ProcessGrid, single_axis
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, global_shapes, local_of, values

@@ -9,7 +9,7 @@ import pytest
 
 from megacp.core.checkpoint import outcome
 from megacp.core.checkpoint.outcome import sharers
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.storage.place import Place
 from megacp.storage.url import Url
 

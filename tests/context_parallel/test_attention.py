@@ -21,14 +21,14 @@ from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.transport import LocalAttention
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed import collectives
-from megacp.core.distributed.collectives import Pending
-from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.models.recompute import run_block
 from megacp.core.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.core.ops.mask import Metadata, Reach, TileTable, allowed
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.ops.tile_kernels import Allowed, MathKernel
+from megacp.distributed import collectives
+from megacp.distributed.collectives import Pending
+from megacp.distributed.grid import Axis, single_axis
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch

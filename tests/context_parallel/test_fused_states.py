@@ -22,9 +22,9 @@ from megacp.core.context_parallel.fused_states import (
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.context_parallel.states import recur, recur_by_heads
-from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.recurrence import convolved_delta_rule, gated_delta_rule
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.grid import single_axis
 from tests.context_parallel.test_states import GROUPS, ROWS, TOKENS, Case, batch_of, tensors_of
 from tests.ranks import grid, run_ranks
 from tests.reference.fused import chunk_gated_delta_rule

@@ -21,9 +21,9 @@ from megacp.core.context_parallel.plan import AttentionPlan, key_order
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.transport import WholeAttention
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.flex import FlexKernel, flex_backward
 from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
+from megacp.distributed.grid import Axis
 from tests.context_parallel.test_attention import Case, attend, batch_of, compare, on_ranks, qkv_and_gradient
 from tests.ops.test_flex import dense
 from tests.ranks import grid, run_ranks

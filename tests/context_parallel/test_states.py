@@ -15,15 +15,15 @@ from torch import Tensor
 
 from bench.steps import QUICK_SIZES
 from megacp.core.backends.native import NativeBackend
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel import state_plan, states
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.ops import recurrence
+from megacp.distributed.grid import build_grid, single_axis
+from megacp.distributed.shape import GridShape
 from tests.ranks import grid, run_ranks
 from tests.reference import recurrence as reference
 from tests.reference.head_loss import peak_bytes_of

@@ -14,7 +14,7 @@ from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.context_parallel.vision import add_features, place_features
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.image_shards import compute_image_shard_boundaries
-from megacp.core.distributed.grid import Axis
+from megacp.distributed.grid import Axis
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch, video_batch
 

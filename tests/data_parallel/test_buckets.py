@@ -19,12 +19,12 @@ from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.data_parallel import buckets as module
 from megacp.core.data_parallel import shards
 from megacp.core.data_parallel.buckets import ALIGNMENT, FlatBuckets, plan_buckets, slices_of
-from megacp.core.distributed.collectives import gather_into, start_all_gather
-from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.layers.table import DATA
 from megacp.core.models import build
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.collectives import gather_into, start_all_gather
+from megacp.distributed.grid import Axis, single_axis
 from megacp.verify.parity import MODELS
 from tests.distributed.test_collectives import as_on_nccl
 from tests.ranks import grid, run_ranks

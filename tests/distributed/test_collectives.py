@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed import collectives
-from megacp.core.distributed import differentiable as d
-from megacp.core.distributed.grid import Axis, single_axis
+from megacp.distributed import collectives
+from megacp.distributed import differentiable as d
+from megacp.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32)

@@ -20,10 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.checkpoint.commit import SaveError
-from megacp.core.config.parallel import AXES, GridShape
 from megacp.core.distributed import launch
-from megacp.core.distributed.collectives import all_gather, all_reduce, barrier
-from megacp.core.distributed.grid import build_grid, connect, single_axis, split_axis
 from megacp.core.distributed.launch import (
     Rendezvous,
     World,
@@ -39,6 +36,9 @@ from megacp.core.distributed.launch import (
     was_hit,
     world_from_environment,
 )
+from megacp.distributed.collectives import all_gather, all_reduce, barrier
+from megacp.distributed.grid import build_grid, connect, single_axis, split_axis
+from megacp.distributed.shape import AXES, GridShape
 from tests.faults.processes import free_port
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference

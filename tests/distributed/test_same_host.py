@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.core.config.parallel import GridShape
-from megacp.core.distributed import same_host
-from megacp.core.distributed.collectives import (
+from megacp.core.distributed.launch import report_failure
+from megacp.distributed import same_host
+from megacp.distributed.collectives import (
     all_gather,
     all_reduce,
     barrier,
@@ -30,9 +30,9 @@ from megacp.core.distributed.collectives import (
     start_all_to_all,
     start_shift,
 )
-from megacp.core.distributed.grid import Axis, build_grid, split_axis
-from megacp.core.distributed.launch import report_failure
-from megacp.core.distributed.same_host import connect_host
+from megacp.distributed.grid import Axis, build_grid, split_axis
+from megacp.distributed.same_host import connect_host
+from megacp.distributed.shape import GridShape
 from tests.ranks import RankError, grid, run_ranks
 
 SIZES = (1, 7, 1024, 1025, 3000, 70_001)

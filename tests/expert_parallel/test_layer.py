@@ -13,10 +13,7 @@ import torch.distributed as dist
 
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checks import check
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed import grid as grid_file
-from megacp.core.distributed.grid import Axis, build_grid, single_axis
 from megacp.core.expert_parallel import experts, layer
 from megacp.core.expert_parallel.exchange import to_experts, to_tokens
 from megacp.core.expert_parallel.route import Groups, Route
@@ -25,6 +22,9 @@ from megacp.core.layers.table import A, B, lora_kind
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.step import ParallelModel
+from megacp.distributed import grid as grid_file
+from megacp.distributed.grid import Axis, build_grid, single_axis
+from megacp.distributed.shape import GridShape
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble, fill
 from tests.reference.training import MOE, config_of, gradient_pieces, parameter_pieces, step_batches

@@ -50,7 +50,7 @@ from megacp.core.checkpoint.directory import committed
 from megacp.core.checks import check
 from megacp.core.config.cli import parse
 from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.prepare.packs.writer import Segment
 from megacp.train import flags_of
 from megacp.verify.spawn import preloaded

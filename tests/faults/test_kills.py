@@ -20,7 +20,7 @@ import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.data.reader import PackedDataset
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.prepare.verify import verify
 from tests.data.datasets import IMAGE_RULES, weighted_images, write_dataset
 from tests.ranks import RankError, run_ranks

@@ -17,8 +17,8 @@ import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import committed
-from megacp.core.distributed.grid import single_axis
 from megacp.core.training.stopping import REASONS, StopSignal
+from megacp.distributed.grid import single_axis
 from tests.faults.machines import Machines
 from tests.faults.processes import ROOT, Ended, ends, environment, free_port, launch, run_all
 from tests.training.runs import TINY, grid_flags, losses

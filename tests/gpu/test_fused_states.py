@@ -12,8 +12,8 @@ import torch
 from megacp.core.context_parallel.fused_states import chunk_places, flash_linear_attention, fused_recur
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.states import recur
-from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.distributed.grid import single_axis
 from tests.reference.fused import chunk_gated_delta_rule
 from tests.reference.packs import metadata, random_batch
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import single_axis
 from megacp.core.layers.stack import layers_of, model_tensors
 from megacp.core.layers.table import Tensor
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.core.models.init import DRAWS, initialise, unsharded
 from megacp.core.tensor_parallel.linear import LinearOptions, row_parameter
+from megacp.distributed.grid import single_axis
 
 Values = dict[str, Any]
 SIX: Values = {"num_layers": 6}

@@ -9,13 +9,13 @@ from unittest import mock
 
 import pytest
 
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed.grid import Axis, ProcessGrid, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers.stack import model_tensors
 from megacp.core.layers.vision import connector_tensors, tower_tensors
 from megacp.core.models import build
+from megacp.distributed.grid import Axis, ProcessGrid, build_grid
+from megacp.distributed.shape import GridShape
 from megacp.verify.parity import MODELS, prepare
 
 FLAGS = [f"{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model")]

@@ -45,11 +45,11 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: 
 from torch.utils._pytree import tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from megacp.core.distributed.grid import single_axis  # noqa: E402
 from megacp.core.ops import device, flex  # noqa: E402
 from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
 from megacp.core.ops.tile_kernels import MathKernel  # noqa: E402
 from megacp.core.tensor_parallel import vocabulary  # noqa: E402
+from megacp.distributed.grid import single_axis  # noqa: E402
 from tests.ops.test_flex import split  # noqa: E402
 from tests.ops.test_kernels import Tensors, by_autograd, by_tiles  # noqa: E402
 from tests.reference.packs import metadata, random_batch  # noqa: E402

@@ -30,12 +30,12 @@ from megacp.core.context_parallel.attention import select_transport
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
 from megacp.core.distributed import launch
-from megacp.core.distributed.grid import single_axis
 from megacp.core.models.recompute import run_block
 from megacp.core.ops import flex
 from megacp.core.ops.kernel import Saved, empty_partial
 from megacp.core.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.core.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table
+from megacp.distributed.grid import single_axis
 from megacp.train import REFUSED, main
 from tests.ops.test_kernels import CAPS_AND_SINKS, HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch

@@ -14,12 +14,12 @@ from megacp.core.backends.native import AdamWEngine
 from megacp.core.config.training import STATE_KINDS, STEPPED_BY, TrainingConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice
-from megacp.core.distributed.grid import ProcessGrid, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.layers.table import DATA
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.optim.rules import UPDATE_RULES, AdamW, Group
 from megacp.core.optim.sharded import ShardedOptimizer, clip_scale, global_norm, sum_of_squares
+from megacp.distributed.grid import ProcessGrid, single_axis
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, group_of, local_of, values
 

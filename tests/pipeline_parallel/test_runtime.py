@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.config.parallel import GridShape
-from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.pipeline_parallel import runtime
 from megacp.core.pipeline_parallel.runtime import HiddenStates, open_channels, run
 from megacp.core.pipeline_parallel.schedules import (
@@ -26,6 +24,8 @@ from megacp.core.pipeline_parallel.schedules import (
     with_messages,
     with_parameters,
 )
+from megacp.distributed.grid import Axis, ProcessGrid
+from megacp.distributed.shape import GridShape
 from tests.ranks import grid, run_ranks
 from tests.reference.pipeline import Part, make_batches, train_in_one_process
 from tests.reference.schedule_simulator import in_flight_bound, simulate

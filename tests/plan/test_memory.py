@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from megacp.core.backends.native import NativeBackend
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import build_grid, single_axis
 from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import tile_work
@@ -24,6 +22,8 @@ from megacp.core.models.costs import loss_chunk_tokens
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.pipeline_parallel.schedules import schedule
+from megacp.distributed.grid import build_grid, single_axis
+from megacp.distributed.shape import GridShape
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 from megacp.plan.picture import moments

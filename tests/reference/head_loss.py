@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megacp.core.large_blocks import BLOCKS
+from megacp.distributed.large_blocks import BLOCKS
 
 
 def head_loss(x: Tensor, table: Tensor, labels: Tensor, weights: Tensor, denominator: float) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data_parallel.shards import ParameterSlice
-from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.grid import ProcessGrid
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces
 

@@ -15,9 +15,6 @@ from megacp.core.backends.select import backend_problems, select_backend
 from megacp.core.config.model import PairSize
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.collectives import all_gather, all_reduce
-from megacp.core.distributed.differentiable import slice_of
-from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers import table
 from megacp.core.layers.table import Linear
@@ -37,6 +34,9 @@ from megacp.core.tensor_parallel.weight_gradients import (
     add_weight_gradient,
 )
 from megacp.core.training.step import ParallelModel
+from megacp.distributed.collectives import all_gather, all_reduce
+from megacp.distributed.differentiable import slice_of
+from megacp.distributed.grid import Axis
 from megacp.verify.parity import MODELS
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of

@@ -26,17 +26,17 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megacp.core.backends.native import NormSpec, RMSNorm, layer_norm
 from megacp.core.config.model import PairSize
-from megacp.core.config.parallel import GridShape
-from megacp.core.distributed import collectives, differentiable
-from megacp.core.distributed.collectives import Pending
-from megacp.core.distributed.fake_world import fake_world
-from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers import table as layers
 from megacp.core.models.build import build_chunks
 from megacp.core.ops import pointwise
 from megacp.core.tensor_parallel import linear, lora, vocabulary
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
+from megacp.distributed import collectives, differentiable
+from megacp.distributed.collectives import Pending
+from megacp.distributed.fake_world import fake_world
+from megacp.distributed.grid import Axis, build_grid
+from megacp.distributed.shape import GridShape
 from tests.reference.training import Values, config_of
 from tests.training.test_golden_gradients import MODELS
 

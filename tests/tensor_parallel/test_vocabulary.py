@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.core.distributed.collectives import all_gather
-from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.layers import table as layers
 from megacp.core.models.init import initialise, unsharded
 from megacp.core.tensor_parallel import vocabulary
 from megacp.core.tensor_parallel.linear import LinearOptions
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable, cross_entropy
+from megacp.distributed.collectives import all_gather
+from megacp.distributed.grid import Axis, single_axis
 from tests.ranks import grid, run_ranks
 from tests.reference.head_loss import head_gradients, head_loss, peak_bytes_of
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of

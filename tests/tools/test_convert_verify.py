@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.source import read_checkpoint
 from megacp.huggingface.convert.tensors import Source, whole

@@ -15,8 +15,8 @@ from megacp.core.checkpoint.directory import committed
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.reader import PackedDataset
-from megacp.core.distributed.grid import single_axis
 from megacp.core.training.sources import open_sources
+from megacp.distributed.grid import single_axis
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
 from megacp.storage.url import Url

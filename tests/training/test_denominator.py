@@ -21,10 +21,6 @@ from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed import grid as grid_file
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.fake_world import recorded
-from megacp.core.distributed.grid import Axis, build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.ops.pointwise import keep_mask
 from megacp.core.ops.tile_kernels import TileKernel
@@ -33,6 +29,10 @@ from megacp.core.training import step
 from megacp.core.training.denominator import RankReport, agree_on_step
 from megacp.core.training.health import Decision, finite_only
 from megacp.core.training.step import ParallelModel
+from megacp.distributed import grid as grid_file
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.fake_world import recorded
+from megacp.distributed.grid import Axis, build_grid
 from megacp.train import main
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import QWEN3_5, Values, config_of, step_batches

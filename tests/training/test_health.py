@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from megacp.core.checkpoint.commit import PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import committed
-from megacp.core.distributed.grid import single_axis
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.health import Decision, Health, StepNumbers
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.stopping import FAILED
+from megacp.distributed.grid import single_axis
 from megacp.storage.files import sha256_of
 from megacp.train import main
 from megacp.verify.parity import ParitySetup, microbatches, prepare

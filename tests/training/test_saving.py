@@ -19,12 +19,12 @@ from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import SaveError, load_checkpoint
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data_parallel.boxes import TensorBox
-from megacp.core.distributed.grid import single_axis
 from megacp.core.models.language import OutputHead
 from megacp.core.monitor.log import RunLog
 from megacp.core.training.saving import DONE, SAVE_FAILED, WRITING
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import STOPPED, StopSignal
+from megacp.distributed.grid import single_axis
 from megacp.storage.files import sha256_of
 from megacp.train import main
 from tests.checkpoint.saves import save_checkpoint

@@ -77,8 +77,8 @@ def main(names: list[str]) -> None:
     fake_cuda.load_fake_cuda()
     from megacp.core.checks import require
     from megacp.core.config.cli import parse
-    from megacp.core.distributed.fake_world import differences
     from megacp.core.models.costs import stage_layers
+    from megacp.distributed.fake_world import differences
     from megacp.plan.memory import stage_memory
     from megacp.verify import fake_step
     from tests.backends import engine_fake

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megacp.core.config.parallel import GridShape
-from megacp.core.distributed.fake_world import Call, differences
+from megacp.distributed.fake_world import Call, differences
+from megacp.distributed.shape import GridShape
 from tests.backends.engine_stub import needs_engine
 from tests.verify.fake_cases import CASES, ENGINE
 

@@ -21,8 +21,6 @@ from megacp.core.context_parallel.fused_states import FUSED, fused_mover, linear
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
 from megacp.core.context_parallel.state_transport import StateTransport
-from megacp.core.distributed.grid import ProcessGrid, single_axis
-from megacp.core.distributed.launch import keep_in_heap
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
 from megacp.core.ops.kernel import Caller, Heads, at_once
 from megacp.core.ops.kernels import kernel_name
@@ -39,6 +37,8 @@ from megacp.core.tensor_parallel.linear import (
 from megacp.core.tensor_parallel.lora import ColumnPairs, LoraSpec, RowPair, adapted
 from megacp.core.tensor_parallel.vocabulary import TableSpec, VocabularyTable
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
+from megacp.distributed.grid import ProcessGrid, single_axis
+from megacp.distributed.heap import keep_in_heap
 
 STATE_TEMPORARIES = 32 << 20
 """Bytes below which what a rule with a state makes on its way stays in a CPU's heap: the most that glibc takes."""

@@ -10,11 +10,11 @@ from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.support import layer_reasons, needed_by
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.core.config.run import RunConfig
-from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.ops.flex import compiler_problem
 from megacp.core.ops.kernels import kernel_problem
 from megacp.core.pipeline_parallel.schedules import defers
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
+from megacp.distributed.grid import ProcessGrid
 
 
 def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:

@@ -16,10 +16,10 @@ import torch
 
 from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import Caller, at_once
 from megacp.core.ops.mask import Metadata, Reach, once
+from megacp.distributed.grid import Axis, split_axis
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,6 @@ from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import Axis, ProcessGrid, connect
-from megacp.core.distributed.launch import set_defaults
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.layers.stack import layers_of
 from megacp.core.ops.cudnn import engine_problem, selector_refusal
@@ -41,6 +39,8 @@ from megacp.core.tensor_parallel.linear import (
 )
 from megacp.core.tensor_parallel.lora import ColumnPairs, RowPair, adapted
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients
+from megacp.distributed.grid import Axis, ProcessGrid, connect
+from megacp.distributed.heap import set_defaults
 
 SETTINGS = {"NVTE_FLASH_ATTN": "0", "NVTE_UNFUSED_ATTN": "0", "NVTE_BATCH_MHA_P2P_COMM": "1"}
 """Environment variables. By two of them attention that cuDNN cannot do raises instead of becoming another kernel; one

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from megacp.core.distributed.collectives import await_all, gather_objects
-from megacp.core.distributed.grid import Axis
+from megacp.distributed.collectives import await_all, gather_objects
+from megacp.distributed.grid import Axis
 from megacp.storage.place import Place
 
 _T = TypeVar("_T")

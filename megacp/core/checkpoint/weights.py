@@ -15,7 +15,7 @@ import torch
 
 from megacp.core.checkpoint.outcome import on_all_ranks, sharers
 from megacp.core.data_parallel.boxes import MODEL, TensorBox
-from megacp.core.distributed.grid import Axis
+from megacp.distributed.grid import Axis
 from megacp.storage.files import sha256_of
 from megacp.storage.place import Place
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from megacp.core.config.model import ModelConfig
-from megacp.core.config.parallel import GridShape, ParallelConfig
+from megacp.core.config.parallel import ParallelConfig
 from megacp.core.config.ranges import Count, IsPath, Range
 from megacp.core.config.training import CheckpointConfig, DataConfig, LogConfig, TrainingConfig
 from megacp.core.config.vision import VisionConfig
+from megacp.distributed.shape import GridShape
 from megacp.storage.place import at_home
 from megacp.storage.url import is_url
 

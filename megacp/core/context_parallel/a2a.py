@@ -19,9 +19,9 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import Transport
-from megacp.core.distributed.differentiable import exchange
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.kernel import Caller, Heads, at_once
+from megacp.distributed.differentiable import exchange
+from megacp.distributed.grid import Axis
 
 
 class HeadsForSequence:

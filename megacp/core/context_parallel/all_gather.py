@@ -12,10 +12,10 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
-from megacp.core.distributed.collectives import reduce_scatter, start_all_gather
-from megacp.core.large_blocks import empty
 from megacp.core.ops.device import to_device
 from megacp.core.ops.mask import TileTable, once
+from megacp.distributed.collectives import reduce_scatter, start_all_gather
+from megacp.distributed.large_blocks import empty
 
 
 def _others(plan: AttentionPlan) -> np.ndarray:

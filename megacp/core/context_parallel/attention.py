@@ -11,9 +11,9 @@ from megacp.core.context_parallel.all_gather import AllGatherAttention
 from megacp.core.context_parallel.kv_exchange import KVExchange
 from megacp.core.context_parallel.ring import RingAttention
 from megacp.core.context_parallel.transport import DenseAttention, LocalAttention, Transport, WholeAttention
-from megacp.core.distributed.grid import Axis, split_axis
 from megacp.core.ops.kernel import Kernel, WholeKernel
 from megacp.core.ops.kernels import Tell, select_kernel
+from megacp.distributed.grid import Axis, split_axis
 
 
 def _of_one_rank(kernel: Kernel) -> Transport:

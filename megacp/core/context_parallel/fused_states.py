@@ -26,12 +26,12 @@ import torch.nn.functional as F
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.state_plan import crossing_plan
 from megacp.core.context_parallel.states import arrived_states
-from megacp.core.distributed.differentiable import gather_from
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import lend_scratch, pinned, to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
 from megacp.core.ops.recurrence import Rule, convolved_delta_rule, gated_delta_rule
+from megacp.distributed.differentiable import gather_from
+from megacp.distributed.grid import Axis
 
 Recurrence = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """`chunk_gated_delta_rule`: sequences side by side in `[1, t, heads, ...]`, states `[sequences, heads, K, V]`."""

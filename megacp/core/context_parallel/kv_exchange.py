@@ -14,10 +14,10 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
-from megacp.core.distributed.collectives import start_all_to_all
-from megacp.core.large_blocks import empty
 from megacp.core.ops.device import to_device
 from megacp.core.ops.mask import TileTable, once, tile_table
+from megacp.distributed.collectives import start_all_to_all
+from megacp.distributed.large_blocks import empty
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch
 from megacp.core.context_parallel.kv_exchange import needed_rows
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import KeysToQueries, KVBlocks
-from megacp.core.distributed.collectives import Pending, start_shift
 from megacp.core.ops.mask import TileTable, once
+from megacp.distributed.collectives import Pending, start_shift
 
 
 @once

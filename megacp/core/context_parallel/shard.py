@@ -19,9 +19,9 @@ from megacp.core.context_parallel.layout import LAYOUTS, Layout
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.vision import LocalVision, local_vision
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.ops.device import pinned, to_device
 from megacp.core.ops.mask import Metadata
+from megacp.distributed.grid import Axis, ProcessGrid
 
 
 @dataclass(frozen=True)

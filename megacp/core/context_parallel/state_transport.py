@@ -12,8 +12,8 @@ from megacp.core.context_parallel.fused_states import fused_mover, segment_level
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.state_plan import chunks_of, taps_plan
 from megacp.core.context_parallel.states import recur, recur_by_heads, short_convolution
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.recurrence import Rule
+from megacp.distributed.grid import Axis
 
 
 def move_states(rule: Rule, plan: AttentionPlan, axis: Axis, *inputs: torch.Tensor) -> torch.Tensor:

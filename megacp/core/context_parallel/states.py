@@ -21,10 +21,6 @@ import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.state_plan import CrossingPlan, chunks_of, crossing_plan, taps_plan
-from megacp.core.distributed.collectives import Pending, start_all_gather
-from megacp.core.distributed.differentiable import exchange
-from megacp.core.distributed.grid import Axis, single_axis
-from megacp.core.large_blocks import LARGE
 from megacp.core.ops.device import is_compiled, to_device
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.ops.mask import once
@@ -40,6 +36,10 @@ from megacp.core.ops.recurrence import (
     turned_back,
     unchanged,
 )
+from megacp.distributed.collectives import Pending, start_all_gather
+from megacp.distributed.differentiable import exchange
+from megacp.distributed.grid import Axis, single_axis
+from megacp.distributed.large_blocks import LARGE
 
 
 def _rows(numbers: np.ndarray, device: torch.device) -> Indices:

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.grid import Axis
-from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernel import (
     Caller,
@@ -32,6 +30,8 @@ from megacp.core.ops.kernel import (
 )
 from megacp.core.ops.mask import TileTable, allowed
 from megacp.core.ops.tile_kernels import dense_attention
+from megacp.distributed.grid import Axis
+from megacp.distributed.large_blocks import zeros
 
 KVBlock = tuple[torch.Tensor, torch.Tensor, TileTable]
 """Keys and values `[m, groups, d]`, and the tiles between this rank's queries and them."""

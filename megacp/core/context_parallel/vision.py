@@ -16,9 +16,9 @@ import torch
 
 from megacp.core.data.batch import VisionInputs
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
-from megacp.core.distributed.differentiable import copy_to, exchange
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import pinned, to_device
+from megacp.distributed.differentiable import copy_to, exchange
+from megacp.distributed.grid import Axis
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
-from megacp.core.distributed.collectives import Pending, gather_into, start_reduce_scatter
-from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, spec_of
+from megacp.distributed.collectives import Pending, gather_into, start_reduce_scatter
+from megacp.distributed.grid import Axis
 
 ALIGNMENT = 64
 """Every parameter and every rank's slice begins at a multiple of this many elements (128 bytes in bf16)."""

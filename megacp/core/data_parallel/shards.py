@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import Axis, single_axis, split_axis
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import Axis, single_axis, split_axis
 
 JOINED_ELEMENTS = 1 << 26
 """Gradients that one all-reduce takes: as many bytes stand beside them meanwhile."""

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
-from megacp.core.distributed.collectives import Pending, gather_into, reduce_scatter_into
-from megacp.core.distributed.grid import Axis, new_group
+from megacp.distributed.collectives import Pending, gather_into, reduce_scatter_into
+from megacp.distributed.grid import Axis, new_group
 
 
 @functools.cache

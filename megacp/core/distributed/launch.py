@@ -10,7 +10,6 @@ does. A rank that was only hit names the others; one that was stopped, killed or
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import hashlib
 import os
@@ -19,20 +18,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from megacp.core.config.parallel import GridShape
-from megacp.core.distributed.grid import Axis, ProcessGrid, build_grid, connect
-from megacp.core.large_blocks import BLOCKS, LARGE
+from megacp.distributed.grid import Axis, ProcessGrid, build_grid, connect
+from megacp.distributed.heap import keep_in_heap, set_defaults
+from megacp.distributed.large_blocks import BLOCKS, LARGE
+from megacp.distributed.shape import GridShape
 from megacp.storage.wording import listed
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""glibc's names of two options (malloc.h): free bytes at the heap's end, and those that get a map of their own."""
 _READING_SECONDS = 5.0  # that rank 0 stays for the others to read what it said: its process may hold the store
 _FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 """torch's record of the last NCCL collectives, written to a file of each rank at a timeout (torch's names)."""
@@ -126,12 +124,6 @@ def device_at_hand(world: World) -> tuple[str, float]:
     return "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.local_size / 2**30
 
 
-def set_defaults(values: Mapping[str, str]) -> None:
-    """Give environment variables of guest packages these values where the user has set none."""
-    for name, value in values.items():
-        os.environ.setdefault(name, value)
-
-
 def settle_cpu() -> None:
     """Make a process a CPU rank. Threads that start later do as the one that calls this.
 
@@ -142,23 +134,6 @@ def settle_cpu() -> None:
     torch.set_flush_denormal(True)
     BLOCKS.active = True
     keep_in_heap(LARGE)
-
-
-def keep_in_heap(largest: int) -> None:
-    """Let the C library use again what tensors below these bytes let go of; larger ones get memory maps.
-
-    What is free at the heap's end stays there too, up to sixteen of them: to set one of glibc's options fixes the other
-    one at 128 KiB, and most pages of a step would be cleared anew.
-    """
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_MMAP_THRESHOLD, largest)
-        mallopt(_M_TRIM_THRESHOLD, 16 * largest)
-
-
-def trim_heap() -> None:
-    """Give free pages of the C library's heap back; a training loop on CPU calls it now and then."""
-    if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        malloc_trim(0)
 
 
 @dataclass(frozen=True)

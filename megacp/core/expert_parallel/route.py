@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.distributed.collectives import all_to_all
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import HostCopy, to_device
+from megacp.distributed.collectives import all_to_all
+from megacp.distributed.grid import Axis
 
 
 class Groups:

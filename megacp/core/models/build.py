@@ -12,12 +12,12 @@ from megacp.core.backends.select import select_backend
 from megacp.core.config.run import RunConfig
 from megacp.core.data_parallel.buckets import FlatBuckets
 from megacp.core.data_parallel.shards import ShardedParameters
-from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.layers.table import DATA, EXPERTS
 from megacp.core.models.block import offload_blocks
 from megacp.core.models.costs import loss_chunk_tokens, offloaded_blocks, stage_layers
 from megacp.core.models.init import ALL, Drawn, initialise, unsharded
 from megacp.core.models.language import LanguageModelChunk, Role
+from megacp.distributed.grid import ProcessGrid
 
 if TYPE_CHECKING:
     from megacp.core.data_parallel.full_shard import FullShards

@@ -18,14 +18,14 @@ from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.shard import LocalBatch
 from megacp.core.context_parallel.vision import add_features, place_features
-from megacp.core.distributed.differentiable import slice_of
-from megacp.core.distributed.grid import single_axis
 from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.stack import vocabulary_table
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
 from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotary_axes
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable
+from megacp.distributed.differentiable import slice_of
+from megacp.distributed.grid import single_axis
 
 Role = Literal["embedding", "vision", "block", "head", "chunk"]
 Made = Callable[[nn.Module, Role], None]

@@ -14,9 +14,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from megacp.core.large_blocks import zeros
 from megacp.core.ops.device import fused
 from megacp.core.ops.mask import TileTable
+from megacp.distributed.large_blocks import zeros
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values, or their gradients."""

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megacp.core.large_blocks import empty
 from megacp.core.ops.device import fused, is_compiled
 from megacp.core.ops.kernel import accumulation_dtype
+from megacp.distributed.large_blocks import empty
 
 Pass = Callable[..., Any]
 

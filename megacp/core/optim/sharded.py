@@ -16,10 +16,10 @@ import torch
 from megacp.core.backends.native import AdamWEngine
 from megacp.core.config.training import STATE_KINDS, STEPPED_BY, TrainingConfig
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import Axis
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.optim.rules import UPDATE_RULES, Group
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import Axis
 
 _ROW = 4096
 """Elements of a partial sum of squares."""

@@ -26,8 +26,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megacp.core.distributed.collectives import Pending, irecv, isend
-from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.pipeline_parallel.schedules import (
     Action,
@@ -36,6 +34,8 @@ from megacp.core.pipeline_parallel.schedules import (
     channel_of,
     virtual_stage,
 )
+from megacp.distributed.collectives import Pending, irecv, isend
+from megacp.distributed.grid import ProcessGrid
 
 SEND_WINDOW = 2
 """Most sends of one channel under way; the schedules end, and lose no time, with 1 (proven in simulation)."""

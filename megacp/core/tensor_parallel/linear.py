@@ -17,14 +17,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megacp.core.distributed import collectives
-from megacp.core.distributed.differentiable import copy_to, reduce_from
-from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
-from megacp.core.large_blocks import large_product
 from megacp.core.layers.table import EXPERTS, Linear, Tensor
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
+from megacp.distributed import collectives
+from megacp.distributed.differentiable import copy_to, reduce_from
+from megacp.distributed.grid import Axis, single_axis
+from megacp.distributed.large_blocks import large_product
 
 Way = Literal["", "gather", "scatter"]
 _ALONE = single_axis("alone")

@@ -19,16 +19,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megacp.core.distributed import collectives
-from megacp.core.distributed.differentiable import reduce_from, reduce_scatter_to
-from megacp.core.distributed.grid import Axis
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
-from megacp.core.large_blocks import empty, large_product, zeros
 from megacp.core.layers.table import Tensor
 from megacp.core.ops.device import fused, is_compiled
 from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import LinearOptions, column_product
 from megacp.core.tensor_parallel.weight_gradients import add_weight_gradient
+from megacp.distributed import collectives
+from megacp.distributed.differentiable import reduce_from, reduce_scatter_to
+from megacp.distributed.grid import Axis
+from megacp.distributed.large_blocks import empty, large_product, zeros
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megacp.core.distributed import collectives
-from megacp.core.distributed.grid import Axis
+from megacp.distributed import collectives
+from megacp.distributed.grid import Axis
 
 AddGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """`(total[f, h], dy[t, f], x[t, h])`: add `dy^T x` to the total, which may be wider."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed.collectives import all_gather
-from megacp.core.distributed.grid import ProcessGrid
+from megacp.distributed.collectives import all_gather
+from megacp.distributed.grid import ProcessGrid
 
 _FINGERPRINT_BITS = 48
 """Bits of the fingerprint that a float64 holds exactly."""

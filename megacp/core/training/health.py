@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from megacp.core.data_parallel.boxes import TensorBox
-from megacp.core.distributed.collectives import gather_objects
-from megacp.core.distributed.grid import Axis
+from megacp.distributed.collectives import gather_objects
+from megacp.distributed.grid import Axis
 from megacp.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16

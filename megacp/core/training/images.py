@@ -16,9 +16,9 @@ from megacp.core.config.run import RunConfig
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import Decoder, ImageLoading
 from megacp.core.data.mock import MockImages
-from megacp.core.distributed.collectives import all_reduce, gather_objects
-from megacp.core.distributed.grid import ProcessGrid
 from megacp.core.training.rows import Rows
+from megacp.distributed.collectives import all_reduce, gather_objects
+from megacp.distributed.grid import ProcessGrid
 
 
 def mock_images(config: RunConfig) -> MockImages | None:

@@ -12,8 +12,6 @@ from megacp.core.config.run import RunConfig, flatten
 from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.manifest import answers_told, thoughts_told
-from megacp.core.distributed.collectives import all_gather
-from megacp.core.distributed.grid import Axis, ProcessGrid
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
 from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.monitor.log import LogTargets, RunLog
@@ -21,6 +19,8 @@ from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
 from megacp.core.training.rows import PlannedRow
 from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start
+from megacp.distributed.collectives import all_gather
+from megacp.distributed.grid import Axis, ProcessGrid
 from megacp.storage.wording import counted, human_count
 
 

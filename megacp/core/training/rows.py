@@ -13,7 +13,7 @@ from megacp.core.config.run import RunConfig
 from megacp.core.context_parallel.shard import LocalBatch, row_axis
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.loader import DataRank
-from megacp.core.distributed.grid import Axis, ProcessGrid
+from megacp.distributed.grid import Axis, ProcessGrid
 
 
 @dataclass(frozen=True)

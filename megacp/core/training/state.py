@@ -19,12 +19,12 @@ from megacp.core.config.blend import shown_path
 from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
-from megacp.core.distributed.grid import Axis
 from megacp.core.models.init import Drawn
 from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.sources import Sources
 from megacp.core.training.step import ParallelModel
 from megacp.core.training.stored import misfit, other_function, stored_config, words_of
+from megacp.distributed.grid import Axis
 from megacp.storage.place import Place
 
 

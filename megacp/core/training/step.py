@@ -18,8 +18,6 @@ from megacp.core.context_parallel.balance import mix_of
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import ProcessGrid, connect
 from megacp.core.expert_parallel.balance import Balance, LayerBalance
 from megacp.core.models.build import build_sharded
 from megacp.core.models.costs import first_trained_stage
@@ -31,6 +29,8 @@ from megacp.core.pipeline_parallel.runtime import HiddenStates, ModelChunk, open
 from megacp.core.pipeline_parallel.schedules import schedule, with_parameters
 from megacp.core.training.health import Decision, finite_only, suspects
 from megacp.core.training.rows import PlannedRow, rows_of
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import ProcessGrid, connect
 
 Check = Callable[[float, float], Decision]
 """(loss, gradient norm) of a step, equal on all ranks -> what becomes of it."""

@@ -16,9 +16,7 @@ from megacp.core.context_parallel.choose import resolve_auto
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackedLoader, validation_steps
-from megacp.core.distributed.collectives import gather_objects
-from megacp.core.distributed.grid import ProcessGrid
-from megacp.core.distributed.launch import report_failure, trim_heap
+from megacp.core.distributed.launch import report_failure
 from megacp.core.monitor.flops import cuda_peak, peak_bytes
 from megacp.core.monitor.log import StepRecord
 from megacp.core.monitor.timers import EventClock, Pace, Timers
@@ -34,6 +32,9 @@ from megacp.core.training.sources import Sources, first_rows, loader_options, wh
 from megacp.core.training.state import Resumed, drawn_at, fresh_state, load, load_weights, saved_boxes, starting_point
 from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import FAILED, REASONS, STOPPED, StopSignal
+from megacp.distributed.collectives import gather_objects
+from megacp.distributed.grid import ProcessGrid
+from megacp.distributed.heap import trim_heap
 
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a

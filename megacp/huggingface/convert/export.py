@@ -30,9 +30,9 @@ from megacp.core.config.run import with_values
 from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.manifest import answers_told, thoughts_told
 from megacp.core.data_parallel.boxes import MODEL
-from megacp.core.distributed.collectives import gather_objects
-from megacp.core.distributed.grid import Axis, single_axis
 from megacp.core.training.state import first_token, last_token, stored_state
+from megacp.distributed.collectives import gather_objects
+from megacp.distributed.grid import Axis, single_axis
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.card import CARD, model_card
 from megacp.huggingface.convert.chat import other_form, write_chat_template

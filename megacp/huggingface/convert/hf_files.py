@@ -20,7 +20,7 @@ import torch
 
 from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
-from megacp.core.distributed.grid import Axis
+from megacp.distributed.grid import Axis
 from megacp.huggingface.convert.tensors import PACKED, Info, Source, is_finite, not_finite, num_bytes, whole
 from megacp.prepare.tokenize.beside import read_object
 from megacp.storage import files, wording

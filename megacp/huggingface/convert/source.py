@@ -22,9 +22,9 @@ from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.vision.decoding import RULES, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.data_parallel.boxes import MODEL, TensorBox
-from megacp.core.distributed.grid import Axis
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
+from megacp.distributed.grid import Axis
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import ABSENT, Values, shown
 from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, Family

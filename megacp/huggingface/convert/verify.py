@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
@@ -24,10 +23,11 @@ from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.images import joined, position_axes
 from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.models.build import build_chunks
 from megacp.core.models.language import LanguageModelChunk
+from megacp.distributed.grid import build_grid
+from megacp.distributed.shape import GridShape
 from megacp.huggingface.convert.decoder import resolved
 from megacp.huggingface.convert.source import Loaded, in_brief
 from megacp.huggingface.convert.tensors import Source, in_dtype, whole

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import Axis, axis_of_mesh
 from megacp.core.ops.mask import Metadata
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import Axis, axis_of_mesh
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels
 from megacp.huggingface.door.mask import DocumentIds, documents_of, trees_of

@@ -30,11 +30,11 @@ from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
 from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.transport import Transport
-from megacp.core.distributed.collectives import all_reduce, gather_objects
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.device import to_device
 from megacp.core.ops.kernels import auto_kernel
 from megacp.core.ops.mask import Reach, once
+from megacp.distributed.collectives import all_reduce, gather_objects
+from megacp.distributed.grid import Axis
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
 from megacp.huggingface.door.model_rules import (
     argument,

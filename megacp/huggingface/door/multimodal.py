@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megacp.core.data.image_shards import compute_image_shard_boundaries, units_of
-from megacp.core.distributed.differentiable import gather_uneven
+from megacp.distributed.differentiable import gather_uneven
 from megacp.huggingface.door.context import ContextParallel
 from megacp.huggingface.door.model_rules import model_problems, refuse
 

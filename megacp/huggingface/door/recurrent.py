@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.state_transport import move_states
 from megacp.core.context_parallel.states import short_convolution
-from megacp.core.distributed.grid import Axis
 from megacp.core.ops.recurrence import gated_delta_rule, state_space_dual
+from megacp.distributed.grid import Axis
 from megacp.huggingface.door.model_rules import refuse, stock_model
 
 Along = Callable[..., torch.Tensor]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from megacp.core.config.parallel import GridShape
 from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.distributed.grid import build_grid
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers import stack, vision
 from megacp.core.models.build import build_chunks
 from megacp.core.models.costs import run_parameters
+from megacp.distributed.grid import build_grid
+from megacp.distributed.shape import GridShape
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tensors import WIDE, Cast, Info, Mapped, whole

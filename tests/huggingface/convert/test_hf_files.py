@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.tensors import whole
 from tests.huggingface.convert.models import Tensors, save

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megacp.core.distributed.grid import single_axis
+from megacp.distributed.grid import single_axis
 from megacp.huggingface.convert.export import Request, convert
 from tests.huggingface.convert.models import save
 from tests.ranks import grid, run_ranks

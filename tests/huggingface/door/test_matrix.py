@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megacp.core.distributed.collectives import all_reduce
+from megacp.distributed.collectives import all_reduce
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.transformers import register_with_transformers

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import axis_of_mesh, single_axis
 from megacp.core.ops.mask import Metadata
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import axis_of_mesh, single_axis
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.multimodal import cut_multimodal, image_shares, told_apart

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megacp.core.context_parallel import fused_states
 from megacp.core.context_parallel.fused_states import FUSED, fused_recur
-from megacp.core.distributed.collectives import all_reduce
-from megacp.core.distributed.grid import single_axis
 from megacp.core.ops.mask import Metadata
 from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.distributed.collectives import all_reduce
+from megacp.distributed.grid import single_axis
 from megacp.huggingface.door.context import context_parallel
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
 from megacp.huggingface.door.mask import trees_of

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from megacp.core.distributed import collectives
-from megacp.core.distributed.grid import Axis
+from megacp.distributed import collectives
+from megacp.distributed.grid import Axis
 
 Move = Callable[[torch.Tensor, Axis], torch.Tensor]
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megacp.core.config.parallel import AXES, GridShape
-from megacp.core.distributed import same_host
-from megacp.core.distributed.same_host import LocalChannel, SameHost
+from megacp.distributed import same_host
+from megacp.distributed.same_host import LocalChannel, SameHost
+from megacp.distributed.shape import AXES, GridShape
 
 
 @dataclass(frozen=True)

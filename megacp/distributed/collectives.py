@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.grid import Axis
-from megacp.core.distributed.same_host import LocalChannel, Operation
-from megacp.core.large_blocks import empty
+from megacp.distributed.grid import Axis
+from megacp.distributed.large_blocks import empty
+from megacp.distributed.same_host import LocalChannel, Operation
 
 # torch 2.13 renames these two; older releases know only the second name.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
