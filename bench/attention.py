@@ -17,17 +17,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.mixed_rows import mixed_row
 from bench.report import Goal, Part, Seconds, take_turns, timed
+from megacp.attention.context_parallel.attention import select_transport
+from megacp.attention.context_parallel.kv_exchange import needed_rows
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.states import recur
+from megacp.attention.ops.mask import Metadata, Reach, allowed, tile_table
+from megacp.attention.ops.recurrence import gated_delta_rule
 from megacp.core.backends.native import STATE_TEMPORARIES
-from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.kv_exchange import needed_rows
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import mask_metadata, shard_batch
-from megacp.core.context_parallel.states import recur
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
-from megacp.core.ops.recurrence import gated_delta_rule
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import build_grid
 from megacp.distributed.heap import keep_in_heap

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from bench.report import Goal, Part, Seconds, take_turns, timed
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Metadata
 from megacp.core.backends.mlp import keep
 from megacp.core.backends.native import NativeBackend
 from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.expert_parallel.layer import MixtureOfExperts
 from megacp.core.expert_parallel.route import Routes
-from megacp.core.ops.mask import Metadata
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import Axis, build_grid
 from megacp.distributed.shape import GridShape

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megacp.core.context_parallel.attention import TRANSPORTS
-from megacp.core.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.attention import TRANSPORTS
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.core.distributed.launch import join, rendezvous, stop, world_from_environment
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis

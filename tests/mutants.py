@@ -22,9 +22,9 @@ FAST = "not slow and not faults and not gpu"
 SECONDS = 240
 LEAST = 0.97
 
-POINTWISE = "tests/ops/test_pointwise.py"
-ATTENTION = "tests/context_parallel/test_attention.py tests/context_parallel/test_layout.py"
-LAYOUT = "tests/context_parallel/test_layout.py"
+POINTWISE = "tests/attention/ops/test_pointwise.py"
+ATTENTION = "tests/attention/context_parallel/test_attention.py tests/attention/context_parallel/test_layout.py"
+LAYOUT = "tests/attention/context_parallel/test_layout.py"
 TP = "tests/tensor_parallel"
 TYPES = "tests/tensor_parallel/test_types.py"
 PP = "tests/pipeline_parallel"
@@ -32,7 +32,7 @@ DP = "tests/data_parallel tests/optim"
 GRID = "tests/distributed/test_grid.py tests/distributed/test_collectives.py tests/distributed/test_collectives.py"
 MODEL = "tests/models/test_language.py"
 GOLDEN = "tests/training/test_golden_gradients.py"
-STATES = "tests/context_parallel/test_states.py"
+STATES = "tests/attention/context_parallel/test_states.py"
 IMAGES = "tests/data/test_images.py"
 ENGINE = "tests/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
@@ -65,7 +65,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/distributed/launch.py", "tests/distributed/test_large_blocks.py"): [
         ("    torch.set_flush_denormal(True)\n", "", "states that have decayed take ten times as long"),
     ],
-    ("core/ops/device.py", "tests/ops/test_kernels.py"): [
+    ("attention/ops/device.py", "tests/attention/ops/test_kernels.py"): [
         ("if not torch.is_grad_enabled():  #", "if False:  #", "offload changes the bits of a compiled chain"),
     ],
     ("core/checks.py", f"{EXPERTS}/test_layer.py tests/config/test_cli.py"): [
@@ -325,7 +325,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if one.global_ranks == members", "if one.global_ranks == members[:0]", "experts make groups that there are"),
         ("name=name, traffic=Counter()", "name=name", "messages of experts are counted as of another axis"),
     ],
-    ("core/ops/mask.py", "tests/ops/test_mask.py"): [
+    ("attention/ops/mask.py", "tests/attention/ops/test_mask.py"): [
         ("& (q.order[i] < k.leave[j])", "", "branches and documents see each other"),
         ("np.minimum(keys, own + (length == 1))", "np.minimum(keys, own)", "a query alone does not see itself"),
         ("found[group] = np.arange(len(values))", "found[group] = np.arange(len(values)) - 1", "parts end too early"),
@@ -349,7 +349,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("square &= edge >= first", "square &= edge >= 0", "a window's triangle reaches into the chunk before"),
         ("real) - real - left)", "real) - real)", "a branch is as deep as the branches before it are long"),
     ],
-    ("core/ops/tile_kernels.py", "tests/ops/test_kernels.py tests/ops/test_blocks.py"): [
+    ("attention/ops/tile_kernels.py", "tests/attention/ops/test_kernels.py tests/attention/ops/test_blocks.py"): [
         ("keys.start + begin),), FULL", "keys.start + end),), FULL", "pairs of a cut triangle are computed twice"),
         ("np.tri(*pairs.shape) > 0", "np.tri(*pairs.shape, 1) > 0", "a masked call sees one key ahead"),
         ("if tile.kind == CAUSAL else causal.T", "if tile.kind == CAUSAL else causal", "a masked window is causal"),
@@ -361,7 +361,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("delta = (out * dout).sum(-1)", "delta = 0 * (out * dout).sum(-1)", "softmax backward without its row sum"),
         ("partial.untouched and call.first:", "partial.untouched:", "a second call of the same queries overwrites"),
     ],
-    ("core/ops/cudnn.py", "tests/backends/test_transformer_engine_attention.py"): [
+    ("attention/ops/cudnn.py", "tests/backends/test_transformer_engine_attention.py"): [
         ("heads.dim > WIDEST_HEAD", "False", "cuDNN's kernel gives heads of 256 wrong gradients"),
         ("area != table.area", "False", "image spans are causal to cuDNN's kernel"),
         ("table.reach.chunk or", "", "chunks are no part of cuDNN's mask"),
@@ -376,13 +376,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "scattered rows are lost",
         ),
     ],
-    ("core/ops/cudnn.py", SELECTOR): [
+    ("attention/ops/cudnn.py", SELECTOR): [
         ("< LEAST_RELEASE", ">= LEAST_RELEASE", "the newest release is refused"),
         ('requires_grad": False', 'requires_grad": True', "the selector is asked about a bias"),
         (")[2]\n", ")[0]\n", "the selector is asked about flash attention"),
         ('startswith("Disabling Fused', 'startswith("Disabling Flash', "a refusal without its words"),
     ],
-    ("core/ops/flex.py", "tests/ops/test_flex.py tests/ops/test_blocks.py"): [
+    ("attention/ops/flex.py", "tests/attention/ops/test_flex.py tests/attention/ops/test_blocks.py"): [
         ("narrow and width > 128 else {}", "False else {}", "the backward of wide heads spills four times as much"),
         ("(k_order[j] <= q_order[i])", "(k_order[j] < q_order[i])", "a token does not see itself"),
         ("& (q_order[i] < k_leave[j])", "", "branches see each other on a GPU"),
@@ -398,12 +398,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("cap * torch.tanh(score / cap)}", "score}", "FlexAttention knows no cap"),
         ("        if self._score:", "        if False:", "the gradient of a part on a GPU is that without a cap"),
     ],
-    ("core/ops/kernel.py", ATTENTION): [
+    ("attention/ops/kernel.py", ATTENTION): [
         ("out.mul_(torch.exp(lse - total).unsqueeze(-1))", "out.mul_(1.0)", "a sink takes no weight"),
         ("    lse.copy_(total)\n\n\ndef sinks", "\n\ndef sinks", "backward knows of no sink"),
         ("return -(weights * inner)", "return (weights * inner)", "sinks are pulled the other way"),
     ],
-    ("core/ops/pointwise.py", POINTWISE): [
+    ("attention/ops/pointwise.py", POINTWISE): [
         (" * (gate <= _LIMIT)", "", "a clamped gate learns"),
         ("(up.abs() <= _LIMIT)", "(up <= _LIMIT)", "a value clamped from below learns"),
         ("addcmul_(wide_x, inward, value=-1)", "addcmul_(wide_x, inward, value=1)", "sign in the norm's backward"),
@@ -416,20 +416,20 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("int(probability * 2**32)", "int((1 - probability) * 2**32)", "dropout keeps what it should drop"),
         ("first, first + columns", "0, columns", "tp ranks repeat each other's dropout"),
     ],
-    ("core/ops/rotary.py", POINTWISE): [
+    ("attention/ops/rotary.py", POINTWISE): [
         ("cat([sin * -sign, sin * sign], -1)", "cat([sin * sign, sin * -sign], -1)", "rotation turns the other way"),
         ("(grads[0], cos, sin, -1), None,", "(grads[0], cos, sin, 1), None,", "the gradient is rotated forward"),
         ("angles.cos() * factor", "angles.float().cos() * factor", "angles in float32"),
         ("(positions / wavelength - low) / (high - low)", "(positions / wavelength) / (high - low)", "llama3's blend"),
     ],
-    ("core/context_parallel/transport.py", ATTENTION): [
+    ("attention/context_parallel/transport.py", ATTENTION): [
         ("k, v))\n        return call", "k, v)) and (q, k, v)\n        return call", "a transposed view is misread"),
         ("out, lse, douts", "out, torch.zeros_like(lse), douts", "backward of a block without the merged log-sum-exp"),
     ],
-    ("core/context_parallel/transport.py", "tests/ops/test_flex.py"): [
+    ("attention/context_parallel/transport.py", "tests/attention/ops/test_flex.py"): [
         ("if sinks is not None:  # they", "if False:  # they", "a row whose keys are all here has no sinks"),
     ],
-    ("core/context_parallel/ring.py", ATTENTION): [
+    ("attention/context_parallel/ring.py", ATTENTION): [
         ("gradient:\n                    dkv", "False:\n                    dkv", "the visiting gradient is dropped"),
         ("home += gradient.wait()", "gradient.wait()", "gradients of other ranks never come home"),
         ("(self.axis.rank - step) % self.axis", "(self.axis.rank + step) % self.axis", "the ring turns the other way"),
@@ -438,29 +438,29 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("1 + max(seen, default=0)", "plan.cp", "the ring goes round though nobody looks so far"),
         ("1 + max(seen, default=0)", "max(seen, default=1)", "the ring stops a step early"),
     ],
-    ("core/context_parallel/all_gather.py", ATTENTION): [
+    ("attention/context_parallel/all_gather.py", ATTENTION): [
         ("row[plan.cp_rank * len(mine)", "row[0 * len(mine)", "own gradients stand at rank 0"),
         ("plan.order[~mine[plan.order]]", "plan.order[mine[plan.order]]", "the keys of others are one's own"),
     ],
-    ("core/context_parallel/a2a.py", ATTENTION): [
+    ("attention/context_parallel/a2a.py", ATTENTION): [
         ("out.index_select(0, plan.departure(n, q.device))", "out", "the output goes back in the grouped order"),
         ("sinks.chunk(n)[self.axis.rank]", "sinks.chunk(n)[0]", "all ranks have the sinks of the first heads"),
         ("x.unflatten(1, (n, -1))", "x.unflatten(1, (-1, n)).transpose(1, 2)", "heads are dealt in turns"),
         ("expand(t, groups, copies, d).", "detach().expand(t, groups, copies, d).", "copied K/V get no gradient"),
         ("x.unsqueeze(2).expand(t, groups, copies, d)", "torch.stack([x] * copies, 2)", "copies are summed in bf16"),
     ],
-    ("core/context_parallel/kv_exchange.py", ATTENTION): [
+    ("attention/context_parallel/kv_exchange.py", ATTENTION): [
         ("leaving[order] = theirs", "leaving = theirs.clone()", "gradients go back in the row's order"),
         ("dkv.index_add_", "dkv.index_copy_", "a key that several ranks need keeps one gradient"),
         ("plan.tiles(plan.local, keys[order])", "plan.tiles(plan.local, keys)", "arrived keys are out of order"),
     ],
-    ("core/context_parallel/state_plan.py", STATES): [
+    ("attention/context_parallel/state_plan.py", STATES): [
         ("while path and path[-1][0] <= real[start]", "while False", "a document goes on from the one before it"),
         ("itertools.pairwise([*starts, len(real)]", "zip(starts, [*starts[1:], len(real)], strict=True", "no document"),
         ("| ends_here[tokens[:-1]]", "", "a branch begins where its sibling ends"),
         ("& (owner[tokens] != rank)", "& (owner[tokens] == rank)", "the tokens before a run are not sent"),
     ],
-    ("core/context_parallel/states.py", STATES): [
+    ("attention/context_parallel/states.py", STATES): [
         ("turned(one[..., :of_turn], behind[crossing.entries[entry].other]) + ", "", "states of far ranks are lost"),
         ("joint[states.own_entries, ..., :width] =", "joint[:0, ..., :width] =", "maps are lost"),
         ("        state[states.own_entries] = torch.stack(came)", "        pass", "states do not cross ranks"),
@@ -470,7 +470,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(turn_gradient(", "(0 * turn_gradient(", "A has no gradient"),
         (".flip(1)  # [m", "  # [m", "the taps of a segment's first tokens are in the wrong order"),
     ],
-    ("core/context_parallel/fused_states.py", "tests/context_parallel/test_fused_states.py"): [
+    ("attention/context_parallel/fused_states.py", "tests/attention/context_parallel/test_fused_states.py"): [
         ("joint[1:, ..., :keys] = torch.eye", "joint[:0, ..., :keys] = torch.eye", "maps of a kernel are lost"),
         ("= 1 + depth.get(segments[n].before, -1)", "= 0", "branches of a kernel begin with zeros"),
         ("np.arange(counts.sum()) - first", "np.arange(counts.sum())", "chunks of a kernel are counted over segments"),
@@ -486,7 +486,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("unflatten(-1, (self.groups, -1)).to", "unflatten(-1, (1, -1)).to", "all groups are normed together"),
         ("dt.to(wide) + self.dt_bias.to(wide)", "dt.to(wide)", "steps have no bias"),
     ],
-    ("core/ops/recurrence.py", STATES): [
+    ("attention/ops/recurrence.py", STATES): [
         ("yield since[:, :, -1:], (b", "yield since[:, :, :1], (b", "a state decays by one token of a chunk alone"),
         (".masked_fill(~past, -torch.inf)", "", "a token reads what later ones write"),
         ("return turn * grad if", "return grad if", "the gradient of a diagonal map passes as it is"),
@@ -510,26 +510,26 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.full(len(place), number)", "np.full(len(place), 0)", "images see each other"),
         (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches stand row by row"),
     ],
-    ("core/ops/rotary.py", "tests/huggingface/convert/test_exact.py"): [
+    ("attention/ops/rotary.py", "tests/huggingface/convert/test_exact.py"): [
         ("            axes[angle] = axis", "            axes[angle] = 0", "image tokens turn by time alone"),
     ],
-    ("core/context_parallel/plan.py", f"{LAYOUT} {ATTENTION}"): [
+    ("attention/context_parallel/plan.py", f"{LAYOUT} {ATTENTION}"): [
         ("_position[self.indices[first :", "indices.reshape(-1)[self.indices[first :", "arrival in another order"),
         ("first = self.cp_rank // size * size", "first = self.cp_rank", "the group of a rank begins at itself"),
         ("self.metadata.take(keys), self.reach)", "self.metadata.take(keys))", "tiles forget how far layers look"),
         ("// size, self.order, self.reach)", "// size, self.order)", "groups of ranks forget how far layers look"),
     ],
-    ("core/context_parallel/layout.py", LAYOUT): [
+    ("attention/context_parallel/layout.py", LAYOUT): [
         ("return rank, 2 * cp - 1 - rank", "return rank, cp + rank", "zigzag is not even"),
         ("missing = -(last - first) % (2 * cp)", "missing = -(last - first) % cp", "documents are filled up to half"),
         ("return math.lcm(self.slices * cp, cp * tp)", "return self.slices * cp", "rows do not divide by tp"),
     ],
-    ("core/context_parallel/balance.py", LAYOUT): [
+    ("attention/context_parallel/balance.py", LAYOUT): [
         ("+ metadata.leave) - 1", "+ metadata.leave)", "a key crosses one cut more than it is seen over"),
         ("metadata.cost_within(reach) * layers", "metadata.cost * layers", "the balance knows no window"),
         ("error <= max(AREA_SLACK", "error >= max(AREA_SLACK", "ranks take stretches of another area"),
     ],
-    ("core/context_parallel/choose.py", "tests/context_parallel/test_layout.py"): [
+    ("core/context_parallel/choose.py", "tests/attention/context_parallel/test_layout.py"): [
         ("if needed <= FEW_ROWS:", "if needed > FEW_ROWS:", "auto takes the exchange for dense masks"),
         ("heads % cp == 0 and", "", "auto takes a2a where heads do not divide"),
     ],
@@ -537,7 +537,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(mask_metadata(batch), cp, tp)", "(mask_metadata(batch), cp, 1)", "padding forgets tp"),
         ("padded.tokens, padded.labels,", "padded.tokens, np.roll(padded.labels, -1),", "labels are shifted twice"),
     ],
-    ("core/context_parallel/vision.py", "tests/context_parallel/test_vision.py"): [
+    ("core/context_parallel/vision.py", "tests/attention/context_parallel/test_vision.py"): [
         ("(cp), stops - starts", "(cp)[::-1], (stops - starts)[::-1]", "features come from the wrong rank"),
         (
             "features.index_select(0, to_device(here, x.device))",
@@ -1052,7 +1052,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("name not in known and name not in found]", "False]", "a post-processor makes Rust panic"),
         ("if adds is not None and not isinstance(adds, bool):", "if False:", "a word as a switch is no switch"),
     ],
-    ("core/ops/rotary.py", MODEL): [
+    ("attention/ops/rotary.py", MODEL): [
         ("    if scaling.rounds:", "    if True:", "every yarn rounds"),
     ],
     ("huggingface/convert/moe.py", "tests/tools/test_convert_checkpoint.py"): [],
@@ -1541,7 +1541,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/training/step.py", "tests/training/test_vision_dataset.py"): [
         ("if self.chunks[0].vision is not None:", "if False:", "patches are planned in the step"),
     ],
-    ("core/context_parallel/state_transport.py", "tests/training/test_vision_dataset.py"): [
+    ("attention/context_parallel/state_transport.py", "tests/training/test_vision_dataset.py"): [
         ("(False, True) if self.fused", "() if self.fused", "segments of states are planned in the step"),
     ],
     ("core/models/vision.py", "tests/models/test_multimodal.py"): [

@@ -129,7 +129,7 @@ def global_statements(tree: ast.AST) -> list[int]:
 
 
 def module_name(path: str) -> str:
-    """`megacp/core/ops/mask.py` as `megacp.core.ops.mask`."""
+    """`megacp/attention/ops/mask.py` as `megacp.attention.ops.mask`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -309,7 +309,7 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (torch_imports, "def f():\n    from torch import nn"),
         (global_statements, "def f():\n    global x\n    x = 1"),
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
-        (private_names, "from megacp.core.ops.mask import _runs"),
+        (private_names, "from megacp.attention.ops.mask import _runs"),
         (vision_families, "if config.vision_family == 'qwen3_5': ..."),
         (vision_families, "from megacp.core.data.vision.molmo2 import crop_origins"),
         (lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})), "def f():\n    import b"),

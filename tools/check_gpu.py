@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
     import torch
 
+    from megacp.attention.ops.flex import compiler_problem
     from megacp.core.config.cli import OneLineParser
-    from megacp.core.ops.flex import compiler_problem
     from megacp.storage.files import require_free
     from megacp.verify.gpu_report import check_device, parts
 

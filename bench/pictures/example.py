@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.ops.mask import Metadata
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Metadata
 
 CP = 4
 _PIECES = (  # tokens, document, branch, span

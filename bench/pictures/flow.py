@@ -15,8 +15,9 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from bench.pictures import style
 from bench.pictures.example import NAMES, DealtRow, dealt
 from bench.pictures.masks import draw_mask
-from megacp.core.context_parallel import kv_exchange, plan, shard
-from megacp.core.ops import mask
+from megacp.attention.context_parallel import kv_exchange, plan
+from megacp.attention.ops import mask
+from megacp.core.context_parallel import shard
 from megacp.core.training import denominator
 from megacp.prepare import packs, records
 

@@ -12,9 +12,9 @@ from matplotlib.patches import Polygon
 
 from bench.pictures import style
 from bench.pictures.example import CP, NAMES, DealtRow, dealt
-from megacp.core.context_parallel.layout import document_bounds
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.ops.mask import CAUSAL
+from megacp.attention.context_parallel.layout import document_bounds
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import CAUSAL
 
 Shape = tuple[np.ndarray, bool]
 """Corners [n, 2] of a tile in the row as (key, query), and whether its keys lie on another rank than its queries."""

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megacp.attention.ops.kernels import kernel_problem
 from megacp.core.checks import require
 from megacp.core.config.blend import named_folders, shown_path
 from megacp.core.config.parallel import ParallelConfig
@@ -35,7 +36,6 @@ from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.core.data_parallel.boxes import boxes_of_slice
 from megacp.core.data_parallel.shards import ParameterSlice
 from megacp.core.models.costs import run_parameters
-from megacp.core.ops.kernels import kernel_problem
 from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, mock_images

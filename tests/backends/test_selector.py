@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from megacp.attention.ops.kernel import Heads
 from megacp.core.backends import thd
 from megacp.core.backends.select import select_backend
 from megacp.core.backends.support import COMM_TYPES, attention_reasons
 from megacp.core.backends.thd import PackedAttention
 from megacp.core.backends.transformer_engine import selector_problem
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.ops.kernel import Heads
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from tests.backends.engine_math import UTILS, selecting

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Metadata, Reach
+from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.backends.mlp import TiledMLP
 from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.thd import PackedAttention, Sequences, thd_sequences
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.models.block import Block, BlockInputs
-from megacp.core.ops.mask import Metadata, Reach
-from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.tensor_parallel import linear
 from megacp.distributed.grid import single_axis
 from tests.backends.engine_math import thd_get_partitioned_indices

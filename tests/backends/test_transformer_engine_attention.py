@@ -19,26 +19,26 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.attention.context_parallel.attention import select_transport
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.transport import WholeAttention
+from megacp.attention.ops.cudnn import CudnnKernel, fused_calls
+from megacp.attention.ops.kernel import Heads, Kernel
+from megacp.attention.ops.kernels import auto_kernel, select_kernel
+from megacp.attention.ops.mask import Metadata, Reach, allowed, tile_table
+from megacp.attention.ops.tile_kernels import MathKernel, dense_attention
 from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.thd import Sequences, thd_sequences
 from megacp.core.backends.transformer_engine import packed_attention, selector_problem
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import WholeAttention
-from megacp.core.ops.cudnn import CudnnKernel, fused_calls
-from megacp.core.ops.kernel import Heads, Kernel
-from megacp.core.ops.kernels import auto_kernel, select_kernel
-from megacp.core.ops.mask import Metadata, Reach, allowed, tile_table
-from megacp.core.ops.tile_kernels import MathKernel, dense_attention
 from megacp.distributed.grid import build_grid, single_axis
 from megacp.distributed.shape import GridShape
+from tests.attention.ops.test_kernels import by_autograd, by_tiles
 from tests.backends.engine_layers import UTILITIES
 from tests.backends.engine_math import UTILS, emulated, selecting
 from tests.backends.engine_stub import NEWEST, needs_engine, needs_release
-from tests.ops.test_kernels import by_autograd, by_tiles
 from tests.ranks import grid, run_ranks
 
 TOLERANCE = 1e-11

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 import torch
 
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.ops.kernels import select_kernel
 from megacp.core.backends import thd
 from megacp.core.backends import transformer_engine as backend_file
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, package_problem
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.config.training import TrainingConfig
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.models.language import LanguageModelChunk
-from megacp.core.ops.kernels import select_kernel
 from megacp.core.optim.rules import AdamW
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.attention.ops.mask import Metadata
 from megacp.core.config.run import with_values
 from megacp.core.data.batch import PackedBatch
 from megacp.core.expert_parallel.router import SCORES, choose, in_groups
-from megacp.core.ops.mask import Metadata
 from megacp.core.training.health import Decision
 from megacp.core.training.state import RunState, load
 from megacp.core.training.step import ParallelModel

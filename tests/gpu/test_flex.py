@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import LocalAttention, WholeAttention
-from megacp.core.ops.kernel import Heads, Kernel, empty_partial
-from megacp.core.ops.kernels import kernel_problem, select_kernel
-from megacp.core.ops.mask import Metadata, allowed, tile_table
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.transport import LocalAttention, WholeAttention
+from megacp.attention.ops.kernel import Heads, Kernel, empty_partial
+from megacp.attention.ops.kernels import kernel_problem, select_kernel
+from megacp.attention.ops.mask import Metadata, allowed, tile_table
+from tests.attention.ops.test_flex import mask_of, split
+from tests.attention.ops.test_kernels import by_autograd, by_tiles
 from tests.backends.test_transformer_engine_attention import Case, by_parts, whole_row
-from tests.ops.test_flex import mask_of, split
-from tests.ops.test_kernels import by_autograd, by_tiles
 from tests.reference.packs import metadata, random_batch
 
 pytestmark = [

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.context_parallel.fused_states import chunk_places, flash_linear_attention, fused_recur
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.states import recur
-from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.attention.context_parallel.fused_states import chunk_places, flash_linear_attention, fused_recur
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.states import recur
+from megacp.attention.ops.recurrence import gated_delta_rule
 from megacp.distributed.grid import single_axis
 from tests.reference.fused import chunk_gated_delta_rule
 from tests.reference.packs import metadata, random_batch

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.attention.ops.tile_kernels import FlashKernel
 from megacp.core.config.run import RunConfig
 from megacp.core.models import block, offload
 from megacp.core.models.build import build_chunks
 from megacp.core.models.offload import HostMemory, Passage
-from megacp.core.ops.tile_kernels import FlashKernel
 from megacp.core.training.step import ParallelModel
 from megacp.plan import activations, memory
 from tests.ranks import grid, run_ranks

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.core.config.run import fields
 from megacp.core.config.vision import VISION_FAMILIES
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.vision.decoding import RULES

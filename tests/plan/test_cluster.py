@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megacp.attention.ops.mask import Metadata
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.models.costs import stage_layers
-from megacp.core.ops.mask import Metadata
 from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.plan.cluster import Trouble, simulate
 from megacp.plan.hardware import Hardware

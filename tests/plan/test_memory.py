@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Metadata
+from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.backends.native import NativeBackend
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.attention import ATTENTION
 from megacp.core.layers.dense import tile_work
@@ -19,8 +21,6 @@ from megacp.core.layers.table import Share
 from megacp.core.models import costs, recompute
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.costs import loss_chunk_tokens
-from megacp.core.ops.mask import Metadata
-from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.distributed.grid import build_grid, single_axis
 from megacp.distributed.shape import GridShape

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from megacp.core.ops.mask import UNLIMITED, Metadata, Reach
+from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach
 
 
 def visible(q: Metadata, k: Metadata, reach: Reach = UNLIMITED) -> np.ndarray:

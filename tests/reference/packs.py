@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from megacp.attention.ops.mask import CAUSAL, FULL, WINDOW, Metadata, TileTable
 from megacp.core.data.batch import PackedBatch
-from megacp.core.ops.mask import CAUSAL, FULL, WINDOW, Metadata, TileTable
 
 
 def random_batch(

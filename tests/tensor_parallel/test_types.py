@@ -24,12 +24,12 @@ from spmd_types.types import partition_spec_get_shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from megacp.attention.ops import pointwise
 from megacp.core.backends.native import NormSpec, RMSNorm, layer_norm
 from megacp.core.config.model import PairSize
 from megacp.core.distributed.parameter import spec_of
 from megacp.core.layers import table as layers
 from megacp.core.models.build import build_chunks
-from megacp.core.ops import pointwise
 from megacp.core.tensor_parallel import linear, lora, vocabulary
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec
 from megacp.distributed import collectives, differentiable

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+from megacp.attention.ops import flex
 from megacp.core.backends import select
 from megacp.core.backends.select import backend_problems
 from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
-from megacp.core.ops import flex
 from megacp.core.optim import sharded
 from megacp.core.optim.rules import AdamW, Group
 from megacp.train import main as train

@@ -16,14 +16,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megacp
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.ops.pointwise import keep_mask
+from megacp.attention.ops.tile_kernels import TileKernel
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.distributed.parameter import spec_of
-from megacp.core.ops.pointwise import keep_mask
-from megacp.core.ops.tile_kernels import TileKernel
 from megacp.core.tensor_parallel.vocabulary import weighted_loss
 from megacp.core.training import step
 from megacp.core.training.denominator import RankReport, agree_on_step

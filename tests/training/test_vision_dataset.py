@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.attention.context_parallel import fused_states, plan, state_plan
+from megacp.attention.context_parallel.fused_states import FUSED, fused_convolved
+from megacp.attention.ops.recurrence import convolved_delta_rule
 from megacp.core.config.run import RunConfig, flag, flatten, with_values
 from megacp.core.config.yaml_file import to_yaml
-from megacp.core.context_parallel import fused_states, plan, state_plan
-from megacp.core.context_parallel.fused_states import FUSED, fused_convolved
 from megacp.core.context_parallel.vision import LocalVision
 from megacp.core.data.collate import collate
 from megacp.core.data.images import ImageLoading
@@ -26,7 +27,6 @@ from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.data.vision.rules import ImageError, Pixels
 from megacp.core.models import vision
-from megacp.core.ops.recurrence import convolved_delta_rule
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, without_bad_images
 from megacp.core.training.sources import loader_options, open_sources

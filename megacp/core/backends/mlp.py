@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megacp.core.ops.kernel import accumulation_dtype
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.core.tensor_parallel.linear import RowParallelLinear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

@@ -13,19 +13,19 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megacp.attention.context_parallel.attention import select_transport
+from megacp.attention.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.state_transport import StateTransport
+from megacp.attention.ops.kernel import Caller, Heads, at_once
+from megacp.attention.ops.kernels import kernel_name
+from megacp.attention.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
+from megacp.attention.ops.recurrence import Rule
 from megacp.core.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.core.config.model import VOCABULARY_MULTIPLE
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.attention import select_transport
-from megacp.core.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import row_axis
-from megacp.core.context_parallel.state_transport import StateTransport
 from megacp.core.layers.table import Cut, Tensor, layer_norm_tensors
-from megacp.core.ops.kernel import Caller, Heads, at_once
-from megacp.core.ops.kernels import kernel_name
-from megacp.core.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
-from megacp.core.ops.recurrence import Rule
 from megacp.core.tensor_parallel.linear import (
     ColumnNorm,
     ColumnParallelLinear,

@@ -5,13 +5,13 @@ A backend or kernel that was asked for and cannot run is refused with all its re
 
 from __future__ import annotations
 
+from megacp.attention.ops.flex import compiler_problem
+from megacp.attention.ops.kernels import kernel_problem
 from megacp.core.backends.apex import weight_gradient_kernel
 from megacp.core.backends.native import NativeBackend
 from megacp.core.backends.support import layer_reasons, needed_by
 from megacp.core.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
 from megacp.core.config.run import RunConfig
-from megacp.core.ops.flex import compiler_problem
-from megacp.core.ops.kernels import kernel_problem
 from megacp.core.pipeline_parallel.schedules import defers
 from megacp.core.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
 from megacp.distributed.grid import ProcessGrid

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacp.attention.ops.cudnn import WIDEST_HEAD
 from megacp.core.config.run import RunConfig
-from megacp.core.ops.cudnn import WIDEST_HEAD
 
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Transports of Transformer Engine; a cp axis of one rank needs none."""

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.layout import document_bounds, zigzag_slices
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.ops.device import to_device
-from megacp.core.ops.kernel import Caller, at_once
-from megacp.core.ops.mask import Metadata, Reach, once
+from megacp.attention.context_parallel.layout import document_bounds, zigzag_slices
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.device import to_device
+from megacp.attention.ops.kernel import Caller, at_once
+from megacp.attention.ops.mask import Metadata, Reach
+from megacp.attention.ops.once import once
 from megacp.distributed.grid import Axis, split_axis
 
 

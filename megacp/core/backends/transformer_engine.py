@@ -7,7 +7,7 @@ row with another mask or order than its attention takes uses our transports, and
 Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused modules store the
 outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
 
-Only this file and ops/cudnn.py import transformer_engine, inside functions. Arguments go by keyword, because releases
+Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments go by keyword, because releases
 insert parameters in the middle; tests bind every call to the real signatures.
 """
 
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.cudnn import engine_problem, selector_refusal
+from megacp.attention.ops.kernel import Caller, Heads, at_once
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec, VisionPart
 from megacp.core.backends.support import FP8_MULTIPLES, attention_reasons
 from megacp.core.backends.thd import PackedAttention, window_of
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.distributed.parameter import ParameterSpec
 from megacp.core.layers.stack import layers_of
-from megacp.core.ops.cudnn import engine_problem, selector_refusal
-from megacp.core.ops.kernel import Caller, Heads, at_once
 from megacp.core.tensor_parallel.linear import (
     LinearOptions,
     LinearSpec,

@@ -19,14 +19,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from megacp.attention.context_parallel.balance import row_area
+from megacp.attention.context_parallel.kv_exchange import needed_rows
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Metadata
 from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.balance import mix_of, row_area
-from megacp.core.context_parallel.kv_exchange import needed_rows
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.shard import padded_row
 from megacp.core.data.batch import PackedBatch
-from megacp.core.ops.mask import Metadata
+from megacp.engine.rows.mix import mix_of
 
 FEW_ROWS = 0.5
 """Share of the other ranks' K/V up to which `kv_exchange` is taken."""

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from megacp.attention.context_parallel.balance import ALIKE, Mix
+from megacp.attention.context_parallel.layout import LAYOUTS, Layout
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.device import pinned, to_device
+from megacp.attention.ops.mask import Metadata
 from megacp.core.config.parallel import ParallelConfig
-from megacp.core.context_parallel.balance import ALIKE, Mix
-from megacp.core.context_parallel.layout import LAYOUTS, Layout
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.vision import LocalVision, local_vision
 from megacp.core.data.batch import PackedBatch
-from megacp.core.ops.device import pinned, to_device
-from megacp.core.ops.mask import Metadata
 from megacp.distributed.grid import Axis, ProcessGrid
 
 

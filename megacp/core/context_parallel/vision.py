@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megacp.attention.ops.device import pinned, to_device
 from megacp.core.data.batch import VisionInputs
 from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
-from megacp.core.ops.device import pinned, to_device
 from megacp.distributed.differentiable import copy_to, exchange
 from megacp.distributed.grid import Axis
 

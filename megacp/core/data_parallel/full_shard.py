@@ -19,11 +19,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.core.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.core.distributed.fully_shard import FSDPModule, local_part, own_parameters, shard_module, with_group
 from megacp.core.distributed.parameter import ParameterSpec, spec_of
 from megacp.core.layers.table import DATA
-from megacp.core.ops.kernel import accumulation_dtype
 from megacp.distributed.grid import Axis
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.core.distributed.parameter import ParameterSpec
-from megacp.core.ops.kernel import accumulation_dtype
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis, single_axis, split_axis
 

@@ -20,6 +20,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from megacp.attention.ops.pointwise import FromInputs
 from megacp.core.backends.native import NativeBackend
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.run import RunConfig
@@ -28,7 +29,6 @@ from megacp.core.distributed.parameter import attach, spec_of
 from megacp.core.expert_parallel.route import Routes, Terms
 from megacp.core.expert_parallel.router import SCORES, ScoreFunction
 from megacp.core.layers.moe import correction_tensor
-from megacp.core.ops.pointwise import FromInputs
 from megacp.core.tensor_parallel.linear import parameter_spec
 from megacp.distributed.collectives import all_gather, all_reduce
 from megacp.distributed.grid import ProcessGrid

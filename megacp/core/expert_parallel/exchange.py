@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megacp.attention.ops.device import fused
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.core.expert_parallel.route import Route
-from megacp.core.ops.device import fused
-from megacp.core.ops.kernel import accumulation_dtype
 
 Send = Callable[[torch.Tensor], torch.Tensor]
 

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.attention.ops.pointwise import ACTIVATIONS, FromInputs
 from megacp.core.backends.mlp import Activation, Save
 from megacp.core.config.model import ModelConfig
 from megacp.core.expert_parallel.route import Groups
 from megacp.core.layers.moe import expert_pairs, expert_tensors
 from megacp.core.layers.table import Tensor, lora_kind
-from megacp.core.ops.pointwise import ACTIVATIONS, FromInputs
 from megacp.core.tensor_parallel.linear import LinearOptions, row_parameter
 from megacp.core.tensor_parallel.lora import places_of_inputs
 from megacp.distributed.large_blocks import empty

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megacp.attention.ops.pointwise import sigmoid_gate
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
@@ -14,7 +15,6 @@ from megacp.core.expert_parallel.experts import Experts
 from megacp.core.expert_parallel.route import Route, Routes
 from megacp.core.expert_parallel.router import SCORES, choose, first_of_equals, in_groups, logits
 from megacp.core.layers.moe import MOE, SHARED, router_bias, router_tensor, shared_gate_tensor
-from megacp.core.ops.pointwise import sigmoid_gate
 from megacp.core.tensor_parallel.linear import LinearSpec, product, row_parameter
 
 

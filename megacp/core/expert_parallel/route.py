@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.ops.device import HostCopy, to_device
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.device import HostCopy, to_device
 from megacp.distributed.collectives import all_to_all
 from megacp.distributed.grid import Axis
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.ops.pointwise import FromInputs
+from megacp.attention.ops.dtype import accumulation_dtype
+from megacp.attention.ops.pointwise import FromInputs
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacp.attention.ops.chunk import CHUNK
 from megacp.core.config.model import ModelConfig
 from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, output_std
 
-CHUNK = 64
-"""Tokens of a chunk, in which a state moves."""
 DELTA_PROJECTED = ("q", "k", "v", "z", "b", "a")
 """Linears of one product: what the convolution is given, the gate of the output, and two rates of each value head."""
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacp.attention.ops.chunk import CHUNK
 from megacp.core.config.model import ModelConfig
-from megacp.core.layers.gated_delta import CHUNK, chunk_heads
+from megacp.core.layers.gated_delta import chunk_heads
 from megacp.core.layers.table import Flops, LayerKind, Linear, Share, Tensor, output_std
 
 MAMBA_PROJECTED = ("z", "x", "B", "C", "dt")

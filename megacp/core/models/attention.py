@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Reach
+from megacp.attention.ops.pointwise import sigmoid_gate
+from megacp.attention.ops.rotary import rotate
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.attention import ATTENTION, ATTENTION_PROJECTED, query_key_norms, sinks
 from megacp.core.layers.stack import layers_of
-from megacp.core.ops.mask import Reach
-from megacp.core.ops.pointwise import sigmoid_gate
-from megacp.core.ops.rotary import rotate
 from megacp.core.tensor_parallel.linear import LinearSpec, row_parameter
 
 Angles = tuple[torch.Tensor, torch.Tensor]

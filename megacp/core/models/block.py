@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.pointwise import dropout
 from megacp.core.backends.mlp import Save, keep
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.expert_parallel.layer import MixtureOfExperts
 from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.attention import ATTENTION
@@ -30,7 +31,6 @@ from megacp.core.models.delta_net import GatedDeltaNet
 from megacp.core.models.mamba2 import Mamba2
 from megacp.core.models.offload import BlockOffload, HostMemory
 from megacp.core.models.recompute import run_block
-from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearSpec
 from megacp.core.tensor_parallel.lora import DropoutNames, LowRank
 

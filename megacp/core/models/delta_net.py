@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.dtype import accumulation_dtype
+from megacp.attention.ops.recurrence import convolved_delta_rule
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.layers.gated_delta import DELTA_PROJECTED, GATED_DELTA
 from megacp.core.models.attention import Angles
-from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.ops.recurrence import convolved_delta_rule
 from megacp.core.tensor_parallel.linear import LinearSpec, row_parameter
 
 

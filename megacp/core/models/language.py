@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotary_axes
 from megacp.core.backends.native import NativeBackend, NormSpec
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
@@ -22,7 +23,6 @@ from megacp.core.expert_parallel.route import Routes
 from megacp.core.layers.stack import vocabulary_table
 from megacp.core.models.block import Block, BlockInputs
 from megacp.core.models.multimodal import VisionEncoder
-from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotary_axes
 from megacp.core.tensor_parallel.vocabulary import TableSpec, Target, VocabularyTable
 from megacp.distributed.differentiable import slice_of
 from megacp.distributed.grid import single_axis

@@ -19,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.attention.ops.dtype import accumulation_dtype
+from megacp.attention.ops.pointwise import swiglu
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
 from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.layers.vision import merging_linears, pooling_linears
 from megacp.core.models.vision import GridTower, Tower, VisionTower
-from megacp.core.ops.kernel import accumulation_dtype
-from megacp.core.ops.pointwise import swiglu
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 

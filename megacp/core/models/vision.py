@@ -20,18 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.device import pinned, to_device
+from megacp.attention.ops.kernel import Caller, Heads
+from megacp.attention.ops.mask import Metadata
+from megacp.attention.ops.once import once
+from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.backends.mlp import Save
 from megacp.core.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.core.config.model import ModelConfig
 from megacp.core.config.vision import VisionConfig
-from megacp.core.context_parallel.plan import AttentionPlan
 from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.layers.vision import VISION_KINDS, block_linears
 from megacp.core.models.recompute import run_block
-from megacp.core.ops.device import pinned, to_device
-from megacp.core.ops.kernel import Caller, Heads
-from megacp.core.ops.mask import Metadata, once
-from megacp.core.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.core.tensor_parallel.linear import LinearSpec
 
 Attend = Callable[..., torch.Tensor]

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach
 from megacp.core.layers.table import EXPERTS, Linear, Tensor
-from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.weight_gradients import WeightGradients, WeightProduct
 from megacp.distributed import collectives
 from megacp.distributed.differentiable import copy_to, reduce_from

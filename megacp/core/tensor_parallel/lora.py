@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megacp.attention.ops.pointwise import dropout
 from megacp.core.config.model import PairSize
 from megacp.core.layers.table import A, B, Tensor, lora_kind
-from megacp.core.ops.pointwise import dropout
 from megacp.core.tensor_parallel.linear import LinearOptions, LinearSpec, parameter_spec
 from megacp.distributed.differentiable import copy_to, gather_from, reduce_from, reduce_scatter_to
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from megacp.attention.ops.device import fused, is_compiled
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
 from megacp.core.layers.table import Tensor
-from megacp.core.ops.device import fused, is_compiled
-from megacp.core.ops.kernel import accumulation_dtype
 from megacp.core.tensor_parallel.linear import LinearOptions, column_product
 from megacp.core.tensor_parallel.weight_gradients import add_weight_gradient
 from megacp.distributed import collectives

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from megacp.attention.context_parallel.balance import row_area
 from megacp.core.checkpoint.outcome import on_all_ranks
 from megacp.core.config.run import RunConfig, flatten
-from megacp.core.context_parallel.balance import mix_of, row_area
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.manifest import answers_told, thoughts_told
 from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
@@ -21,6 +21,7 @@ from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start
 from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import Axis, ProcessGrid
+from megacp.engine.rows.mix import mix_of
 from megacp.storage.wording import counted, human_count
 
 

@@ -13,9 +13,8 @@ from functools import partial
 
 import torch
 
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.core.config.run import RunConfig
-from megacp.core.context_parallel.balance import mix_of
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import LocalBatch, shard_batch
 from megacp.core.data.batch import PackedBatch
 from megacp.core.expert_parallel.balance import Balance, LayerBalance
@@ -31,6 +30,7 @@ from megacp.core.training.health import Decision, finite_only, suspects
 from megacp.core.training.rows import PlannedRow, rows_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import ProcessGrid, connect
+from megacp.engine.rows.mix import mix_of
 
 Check = Callable[[float, float], Decision]
 """(loss, gradient norm) of a step, equal on all ranks -> what becomes of it."""

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.images import joined, position_axes

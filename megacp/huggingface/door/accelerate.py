@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.ops.mask import Metadata
+from megacp.attention.ops.mask import Metadata
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis, axis_of_mesh
 from megacp.huggingface.door.context import context_parallel

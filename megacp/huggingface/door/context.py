@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.transport import Transport
-from megacp.core.ops.device import to_device
-from megacp.core.ops.kernels import auto_kernel
-from megacp.core.ops.mask import Reach, once
+from megacp.attention.context_parallel.attention import TRANSPORTS, select_transport
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.transport import Transport
+from megacp.attention.ops.device import to_device
+from megacp.attention.ops.kernels import auto_kernel
+from megacp.attention.ops.mask import Reach
+from megacp.attention.ops.once import once
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
 from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch

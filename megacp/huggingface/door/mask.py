@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megacp.core.context_parallel.layout import Layout
-from megacp.core.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.layout import Layout
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.mask import Metadata
 from megacp.core.data.batch import PADDING
-from megacp.core.ops.mask import Metadata
 
 DocumentIds = torch.Tensor | Metadata | None
 """A caller's documents: int tensor `[B, S]` or `[S]`, `Metadata` of `S` or `B * S` tokens, or None."""

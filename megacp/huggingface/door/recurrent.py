@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megacp.core.context_parallel.plan import AttentionPlan
-from megacp.core.context_parallel.state_transport import move_states
-from megacp.core.context_parallel.states import short_convolution
-from megacp.core.ops.recurrence import gated_delta_rule, state_space_dual
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.state_transport import move_states
+from megacp.attention.context_parallel.states import short_convolution
+from megacp.attention.ops.recurrence import gated_delta_rule, state_space_dual
 from megacp.distributed.grid import Axis
 from megacp.huggingface.door.model_rules import refuse, stock_model
 

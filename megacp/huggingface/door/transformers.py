@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megacp.core.ops.mask import Reach
+from megacp.attention.ops.mask import Reach
 from megacp.huggingface.door.context import ContextParallel, LayerRule, block_of, current_context
 from megacp.huggingface.door.model_rules import refuse
 

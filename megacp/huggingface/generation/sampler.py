@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
-from megacp.core.context_parallel.layout import LAYOUTS
 from megacp.core.context_parallel.shard import shard_batch
 from megacp.core.context_parallel.vision import PatchGrids
 from megacp.core.data.batch import PackedBatch

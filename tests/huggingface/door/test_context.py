@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.context_parallel.attention import TRANSPORTS, select_transport
-from megacp.core.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.transport import DenseAttention
-from megacp.core.ops.flex import FlexKernel
-from megacp.core.ops.mask import Metadata
-from megacp.core.ops.tile_kernels import MathKernel, dense_attention
+from megacp.attention.context_parallel.attention import TRANSPORTS, select_transport
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.transport import DenseAttention
+from megacp.attention.ops.flex import FlexKernel
+from megacp.attention.ops.mask import Metadata
+from megacp.attention.ops.tile_kernels import MathKernel, dense_attention
 from megacp.distributed.grid import Axis, axis_of_mesh, single_axis
 from megacp.huggingface.door.context import context_parallel, current_context
 from megacp.huggingface.door.loop import shift_labels, sum_gradients

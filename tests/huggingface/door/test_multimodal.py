@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.core.ops.mask import Metadata
+from megacp.attention.ops.mask import Metadata
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import axis_of_mesh, single_axis
 from megacp.huggingface.door.context import context_parallel

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.core.context_parallel import fused_states
-from megacp.core.context_parallel.fused_states import FUSED, fused_recur
-from megacp.core.ops.mask import Metadata
-from megacp.core.ops.recurrence import gated_delta_rule
+from megacp.attention.context_parallel import fused_states
+from megacp.attention.context_parallel.fused_states import FUSED, fused_recur
+from megacp.attention.ops.mask import Metadata
+from megacp.attention.ops.recurrence import gated_delta_rule
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import single_axis
 from megacp.huggingface.door.context import context_parallel

@@ -1,0 +1,1 @@
+"""Layouts, plans and transports: attention and states over ranks."""

@@ -1,0 +1,1 @@
+"""Masks, tile tables, attention kernels, rotary embeddings and recurrences on one device."""

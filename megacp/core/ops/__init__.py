@@ -1,1 +1,0 @@
-"""Mask, kernels, norms on one device."""

@@ -1,0 +1,1 @@
+"""Tests of layouts, plans, transports and states over ranks."""

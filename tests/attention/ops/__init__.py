@@ -1,0 +1,1 @@
+"""Tests of masks, kernels and recurrences on one device."""
