@@ -24,14 +24,14 @@ from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.states import recur
 from megacp.attention.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.attention.ops.recurrence import gated_delta_rule
-from megacp.core.backends.native import STATE_TEMPORARIES
-from megacp.core.context_parallel.shard import mask_metadata, shard_batch
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import build_grid
 from megacp.distributed.heap import keep_in_heap
 from megacp.distributed.shape import GridShape
+from megacp.engine.backends.native import STATE_TEMPORARIES
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.shard import mask_metadata, shard_batch
 from megacp.plan.report import table
 from megacp.verify.spawn import RankPool
 

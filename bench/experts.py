@@ -19,14 +19,14 @@ import torch
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.mask import Metadata
-from megacp.core.backends.mlp import keep
-from megacp.core.backends.native import NativeBackend
-from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.expert_parallel.layer import MixtureOfExperts
-from megacp.core.expert_parallel.route import Routes
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import Axis, build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.backends.native import NativeBackend
+from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.engine.expert_parallel.layer import MixtureOfExperts
+from megacp.engine.expert_parallel.route import Routes
+from megacp.engine.save import keep
 from megacp.verify.spawn import RankPool
 
 SIZES: dict[str, Value] = {"num_layers": 1, "hidden_size": 512, "num_attention_heads": 8, "norm_position": "after"}

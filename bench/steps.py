@@ -17,18 +17,18 @@ import numpy as np
 import torch
 
 from bench.report import Goal, Part, Seconds, take_turns, timed
-from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import Pack
 from megacp.core.data.tables import BRANCH_DTYPE
 from megacp.core.monitor.flops import peak_bytes
-from megacp.core.monitor.timers import Phase, unmeasured
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid, build_grid
+from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.step.step import ParallelModel
+from megacp.engine.timers import Phase, unmeasured
 from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
 from megacp.verify.parity import microbatches

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.batch import PackedBatch
 from megacp.core.training.state import RunState, load_weights
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import build_grid
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.start import open_start
 from megacp.verify.spawn import RankPool
 

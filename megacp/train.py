@@ -36,14 +36,8 @@ from megacp.core.monitor.interrupts import INTERRUPTED, handles, leave_at_ctrl_c
 if __name__ == "__main__" or sys.argv[0].endswith("megacp-train"):
     leave_at_ctrl_c()
 
-from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.outcome import reason_of
 from megacp.core.checkpoint.weights import Weights
-from megacp.core.checks import check, require
-from megacp.core.config.blend import shown_path
-from megacp.core.config.cli import OneLineParser, given_flags, given_names, parse
-from megacp.core.config.run import RunConfig, flag, flatten, with_values
-from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed import launch
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
@@ -53,6 +47,12 @@ from megacp.core.training.stored import goes_on_from, resumes, with_stored_model
 from megacp.core.training.trainer import Trainer
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.shape import GridShape
+from megacp.engine.backends.select import backend_problems
+from megacp.engine.checks import check, require
+from megacp.engine.config.blend import shown_path
+from megacp.engine.config.cli import OneLineParser, given_flags, given_names, parse
+from megacp.engine.config.run import RunConfig, flag, flatten, with_values
+from megacp.engine.config.yaml_file import from_yaml
 from megacp.plan.report import describe
 from megacp.storage.place import place_of
 

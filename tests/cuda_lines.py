@@ -21,7 +21,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-WHOLE = ("attention/ops/flex.py", "backends/transformer_engine.py", "backends/thd.py", "backends/apex.py")
+WHOLE = (
+    "attention/ops/flex.py",
+    "engine/backends/transformer_engine.py",
+    "engine/backends/thd.py",
+    "engine/backends/apex.py",
+)
 WHOLE += ("attention/ops/cudnn.py", "attention/context_parallel/fused_states.py")
 CUDA = ('"cuda"', "'cuda'", '"nccl"', "'nccl'", "is_compiled(", "on_gpu", "self.stream is None", "stream is not None")
 CUDA += (".is_cuda",)
@@ -39,7 +44,7 @@ PARITY = "tests/tools/test_check_parity.py"
 REFUSED = "test_a_torch_that_cannot_compile_the_backward_of_attention_is_refused_on_cuda"
 RUNS = (
     [sys.executable, "-W", "ignore", "-m", "tests.verify.fake_cases", *CASES],
-    [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/backends"]
+    [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", "tests/engine/backends"]
     + ["tests/attention/ops/test_flex.py", "tests/attention/ops/test_pointwise.py", "tests/distributed/test_grid.py"]
     + ["tests/attention/context_parallel/test_fused_states.py", f"{PARITY}::{REFUSED}"],
 )

@@ -25,30 +25,30 @@ LEAST = 0.97
 POINTWISE = "tests/attention/ops/test_pointwise.py"
 ATTENTION = "tests/attention/context_parallel/test_attention.py tests/attention/context_parallel/test_layout.py"
 LAYOUT = "tests/attention/context_parallel/test_layout.py"
-TP = "tests/tensor_parallel"
-TYPES = "tests/tensor_parallel/test_types.py"
-PP = "tests/pipeline_parallel"
-DP = "tests/data_parallel tests/optim"
+TP = "tests/engine/tensor_parallel"
+TYPES = "tests/engine/tensor_parallel/test_types.py"
+PP = "tests/engine/pipeline_parallel"
+DP = "tests/engine/data_parallel tests/engine/optim"
 GRID = "tests/distributed/test_grid.py tests/distributed/test_collectives.py tests/distributed/test_collectives.py"
-MODEL = "tests/models/test_language.py"
+MODEL = "tests/engine/models/test_language.py"
 GOLDEN = "tests/training/test_golden_gradients.py"
 STATES = "tests/attention/context_parallel/test_states.py"
 IMAGES = "tests/data/test_images.py"
-ENGINE = "tests/backends/test_transformer_engine_training.py"
-SELECTOR = "tests/backends/test_selector.py tests/backends/test_transformer_engine_calls.py"
+ENGINE = "tests/engine/backends/test_transformer_engine_training.py"
+SELECTOR = "tests/engine/backends/test_selector.py tests/engine/backends/test_transformer_engine_calls.py"
 
-EXPERTS = "tests/expert_parallel"
-BY_HAND = "tests/layers/test_by_hand.py"
+EXPERTS = "tests/engine/expert_parallel"
+BY_HAND = "tests/engine/layers/test_by_hand.py"
 CLUSTER, TIMES = "tests/plan/test_cluster.py", "tests/plan/test_times.py"
 
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
-    ("core/backends/support.py", "tests/backends/test_support.py"): [
+    ("engine/backends/support.py", "tests/engine/backends/test_support.py"): [
         ("m.head_dim > WIDEST_HEAD", "False", "heads of 256 get wrong gradients on CUDA"),
     ],
-    ("core/backends/select.py", "tests/tools/test_check_parity.py"): [
+    ("engine/backends/select.py", "tests/tools/test_check_parity.py"): [
         ('[compiler_problem()] if device_type == "cuda" else []', "[]", "an old torch fails in its first backward"),
     ],
-    ("core/distributed/launch.py", "tests/backends/test_support.py"): [
+    ("core/distributed/launch.py", "tests/engine/backends/test_support.py"): [
         (
             "    if count:\n        set_defaults",
             "    if False:\n        set_defaults",
@@ -59,7 +59,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if best.gib > here.memory:", "if False:", "--parallel auto starts a layout that does not fit"),
         ("memory=gib or here.memory", "memory=here.memory", "an A100 of 40 GB is planned as one of 80"),
     ],
-    ("core/backends/native.py", STATES): [
+    ("engine/backends/native.py", STATES): [
         ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
     ],
     ("core/distributed/launch.py", "tests/distributed/test_large_blocks.py"): [
@@ -68,7 +68,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("attention/ops/device.py", "tests/attention/ops/test_kernels.py"): [
         ("if not torch.is_grad_enabled():  #", "if False:  #", "offload changes the bits of a compiled chain"),
     ],
-    ("core/checks.py", f"{EXPERTS}/test_layer.py tests/config/test_cli.py"): [
+    ("engine/checks.py", f"{EXPERTS}/test_layer.py tests/engine/config/test_cli.py"): [
         ("m.moe_router_topk == 1 and not m", "not m", "routers that learn are refused"),
         ("m.moe_router_topk == 1 and not m.moe_router_pre_softmax", "False", "a router that cannot learn is trained"),
         (
@@ -79,7 +79,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("elif m.num_experts == 1 and", "elif False and", "one expert has a router without a gradient"),
         ("    if best > groups:", "    if False:", "more groups may be chosen than there are"),
     ],
-    ("core/expert_parallel/router.py", f"{EXPERTS}/test_router.py"): [
+    ("engine/expert_parallel/router.py", f"{EXPERTS}/test_router.py"): [
         ("torch.where(are_equal, first, torch", "torch.where(~are_equal, first, torch", "equal rows have other scores"),
         ("    bits ^= bits >> 32", "    bits >>= 32", "rows are taken for equal by half of their bits"),
         ("positive = weight + 0.0", "positive = weight.clone()", "a row with -0.0 is not the one with 0.0"),
@@ -87,7 +87,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("gaps > NOISE * largest", "gaps > 1e6 * NOISE * largest", "clearly different scores are taken for equal"),
         (".masked_fill(scores.isinf(), 0.0)", "", "a closed group makes all scores equal"),
     ],
-    ("core/expert_parallel/layer.py", f"{EXPERTS}/test_router.py"): [
+    ("engine/expert_parallel/layer.py", f"{EXPERTS}/test_router.py"): [
         ("products.index_select(1, first_of_equals(self.router))", "products", "equal rows have other scores"),
         (
             "            scores = scores + self.router_bias\n        choice",
@@ -95,7 +95,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "biases do not choose",
         ),
     ],
-    ("core/expert_parallel/router.py", EXPERTS): [
+    ("engine/expert_parallel/router.py", EXPERTS): [
         (
             "scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort",
             "scores.topk(count).indices.sort",
@@ -103,10 +103,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("    wide = accumulation_dtype(x.dtype)", "    wide = x.dtype", "scores of experts are rounded to bf16"),
     ],
-    ("core/expert_parallel/router.py", MODEL): [
+    ("engine/expert_parallel/router.py", MODEL): [
         ("scores.gather(1, chosen).softmax(-1)", "of_all(scores, chosen)", "chosen experts have less than all weight"),
     ],
-    ("core/expert_parallel/route.py", EXPERTS): [
+    ("engine/expert_parallel/route.py", EXPERTS): [
         ("self.ends.clamp(place.start, place.stop)", "self.ends.clamp(0, place.stop)", "a tile has rows of others"),
         ("place.start, place.stop)", "place.start, place.stop - 1)", "the last row of a tile is behind all experts"),
         ("plan.metadata.leave[held] > 0", "plan.metadata.leave[held] >= 0", "padding is routed"),
@@ -114,14 +114,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("return all_to_all(rows.", "return self.axis.size * all_to_all(rows.", "gradients of experts times ep"),
         ("return arrived.argsort(stable=True)", "return torch.arange(len(arrived))", "rows stay by their source"),
     ],
-    ("core/expert_parallel/exchange.py", EXPERTS): [
+    ("engine/expert_parallel/exchange.py", EXPERTS): [
         ("rows.shape[1])  #", "-1)  #", "a rank without tokens has no shape"),
     ],
-    ("core/expert_parallel/exchange.py", MODEL): [
+    ("engine/expert_parallel/exchange.py", MODEL): [
         ("range(1, slots.shape[1])", "range(1, 1)", "one expert of a token is heard"),
         ("route.collect(column.squeeze(1))", "0 * route.collect(column.squeeze(1))", "the router learns nothing"),
     ],
-    ("core/expert_parallel/experts.py", EXPERTS): [
+    ("engine/expert_parallel/experts.py", EXPERTS): [
         ("grouped_mm(grad.t(), x", "grouped_mm(2 * grad.t(), x", "one kernel doubles the gradients of experts"),
         ("grouped_mm(x, matrices,", "grouped_mm(x, matrices.flip(0),", "one kernel takes another expert's matrix"),
         ("alpha=size.scale", "alpha=1", "pairs of experts have a weight of 1"),
@@ -129,21 +129,21 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("zip(*downs, strict", "zip(*(a[::-1] for a in downs), strict", "pairs stand beside other experts"),
         ("None if x is None else _w", "None if x is None or not len(x) else _w", "a rank without rows has no gradient"),
     ],
-    ("core/expert_parallel/layer.py", "tests/plan/test_memory.py"): [
+    ("engine/expert_parallel/layer.py", "tests/plan/test_memory.py"): [
         (
             "backend.tiled(Experts(prefix, here, config, backend.options))",
             "Experts(prefix, here, config, backend.options)",
             "experts run over all rows at once",
         ),
     ],
-    ("core/layers/moe.py", "tests/plan/test_costs.py"): [
+    ("engine/layers/moe.py", "tests/plan/test_costs.py"): [
         ("min(config.parallel.moe_planned_imbalance, most_load(config))", "most_load(config)", "the worst is planned"),
         ("(4 + full) * row", "(2 + full) * row", "the plan forgets what backward sends of rows"),
     ],
-    ("core/models/costs.py", "tests/plan/test_costs.py"): [
+    ("engine/models/costs.py", "tests/plan/test_costs.py"): [
         ("cost + factor * count", "cost + 0 * count", "stages are cut as if loads were even"),
     ],
-    ("core/layers/table.py", BY_HAND): [
+    ("engine/layers/table.py", BY_HAND): [
         (
             '"zeros", decays=False, reduced_over=over)',
             '"zeros", decays=False)',
@@ -158,13 +158,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "norms around 1 begin at 2",
         ),
     ],
-    ("core/layers/stack.py", BY_HAND): [
+    ("engine/layers/stack.py", BY_HAND): [
         ("routed = routed[::-1]", "routed = routed", "the last of every N layers has experts"),
         ("attend = (True,)", "attend = (False,)", "every layer has a state"),
         ("not still[i % len(still)]", "not still[(i + 1) % len(still)]", "other layers are without rotary embedding"),
         ("attend[i % len(attend)] else", "attend[(i + 1) % len(attend)] else", "other layers have a state"),
     ],
-    ("core/layers/mamba2.py", BY_HAND): [
+    ("engine/layers/mamba2.py", BY_HAND): [
         ('"dt_bias", heads, "rows", "step"', '"dt_bias", heads, "rows", "log_rate"', "steps are drawn as rates are"),
         (
             'Tensor("D", heads, "rows", "ones"',
@@ -172,43 +172,43 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "nothing passes a state by at first",
         ),
     ],
-    ("core/layers/vision.py", BY_HAND): [
+    ("engine/layers/vision.py", BY_HAND): [
         (
             "last_std = output_std(model, v.vision_num_layers)",
             "last_std = output_std(model)",
             "towers are drawn by the depth of the text",
         ),
     ],
-    ("core/layers/gated_delta.py", BY_HAND): [
+    ("engine/layers/gated_delta.py", BY_HAND): [
         ('"A_log", heads, "rows", "log_rate"', '"A_log", heads, "rows", "step"', "rates are drawn as steps are"),
         ("(3 * taps) ** -0.5", "taps**-0.5", "taps are not drawn as torch's Conv1d draws them"),
     ],
-    ("core/layers/attention.py", BY_HAND): [
+    ("engine/layers/attention.py", BY_HAND): [
         (
             'heads, "rows", std=model.init_method_std, decays=False',
             'heads, "rows", "zeros", decays=False',
             "sinks begin at 0",
         ),
     ],
-    ("core/models/init.py", BY_HAND): [
+    ("engine/models/init.py", BY_HAND): [
         ("10.0 ** (2 * torch.rand", "10.0 ** (3 * torch.rand", "steps of states are up to 1"),
         ("0.01 + 15.99 *", "1.0 + 15.0 *", "no state decays slowly"),
         (" - 1.0) * math.sqrt(3.0)", " - 1.0)", "even draws have a third of the variance"),
     ],
-    ("core/expert_parallel/layer.py", f"{EXPERTS}/test_router.py {EXPERTS}/test_layer.py"): [
+    ("engine/expert_parallel/layer.py", f"{EXPERTS}/test_router.py {EXPERTS}/test_layer.py"): [
         ("if self.groups[0] > 1:", "if self.groups[0] > 2:", "two groups of experts are one"),
     ],
-    ("core/expert_parallel/exchange.py", f"{EXPERTS}/test_layer.py"): [
+    ("engine/expert_parallel/exchange.py", f"{EXPERTS}/test_layer.py"): [
         ("slots[:, 0].to(accumulation_dtype(slots.dtype))", "slots[:, 0]", "outputs of experts are summed in bf16"),
     ],
-    ("core/layers/table.py", EXPERTS): [
+    ("engine/layers/table.py", EXPERTS): [
         (
             '"uniform", down_std, treated="matrix", reduced_over=over)',
             '"uniform", down_std, treated="matrix")',
             "pairs of experts are summed over dp x cp",
         ),
     ],
-    ("core/expert_parallel/experts.py", MODEL): [
+    ("engine/expert_parallel/experts.py", MODEL): [
         ("groups, weights)\n", "groups)\n", "the bias of down is not weighed"),
         (
             "_weights(weighed, weighed.new_ones",
@@ -220,7 +220,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(wide * weights).to(grad.dtype)", "grad", "experts learn as if they were not weighed"),
         ("(wide * active.detach())", "(wide * given[:, :1])", "the gradient of a weight is not that of what it weighs"),
     ],
-    ("core/expert_parallel/layer.py", MODEL): [
+    ("engine/expert_parallel/layer.py", MODEL): [
         (
             "        scores = with_terms(scores",
             "        scores = scores if self.balance.correction is None else scores + self.balance.correction\n"
@@ -232,10 +232,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("else made + of_all", "else made + 0 * of_all", "a shared expert is not heard"),
         ("sigmoid_gate(made, product(", "sigmoid_gate(made, product(0 * ", "a shared expert is half heard by all"),
     ],
-    ("core/layers/moe.py", "tests/plan/test_memory.py"): [
+    ("engine/layers/moe.py", "tests/plan/test_memory.py"): [
         ("rows * columns + opened", "rows * columns", "the plan does not know what a gate keeps"),
     ],
-    ("core/expert_parallel/layer.py", EXPERTS): [
+    ("engine/expert_parallel/layer.py", EXPERTS): [
         (
             "[shared_gate_tensor(config)], backend.options)",
             '[shared_gate_tensor(config)], backend.tower("vision").options)',
@@ -249,13 +249,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("range(self.axis.rank * own,", "range(0 * own,", "all ep ranks begin with the first experts"),
     ],
-    ("core/data_parallel/full_shard.py", EXPERTS): [
+    ("engine/data_parallel/full_shard.py", EXPERTS): [
         ("axis = self.axes[spec.reduced_over]", "axis = self.axes[DATA]", "parts of experts are named as over dp x cp"),
     ],
-    ("core/distributed/fully_shard.py", EXPERTS): [
+    ("engine/data_parallel/fully_shard.py", EXPERTS): [
         ("_mesh(axes[parameter].group", "_mesh(others.group", "experts are gathered over dp x cp"),
     ],
-    ("core/expert_parallel/balance.py", EXPERTS): [
+    ("engine/expert_parallel/balance.py", EXPERTS): [
         ("for axis in self.axes:", "for axis in self.axes[:1]:", "documents are counted on one rank of their row"),
         ("for axis in self.axes:", "for axis in self.axes[1:]:", "documents are counted on one tp rank"),
         ("(document.unsqueeze(1) * experts", "(0 * document.unsqueeze(1)", "documents of a row are one"),
@@ -268,23 +268,23 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("                layer.counts.zero_()", "                pass", "counts of a step begin with the last one's"),
         ("table[:, :2].sum(0)", "table[0, :2]", "terms of the first rank are logged"),
     ],
-    ("core/expert_parallel/balance.py", MODEL): [
+    ("engine/expert_parallel/balance.py", MODEL): [
         ("return (grad + ", "return (0 * grad + ", "terms of balance replace the loss"),
         ("torch.autograd.grad(total, given)[0]", "0 * given.detach()", "terms of balance have no gradient"),
         ("(counts.sum() - len(counts) * counts)", "(len(counts) * counts - counts.sum())", "busy experts get more"),
     ],
-    ("core/expert_parallel/router.py", "tests/expert_parallel/test_balance.py"): [
+    ("engine/expert_parallel/router.py", "tests/engine/expert_parallel/test_balance.py"): [
         ("1 / (1 + torch.exp(-scores))", "scores.sigmoid()", "equal sigmoids are chosen by where they stand"),
         (".topk(2, sorted=False).values.sum(-1)", ".amax(-1)", "a group counts by its best expert"),
     ],
-    ("core/expert_parallel/layer.py", "tests/expert_parallel/test_balance.py"): [
+    ("engine/expert_parallel/layer.py", "tests/engine/expert_parallel/test_balance.py"): [
         (
             "            if routes.tokens > 0:\n    ",
             "        if routes.tokens > 0:\n",
             "a layer that is computed again counts its tokens twice",
         ),
     ],
-    ("core/training/step.py", "tests/expert_parallel/test_balance.py"): [
+    ("engine/step/step.py", "tests/engine/expert_parallel/test_balance.py"): [
         (
             "self._pipeline(rows, 0, denominator, False)()",
             "self._pipeline(rows, 0, denominator, False, 9)()",
@@ -293,20 +293,20 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("            self.balance.correct()", "        self.balance.correct()", "a skipped step moves corrections"),
         ("tokens=tokens) for", "tokens=tokens * (chunk is self.chunks[0])) for", "later virtual stages have no terms"),
     ],
-    ("core/training/state.py", "tests/expert_parallel/test_balance.py"): [
+    ("core/training/state.py", "tests/engine/expert_parallel/test_balance.py"): [
         ("parameters_to_load(), *model.balance.slices()]", "parameters_to_load()]", "corrections begin at 0 again"),
     ],
-    ("core/models/init.py", "tests/training/test_full_sharding.py"): [
+    ("engine/models/init.py", "tests/training/test_full_sharding.py"): [
         (".to(dtype)", "", "a 16-bit model's masters begin with other bits under full sharding"),
     ],
     ("core/training/state.py", "tests/huggingface/convert/test_start.py"): [
         ("else lambda name: False", "else lambda name: True", "weights are drawn before a checkpoint is read"),
         ("lambda name: weights is None or", "lambda name: True or", "weights are drawn before --load-hf is read"),
     ],
-    ("core/training/state.py", "tests/expert_parallel/test_layer.py"): [
+    ("core/training/state.py", "tests/engine/expert_parallel/test_layer.py"): [
         ("boxes_to_load([], model.optimizer.state_slices())", "[]", "moments of a resumed run begin at 0 again"),
     ],
-    ("core/models/build.py", EXPERTS): [
+    ("engine/models/build.py", EXPERTS): [
         (
             "any(axis.size > instances for axis in reduced.values())",
             "reduced[DATA].size > instances",
@@ -314,10 +314,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("{EXPERTS: grid.edp}", '{EXPERTS: grid.over("dp", "cp")}', "gradients of experts are summed over dp x cp"),
     ],
-    ("core/tensor_parallel/linear.py", EXPERTS): [
+    ("engine/tensor_parallel/linear.py", EXPERTS): [
         (" or first.reduced_over == EXPERTS", "", "experts are counted on one tp rank"),
     ],
-    ("core/config/parallel.py", EXPERTS): [
+    ("engine/config/parallel.py", EXPERTS): [
         ("first + place % self.ep,", "first,", "all ranks hold the experts of the first"),
         ("place // self.ep * self.ep", "place // self.tp * self.tp", "experts are shared by tp"),
     ],
@@ -361,7 +361,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("delta = (out * dout).sum(-1)", "delta = 0 * (out * dout).sum(-1)", "softmax backward without its row sum"),
         ("partial.untouched and call.first:", "partial.untouched:", "a second call of the same queries overwrites"),
     ],
-    ("attention/ops/cudnn.py", "tests/backends/test_transformer_engine_attention.py"): [
+    ("attention/ops/cudnn.py", "tests/engine/backends/test_transformer_engine_attention.py"): [
         ("heads.dim > WIDEST_HEAD", "False", "cuDNN's kernel gives heads of 256 wrong gradients"),
         ("area != table.area", "False", "image spans are causal to cuDNN's kernel"),
         ("table.reach.chunk or", "", "chunks are no part of cuDNN's mask"),
@@ -480,7 +480,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "autograd's thread has no memory for Triton",
         ),
     ],
-    ("core/models/mamba2.py", MODEL): [
+    ("engine/models/mamba2.py", MODEL): [
         ("F.silu(z)).unflatten", "z).unflatten", "Mamba-2's gate is no SiLU"),
         ("read + x * self.skip.unsqueeze(-1)", "read", "nothing passes a state by"),
         ("unflatten(-1, (self.groups, -1)).to", "unflatten(-1, (1, -1)).to", "all groups are normed together"),
@@ -493,20 +493,20 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("v * beta, k * beta * since", "v * beta, k * beta", "old states do not decay inside a chunk"),
         ("dx[:-back].addcmul_(wide[back:]", "dx[back:].addcmul_(wide[:-back]", "gradients of taps go forward"),
     ],
-    ("core/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
+    ("engine/layers/table.py", f"{TP} tests/huggingface/convert/test_families.py"): [
         (' cut: Cut = "rows" if self.cut == "rows" else "whole"', ' cut: Cut = "rows"', "a bias behind columns is cut"),
         ('"columns" if self.cut == "columns"', '"columns" if self.cut == "rows"', "the other side of A is cut"),
         ('self.std, treated="matrix"', 'self.std, treated="vector"', "a weight is stepped as a vector"),
     ],
-    ("core/layers/stack.py", f"{MODEL} tests/layers"): [
+    ("engine/layers/stack.py", f"{MODEL} tests/engine/layers"): [
         ('("", "_output") if model.norm_position == "both" else ("",)', '("",)', "a block has two norms at most"),
         ("0 if open_to_all[i % len(open_to_all)] else model", "model", "all layers have the window"),
     ],
-    ("core/models/delta_net.py", MODEL): [
+    ("engine/models/delta_net.py", MODEL): [
         ("F.softplus(a.to(wide) + self", "F.softplus(a.to(wide)) + 0 * (self", "the bias of the decay is lost"),
         ("save(self._gated, out, z)", "save(self._gated, out, torch.ones_like(z))", "the output has no gate"),
     ],
-    ("core/models/vision.py", "tests/huggingface/convert/test_exact.py"): [
+    ("engine/models/vision.py", "tests/huggingface/convert/test_exact.py"): [
         ("np.full(len(place), number)", "np.full(len(place), 0)", "images see each other"),
         (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches stand row by row"),
     ],
@@ -529,15 +529,15 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("metadata.cost_within(reach) * layers", "metadata.cost * layers", "the balance knows no window"),
         ("error <= max(AREA_SLACK", "error >= max(AREA_SLACK", "ranks take stretches of another area"),
     ],
-    ("core/context_parallel/choose.py", "tests/attention/context_parallel/test_layout.py"): [
+    ("engine/rows/choose.py", "tests/attention/context_parallel/test_layout.py"): [
         ("if needed <= FEW_ROWS:", "if needed > FEW_ROWS:", "auto takes the exchange for dense masks"),
         ("heads % cp == 0 and", "", "auto takes a2a where heads do not divide"),
     ],
-    ("core/context_parallel/shard.py", LAYOUT): [
+    ("engine/rows/shard.py", LAYOUT): [
         ("(mask_metadata(batch), cp, tp)", "(mask_metadata(batch), cp, 1)", "padding forgets tp"),
         ("padded.tokens, padded.labels,", "padded.tokens, np.roll(padded.labels, -1),", "labels are shifted twice"),
     ],
-    ("core/context_parallel/vision.py", "tests/attention/context_parallel/test_vision.py"): [
+    ("engine/rows/vision.py", "tests/attention/context_parallel/test_vision.py"): [
         ("(cp), stops - starts", "(cp)[::-1], (stops - starts)[::-1]", "features come from the wrong rank"),
         (
             "features.index_select(0, to_device(here, x.device))",
@@ -547,7 +547,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("= copy_to(features, tp)\n", "= features\n", "the features' gradient is not summed over tp"),
         ('np.argsort(self.target[mine], kind="stable")', "np.arange(len(mine))", "features leave in their own order"),
     ],
-    ("core/tensor_parallel/linear.py", f"{TP} {MODEL}"): [
+    ("engine/tensor_parallel/linear.py", f"{TP} {MODEL}"): [
         ("y = reduce_from(product(", "y = (lambda y, tp: y)(product(", "a row linear without its sum"),
         ("copy_to(x, options.tp), weight", "x, weight", "a column linear's input gradient is not summed"),
         ("options.sequence_parallel if", "0 * options.sequence_parallel if", "norms are not summed"),
@@ -555,7 +555,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("squares / (x.shape[-1] * axis.size)", "squares / x.shape[-1]", "a norm over columns divides by its own"),
         ("offsets[dim] = tp.rank * shape[dim]", "offsets[dim] = 0", "all ranks save the first rows"),
     ],
-    ("core/tensor_parallel/linear.py", TYPES): [
+    ("engine/tensor_parallel/linear.py", TYPES): [
         ("(dx, ctx.axis) if gathers and", "(dx, ctx.axis) if False and", "a gathered input's gradient stays partial"),
         ("copy_to(x, options.tp)", "copy_to(copy_to(x, options.tp), options.tp)", "the input gradient is summed twice"),
         (
@@ -566,10 +566,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("is None else partial_over_tp", "is None else False", "norms of heads are not summed"),
         ('if first.cut != "whole" or first', "if first", "the norm sees what is cut on one tp rank"),
     ],
-    ("core/tensor_parallel/lora.py", TYPES): [
+    ("engine/tensor_parallel/lora.py", TYPES): [
         ("else copy_to(u, self.tp)", "else u", "the gradient of a pair is not summed"),
     ],
-    ("core/tensor_parallel/vocabulary.py", TYPES): [
+    ("engine/tensor_parallel/vocabulary.py", TYPES): [
         ("else collectives.all_reduce)(", "else lambda x, axis: x)(", "the gradient of the head's input is not summed"),
         ("reduce_scatter_to(x, tp) if", "reduce_scatter_to(reduce_from(x, tp), tp) if", "rows are summed twice"),
         (
@@ -587,11 +587,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("distributed/grid.py", TYPES): [
         ('return self.axes["tp",]', 'return self.axes["cp",]', "tensor-parallel messages go over cp"),
     ],
-    ("core/tensor_parallel/weight_gradients.py", f"{TP} {PP}"): [
+    ("engine/tensor_parallel/weight_gradients.py", f"{TP} {PP}"): [
         ("add_(grad.t() @ x)", "copy_(grad.t() @ x)", "a fused gradient overwrites that of the microbatch before"),
         ("last and not uses", "not uses", "buckets hear of gradients that are not final"),
     ],
-    ("core/tensor_parallel/vocabulary.py", TP): [
+    ("engine/tensor_parallel/vocabulary.py", TP): [
         (
             "(column == local[:, None])",
             "(column == local[:, None].clamp(min=0))",
@@ -606,31 +606,31 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("x = x.masked_fill(elsewhere[:, None], 0.0)", "x = x", "row 0 stands in for tokens of other ranks"),
         ("(local >= self.true_rows)", "(local > self.true_rows)", "one row too many is looked up"),
     ],
-    ("core/tensor_parallel/lora.py", TP): [
+    ("engine/tensor_parallel/lora.py", TP): [
         ("x, True, self.first), self.down)", "x, True), self.down)", "tp ranks share dropout columns"),
         ("else copy_to(u, self.tp)", "else u", "A's gradient is of this rank's heads"),
         ("F.linear(u, self.ups[0]), alpha=self.scale)", "F.linear(u, self.ups[0]))", "alpha / rank is left out"),
         ("next(ups)), alpha=size.scale)", "next(ups)))", "alpha / rank is left out of what is cut by rows"),
     ],
-    ("core/models/delta_net.py", GOLDEN): [
+    ("engine/models/delta_net.py", GOLDEN): [
         ("backend.norm(norm, over_heads=True)", "backend.norm(norm)", "gated norms of heads are not summed over tp"),
     ],
-    ("core/models/attention.py", MODEL): [
+    ("engine/models/attention.py", MODEL): [
         ("self.scale, self.sinks, save", "self.scale, None, save", "sinks are not asked"),
         ("config.attention_scale, Reach", "config.hidden_size**-0.5, Reach", "scores are scaled by the hidden size"),
         ("plan.within(self.reach)", "plan", "layers have no window"),
         ("(part, *rotary) if self.rotates", "(part, *rotary) if True", "layers without rotary embedding have one"),
     ],
-    ("core/models/block.py", MODEL): [
+    ("engine/models/block.py", MODEL): [
         ("inputs, 2 * self.layer + 1)", "inputs, 2 * self.layer)", "attention and MLP share dropout bits"),
         ("x = x + self._drop(attended", "x = self._drop(attended", "the first residual is lost"),
         ("return x + self._drop(self", "return self._drop(self", "the second residual is lost"),
         ("inputs.key + site * 0x9E", "inputs.key + 0 * site * 0x9E", "all layers share dropout bits"),
     ],
-    ("core/models/block.py", ENGINE): [
+    ("engine/models/block.py", ENGINE): [
         ("with self.precision():", "with contextlib.nullcontext():", "a block is computed again in 16 bits"),
     ],
-    ("core/models/language.py", MODEL): [
+    ("engine/models/language.py", MODEL): [
         ("x = x * x.new_full", "x + x * x.new_full", "the embedding is not multiplied"),
         ("(far, near), names", "(far, far), names", "layers with a window have the angles of the others"),
         ("window_rotary_base, RotaryScaling())", "window_rotary_base, scaling)", "a window's own base is stretched"),
@@ -682,7 +682,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("reshape(ranks // group, -1)", "reshape(ranks, -1)", "ranks that swap heads are as uneven as their tokens"),
         ("one.leave + start, 0)", "one.leave, 0)", "joined packs see each other"),
     ],
-    ("core/pipeline_parallel/timeline.py", CLUSTER): [
+    ("engine/pipeline_parallel/timeline.py", CLUSTER): [
         ("[action.microbatch] if many", "[0] if many", "all microbatches take the time of the first"),
     ],
     ("plan/times.py", "tests/plan/test_published.py"): [
@@ -740,19 +740,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/activations.py", "tests/plan/test_memory.py"): [
         ("begins and compute.chunk == 0", "begins", "microbatches of later chunks are counted as rows of images"),
     ],
-    ("core/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
+    ("engine/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [
         ("'_output' * (position == 'both')", "''", "a norm after attention has the tensor of the one before"),
         ("inputs.rotary[self.has_window]", "inputs.rotary[0]", "every layer has the angles of one without a window"),
     ],
-    ("core/models/costs.py", GOLDEN): [
+    ("engine/models/costs.py", GOLDEN): [
         ("if not adapted.isdisjoint(layers))", "if True)", "a stage that trains nothing has a backward"),
     ],
-    ("core/models/language.py", GOLDEN): [
+    ("engine/models/language.py", GOLDEN): [
         ("slice_of(batch.token_names, self.backend.tp)", "batch.token_names[: len(x)]", "tp ranks share dropout rows"),
         ('("embedding",) if tied and tied_across else ()', "()", "tied copies are not summed"),
         ("counted=not tied)", "counted=True)", "a tied table counts twice in the norm"),
     ],
-    ("core/pipeline_parallel/schedules.py", PP): [
+    ("engine/pipeline_parallel/schedules.py", PP): [
         ("if len(waiting) > stage:", "if len(waiting) > stage + 1:", "one more weight gradient is deferred"),
         ("warmup = num_stages - stage - 1\n", "warmup = num_stages - stage\n", "warm-up of 1F1B holds one more"),
         ("num_chunks - 1 - chunk) for", "chunk) for", "backward passes the chunks in forward order"),
@@ -765,19 +765,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("RECV_FORWARD if place > 0", "RECV_FORWARD if place >= 0", "the first stage receives"),
         ("place > first_trained else", "place > 0 else", "stages that train nothing are sent gradients"),
     ],
-    ("core/pipeline_parallel/runtime.py", PP): [
+    ("engine/pipeline_parallel/runtime.py", PP): [
         ("if len(under_way) >= SEND_WINDOW:", "if False:", "the window of sends is unbounded"),
         ("[self.output_gradients.pop(key)]", "[self.output_gradients.pop(key) * 2]", "a gradient doubles at a stage"),
         ("outgoing[key] = gradient", "outgoing[key] = gradient.clone().zero_()", "stages before get no gradient"),
         ("final[action.kind, action.chunk] == action", "True", "every backward is called the last"),
     ],
-    ("core/pipeline_parallel/partition.py", PP): [
+    ("engine/pipeline_parallel/partition.py", PP): [
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
-    ("core/pipeline_parallel/timeline.py", PP): [
+    ("engine/pipeline_parallel/timeline.py", PP): [
         ("later(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
     ],
-    ("core/data_parallel/buckets.py", DP): [
+    ("engine/data_parallel/buckets.py", DP): [
         ("(spec.rule, spec.weight_decay, spec", "(spec.rule, spec", "norms share a bucket with what decays"),
         ("low = max(begin, slot.start)", "low = slot.start", "a slice begins before its parameter"),
         ("high = min(end, slot.start", "high = max(end, slot.start", "a slice ends behind its parameter"),
@@ -789,18 +789,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("            bucket.gradients.zero_()", "            pass", "gradients of the last step stay"),
         ("if len(self._arrived[index]) < len(", "if not self._arrived[index] and len(", "a bucket leaves early"),
     ],
-    ("core/data_parallel/shards.py", f"{DP} {GOLDEN}"): [
+    ("engine/data_parallel/shards.py", f"{DP} {GOLDEN}"): [
         ("name in spec.partial_over]", "name not in spec.partial_over]", "others are summed over tp"),
         ("and self.copies[spec.reduced_over].rank == 0", "", "copies of instances count in the norm"),
         ("sorted(self.copies.items())", "()", "instances are not summed"),
         ("if spec.reduced_over == name]", "]", "instances sum what another axis reduces"),
         ("for i in group]), axis)", "for i in group]), single_axis(str(axis)))", "partial sums stay partial"),
     ],
-    ("core/backends/transformer_engine.py", SELECTOR): [
+    ("engine/backends/transformer_engine.py", SELECTOR): [
         ('_P2P_COMM": "1"', '_P2P_COMM": "0"', "the ring makes a communicator for each pair"),
         ("if deterministic else (longest,)", "if False else (longest,)", "one document is the worst row"),
     ],
-    ("core/optim/sharded.py", DP): [
+    ("engine/optim/sharded.py", DP): [
         ("settings.weight_decay if spec.weight_decay else 0.0", "settings.weight_decay", "norms decay"),
         ("if not x.numel():", "if False:", "FusedAdam gets empty slices"),
         ("return all_reduce(total, world).sqrt().item()", "return total.sqrt().item()", "the norm of a rank"),
@@ -812,24 +812,24 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("master.copy_(shard.values)", "pass", "masters of the random weights stay after a load"),
         ("if x.dtype != shard.narrow", "if x.dtype == shard.narrow", "masters are not saved"),
     ],
-    ("core/optim/rules.py", DP): [
+    ("engine/optim/rules.py", DP): [
         ("= lr * group.lr_multiplier", "= lr", "towers learn at the rate of the text"),
         ("1.0 / scale, device", "scale, device", "clipping multiplies instead of dividing"),
     ],
-    ("core/optim/lr_schedule.py", "tests/optim/test_sharded.py"): [
+    ("engine/optim/lr_schedule.py", "tests/engine/optim/test_sharded.py"): [
         ("lr * update / top", "lr * (update - 1) / top", "the first update has rate 0"),
         ("train_iters) + 1", "train_iters)", "the last update has rate 0"),
         ("settings.lr_decay_iters or settings", "settings", "--lr-decay-iters does nothing"),
         ("0.5 * (1.0 + math.cos(math.pi * part))", "math.cos(math.pi * part / 2)", "another cosine"),
         ("(end - length)", "top", "WSD falls from the start"),
     ],
-    ("distributed/grid.py", f"{GRID} tests/pipeline_parallel/test_runtime.py"): [
+    ("distributed/grid.py", f"{GRID} tests/engine/pipeline_parallel/test_runtime.py"): [
         ("[axis.rank % inner :: inner]", "[axis.rank // inner :: inner]", "outer groups of other ranks"),
         ("axis.rank // inner * inner", "axis.rank % inner * inner", "inner groups of other ranks"),
         ("self.channels[direction,", 'self.channels["forward",', "both directions share a channel"),
         ("(stages[0], stages[-1])", "stages[:2]", "the embedding's copies are those of the first stages"),
     ],
-    ("core/config/parallel.py", GRID): [
+    ("engine/config/parallel.py", GRID): [
         ('AXES = ("tp", "cp", "dp", "pp")', 'AXES = ("cp", "tp", "dp", "pp")', "cp varies fastest"),
     ],
     ("distributed/grid.py", "tests/training/test_denominator.py"): [
@@ -856,7 +856,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("(c.dtype, c.elements) for c", "(c.dtype,) for c", "sizes of a message do not matter"),
         ('(_messages(mine, "recv", other)', '(_messages(mine, "send", other)', "sends are held against sends"),
     ],
-    ("core/models/recompute.py", MODEL): [
+    ("engine/models/recompute.py", MODEL): [
         (
             "KeptResults(hooks or HELD), use",
             "body.__self__.__dict__.setdefault('kept', KeptResults(hooks or HELD)), use",
@@ -864,13 +864,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("if self._given is not None:", "if False:", "attention of a block is computed again"),
     ],
-    ("core/models/recompute.py", ATTENTION): [
+    ("engine/models/recompute.py", ATTENTION): [
         ("marks[place].grad", "marks[0].grad", "queries stand for the keys that are made again"),
     ],
-    ("core/models/recompute.py", "tests/plan/test_memory.py"): [
+    ("engine/models/recompute.py", "tests/plan/test_memory.py"): [
         ("            if place is None:", "            if True:", "queries are kept beside what attention gave"),
     ],
-    ("core/models/offload.py", MODEL): [
+    ("engine/models/offload.py", MODEL): [
         ("int(x.storage_offset()), x.shape", "0, x.shape", "parts of a tensor come back as its beginning"),
         ("if handle not in self._open:", "if True:", "each part of a tensor is copied with the whole of it"),
         (" or handle in self._staying", "", "weights are copied to the host"),
@@ -922,7 +922,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("np.repeat(begin + true, padded)", "np.repeat(begin, padded)", "padding does not begin at 0"),
         ("whole = begin + segments", "whole = begin.max() + segments", "segments see each other"),
     ],
-    ("core/data/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
+    ("engine/rows/image_shards.py", "tests/prepare/media/test_molmo2_rules.py"): [
         ("running[start] + low, start) - 1", "running[start] + low, start)", "a rank takes one unit too many"),
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
@@ -937,7 +937,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("first = int(nth[here][0])", "first = 0", "each step repeats a dataset's first samples"),
         ("= self._first[number] + found", "= found", "all samples are of the first dataset"),
     ],
-    ("core/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
+    ("engine/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
         ("if counts(part.spec))", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
@@ -1235,13 +1235,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("core/checkpoint/outcome.py", "tests/checkpoint/test_sharers.py"): [
         ("    if local:\n", "    if True:\n", "each machine hashes what is in a store"),
     ],
-    ("core/config/run.py", "tests/config/test_homes.py"): [
+    ("engine/config/run.py", "tests/engine/config/test_homes.py"): [
         ("tuple(at_home(str(part)) for part in value)", "value", "a folder of a blend is named `~`"),
     ],
-    ("core/config/cli.py", "tests/config/test_homes.py"): [
+    ("engine/config/cli.py", "tests/engine/config/test_homes.py"): [
         ('        self.register("type", Path, _path)\n', "", "results go to a folder named `~`"),
     ],
-    ("core/config/yaml_file.py", "tests/config/test_yaml_size.py"): [
+    ("engine/config/yaml_file.py", "tests/engine/config/test_yaml_size.py"): [
         ("if len(reasons) >= _MOST_REASONS:", "if False:", "10,000 unknown keys take four seconds"),
         ("elif len(node.value) > _REPEATED:", "elif False:", "a text of 1 MB is repeated 5,000 times"),
     ],
@@ -1250,7 +1250,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("_LONG_WORD.sub(lambda found: _without_middle(found[0], _WORD), text)", "text", "a name of 10 MB is shown"),
         ("\\u2028-\\u202e", "\\u2028-\\u2029", "a name turns the direction of a message"),
     ],
-    ("core/config/cli.py", "tests/storage/test_wording.py"): [
+    ("engine/config/cli.py", "tests/storage/test_wording.py"): [
         ("_print_message(for_terminal(message), file)", "_print_message(message, file)", "a flag steers the terminal"),
     ],
     ("plan/sheet.py", "tests/plan/test_sheet.py"): [
@@ -1347,13 +1347,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("alpha * rank**0.5 if self._is_root else alpha", "alpha", "alpha is divided by a rank, not by its root"),
     ],
-    ("core/config/model.py", "tests/models/test_pair_words.py"): [
+    ("engine/config/model.py", "tests/engine/models/test_pair_words.py"): [
         ('kind.endswith(f".{name}")]', 'kind == f"attention.{name}"]', "words mean linears of attention alone"),
     ],
-    ("core/models/pair_words.py", "tests/models/test_pair_words.py"): [
+    ("engine/models/pair_words.py", "tests/engine/models/test_pair_words.py"): [
         ("elif not any(kind.startswith(", "elif False and any(kind.startswith(", "a mixer without pairs is not told"),
     ],
-    ("core/checks.py", "tests/config/test_cli.py"): [
+    ("engine/checks.py", "tests/engine/config/test_cli.py"): [
         ("if in_all > MAX_EXPERTS_IN_ALL:", "if False:", "a folder may name experts without end"),
     ],
     ("prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
@@ -1490,7 +1490,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("= self._videos.pop(data, {})", "= self._videos.pop(data[:0], {})", "kept frames are forgotten"),
         ("len(video[0]) + sum", "sum", "kept files cost nothing"),
     ],
-    ("core/data_parallel/full_shard.py", GOLDEN): [
+    ("engine/data_parallel/full_shard.py", GOLDEN): [
         ("* (parameter.numel() // shape[0])", "", "a part's place counts rows, not elements"),
         ("            parameter.grad = None", "            pass", "gradients of the last step stay in full shards"),
     ],
@@ -1499,13 +1499,13 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("own if in_place else", "torch.empty_like(own) if in_place else", "a sum stands beside what it is the sum of"),
         ("own if in_place else torch.empty_like(own)", "own", "a sum is written over an input that is still needed"),
     ],
-    ("core/training/step.py", f"{GOLDEN} tests/training/test_denominator.py"): [
+    ("engine/step/step.py", f"{GOLDEN} tests/training/test_denominator.py"): [
         ('f"{self.config.training.seed}/{step}"', 'f"{self.config.training.seed}"', "every step has one dropout mask"),
         ("self.grid.tp.rank == 0  #", "True  #", "the loss counts once for each tp rank"),
         ("chunk.eval()", "chunk.train()", "evaluation drops out"),
         ("check(loss, norm)", "check(loss, 0.0)", "nobody looks at the norm"),
     ],
-    ("core/training/rows.py", "tests/training/test_denominator.py"): [
+    ("engine/step/rows.py", "tests/training/test_denominator.py"): [
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
     ("core/data/loader.py", "tests/data/test_loader.py"): [
@@ -1524,27 +1524,27 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("self._requested = consumed_samples", "self._requested = 0", "a resumed loader reads from the start"),
     ],
-    ("core/models/multimodal.py", "tests/models/test_multimodal.py"): [
+    ("engine/models/multimodal.py", "tests/engine/models/test_multimodal.py"): [
         ("* valid[..., None]", "", "patches outside of the image count in the mean"),
         ("scores.masked_fill(~valid[:, None], -torch.inf)", "scores", "patches outside of the image get weight"),
         ("/ valid.sum(1, keepdim=True)", "/ (0 * valid + 1).sum(1, keepdim=True)", "the mean is over the whole window"),
     ],
-    ("core/config/vision.py", "tests/plan/test_costs.py tests/config/test_cli.py"): [
+    ("engine/config/vision.py", "tests/plan/test_costs.py tests/engine/config/test_cli.py"): [
         ("is_causal=True, ", "", "image tokens that the library masks may see each other"),
         (", head_multiple=4", "", "angles by row and column turn half a pair"),
         ("(POOLED_PATCHES, 1) if", "(1, 1) if", "a planned image of any shape is one patch"),
     ],
-    ("core/layers/vision.py", "tests/plan/test_costs.py tests/huggingface/convert/test_families.py"): [
+    ("engine/layers/vision.py", "tests/plan/test_costs.py tests/huggingface/convert/test_families.py"): [
         ('std=std, treated="table")', "std=std)", "positions are stepped as a vector"),
         ('for name in "kv"}', 'for name in "qkv"}', "the query of a window is counted for each patch"),
     ],
-    ("core/training/step.py", "tests/training/test_vision_dataset.py"): [
+    ("engine/step/step.py", "tests/training/test_vision_dataset.py"): [
         ("if self.chunks[0].vision is not None:", "if False:", "patches are planned in the step"),
     ],
     ("attention/context_parallel/state_transport.py", "tests/training/test_vision_dataset.py"): [
         ("(False, True) if self.fused", "() if self.fused", "segments of states are planned in the step"),
     ],
-    ("core/models/vision.py", "tests/models/test_multimodal.py"): [
+    ("engine/models/vision.py", "tests/engine/models/test_multimodal.py"): [
         ("for layer in self.feature_layers", "for layer in self.feature_layers[::-1]", "feature layers are swapped"),
         ("(x + self.positions).flatten", "x.flatten", "patches have no position"),
         (

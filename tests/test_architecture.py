@@ -25,7 +25,7 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
 ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/packs/unit.py")
-_PURE = ("core/config/", "core/layers/", "core/checks.py", "core/data/", "plan/")
+_PURE = ("core/config/", "core/layers/", "engine/checks.py", "core/data/", "plan/")
 PURE_ROOMS = tuple(f"megacp/{room}" for room in _PURE)
 PEERS = "tools/peers/"
 """Scripts that run other trainers in their own interpreter; they import nothing of ours."""
@@ -41,10 +41,10 @@ CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"
 VISION_FAMILY = re.compile("molmo|qwen", re.IGNORECASE)
 SHARED_ROOMS = ("megacp/core", "megacp/plan", "megacp/prepare", "megacp/verify")
 NAME_VISION_FAMILIES = (
-    "megacp/core/config/vision.py",
+    "megacp/engine/config/vision.py",
     *(f"megacp/core/data/vision/{name}.py" for name in ("decoding", "molmo2", "qwen3_5")),
-    "megacp/core/layers/vision.py",
-    "megacp/core/models/multimodal.py",
+    "megacp/engine/layers/vision.py",
+    "megacp/engine/models/multimodal.py",
     "megacp/verify/parity.py",
     "megacp/prepare/records/conversation.py",
     "megacp/prepare/media/processor_files.py",
@@ -346,7 +346,7 @@ def test_the_core_imports_no_extra() -> None:
 
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     code = (
-        "import sys; from megacp.core.config import cli, yaml_file; from megacp.core.checks import require; "
+        "import sys; from megacp.core.config import cli, yaml_file; from megacp.engine.checks import require; "
         "from megacp.plan import report; c = cli.parse('--vocab-size 64 --pipeline-model-parallel-size 2'.split()); "
         "require(c, 4); yaml_file.to_yaml(c); "
         "report.describe(c, 4); sys.exit('torch' in sys.modules)"

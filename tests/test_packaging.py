@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.sources import open_sources
+from megacp.engine.config.run import RunConfig, with_values
 from megacp.huggingface import convert_command as convert
 from megacp.verify import plot
 from tests.prepare.media.pictures import TINY, encoded, noise
@@ -142,7 +142,7 @@ def test_make_names_what_the_tests_on_a_gpu_import() -> None:
     ]
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if path.is_file()]
     names = set.union(*(third_party(module, late=False) for module in modules))
-    assert "tyro" in imports("megacp.core.config.cli", late=True) and "zlib_ng" in names
+    assert "tyro" in imports("megacp.engine.config.cli", late=True) and "zlib_ng" in names
     assert undeclared(names | {"tyro"}, ["torch", "numpy", *needs]) == set()  # they read flags
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from megacp.attention.ops.flex import compiler_problem
-    from megacp.core.config.cli import OneLineParser
+    from megacp.engine.config.cli import OneLineParser
     from megacp.storage.files import require_free
     from megacp.verify.gpu_report import check_device, parts
 

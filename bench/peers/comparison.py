@@ -23,14 +23,14 @@ from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
 from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.training.state import RunState
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.yaml_file import to_yaml
+from megacp.engine.data_parallel.boxes import boxes_to_save
+from megacp.engine.step.step import ParallelModel
 from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
 from megacp.verify.spawn import RankPool

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.steps import CP, LONG, PP, QUICK_SIZES, SIZES, TP
-from megacp.core.config.run import Value
+from megacp.engine.config.run import Value
 
 CHUNKS = "num_virtual_stages_per_pipeline_rank"
 SAME: dict[str, Value] = {

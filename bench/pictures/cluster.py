@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 from bench.mixed_rows import mixed_row
 from bench.pictures import style
 from megacp.attention.ops.mask import Metadata
-from megacp.core.checks import require
-from megacp.core.config.cli import parse
-from megacp.core.config.run import Value, with_values
-from megacp.core.context_parallel.shard import mask_metadata
+from megacp.engine.checks import require
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import Value, with_values
+from megacp.engine.rows.shard import mask_metadata
 from megacp.plan.cluster import Trouble, simulate
 from megacp.plan.hardware import hardware
 from megacp.plan.packs import sample_of

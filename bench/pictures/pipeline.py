@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from bench.pictures import style
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
-from megacp.core.pipeline_parallel.timeline import Span, bubble, timeline
+from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.engine.pipeline_parallel.timeline import Span, bubble, timeline
 
 STAGES, MICROBATCHES, CHUNKS = 4, 8, 2
 _TIMES = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHTS: 1.0}

@@ -25,11 +25,11 @@ from pathlib import Path
 
 import torch
 
-from megacp.core.config.cli import OneLineParser, path_texts
 from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
 from megacp.core.monitor.console import to_nowhere, warn
 from megacp.distributed.grid import single_axis
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.cli import OneLineParser, path_texts
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import NAMINGS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert

@@ -27,10 +27,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.cli import OneLineParser, path_text, path_texts
 from megacp.core.data.manifest import THOUGHTS, answers_told, thoughts_told
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.core.training.state import first_token, last_token
+from megacp.engine.config.cli import OneLineParser, path_text, path_texts
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.media.reader import LARGEST_ITEM

@@ -31,13 +31,13 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from megacp.core.config.run import RunConfig
-from megacp.core.layers.moe import MOE
-from megacp.core.layers.stack import Layer, layers_of
-from megacp.core.layers.table import Share
-from megacp.core.layers.vision import VISION_KINDS
-from megacp.core.models.costs import encoders, planned_images
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
+from megacp.engine.config.run import RunConfig
+from megacp.engine.layers.moe import MOE
+from megacp.engine.layers.stack import Layer, layers_of
+from megacp.engine.layers.table import Share
+from megacp.engine.layers.vision import VISION_KINDS
+from megacp.engine.models.costs import encoders, planned_images
+from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 
 
 class Held(NamedTuple):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import yaml
 
-from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.layers.table import Share
-from megacp.core.models import costs
+from megacp.engine.config.run import RunConfig, flag, with_values
+from megacp.engine.layers.table import Share
+from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.memory import PHASES
 from megacp.plan.packs import PackSample

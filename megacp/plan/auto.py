@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 
-from megacp.core.checks import check
-from megacp.core.config.run import RunConfig
+from megacp.engine.checks import check
+from megacp.engine.config.run import RunConfig
 from megacp.plan.answer import larger, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.packs import sample_packs

@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.core.checks import require
-from megacp.core.config.blend import named_folders
-from megacp.core.config.cli import OneLineParser, given_names, parse, path_text
-from megacp.core.config.run import RunConfig, flag, with_values
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.monitor.console import say, warn
+from megacp.engine.checks import require
+from megacp.engine.config.blend import named_folders
+from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
+from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import FLAGS, Trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware

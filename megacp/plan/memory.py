@@ -14,10 +14,10 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from megacp.core.config.run import RunConfig
-from megacp.core.config.training import STATE_KINDS, STEPPED_BY
-from megacp.core.layers.table import Share, tokens_per_rank
-from megacp.core.models.costs import (
+from megacp.engine.config.run import RunConfig
+from megacp.engine.config.training import STATE_KINDS, STEPPED_BY
+from megacp.engine.layers.table import Share, tokens_per_rank
+from megacp.engine.models.costs import (
     connector_parameters,
     expert_parameters,
     first_alike,

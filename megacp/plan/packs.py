@@ -12,12 +12,12 @@ from megacp.attention.context_parallel.balance import ALIKE, Mix, row_area
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.ops.mask import Metadata, tile_table
 from megacp.attention.ops.once import once
-from megacp.core.config.blend import named_folders
-from megacp.core.config.run import RunConfig
 from megacp.core.data.collate import collate
 from megacp.core.data.reader import PackedDataset
-from megacp.core.layers.attention import heads_group
-from megacp.core.models.costs import causal_area
+from megacp.engine.config.blend import named_folders
+from megacp.engine.config.run import RunConfig
+from megacp.engine.layers.attention import heads_group
+from megacp.engine.models.costs import causal_area
 from megacp.engine.rows.mix import mix_of
 
 SAMPLE, SAMPLE_TOKENS = 64, 2**22

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 
-from megacp.core.config.run import RunConfig
-from megacp.core.models.costs import stage_layers
-from megacp.core.pipeline_parallel.schedules import Kind
+from megacp.engine.config.run import RunConfig
+from megacp.engine.models.costs import stage_layers
+from megacp.engine.pipeline_parallel.schedules import Kind
 from megacp.plan.activations import Held, held_over
 from megacp.plan.answer import Answer, flags, large
 from megacp.plan.memory import PHASES, STATE, RankMemory, stage_memory

@@ -8,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
-from megacp.core.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
-from megacp.core.models import costs
-from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
-from megacp.core.pipeline_parallel.schedules import Kind
-from megacp.core.pipeline_parallel.timeline import bubble, timeline
 from megacp.distributed.shape import AXES
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
+from megacp.engine.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
+from megacp.engine.models import costs
+from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
+from megacp.engine.pipeline_parallel.schedules import Kind
+from megacp.engine.pipeline_parallel.timeline import bubble, timeline
 from megacp.plan import activations, memory
 from megacp.plan.hardware import Hardware, hardware
 from megacp.plan.packs import PackSample, sample_packs

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megacp.core.config.ranges import Range
-from megacp.core.config.yaml_file import load_yaml, nearest
+from megacp.engine.config.ranges import Range
+from megacp.engine.config.yaml_file import load_yaml, nearest
 from megacp.storage.files import read_regular
 from megacp.storage.wording import listed
 

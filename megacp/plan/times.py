@@ -15,15 +15,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacp.core.checks import packs_in_a_row
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.attention import heads_group
-from megacp.core.layers.moe import MOE, exchange_bytes, expert_rows, planned_load
-from megacp.core.layers.stack import layers_of
-from megacp.core.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
-from megacp.core.models import costs
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Action, Kind
-from megacp.core.pipeline_parallel.timeline import Span, timeline
+from megacp.engine.checks import packs_in_a_row
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.layers.attention import heads_group
+from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, planned_load
+from megacp.engine.layers.stack import layers_of
+from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
+from megacp.engine.models import costs
+from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind
+from megacp.engine.pipeline_parallel.timeline import Span, timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
 from megacp.plan.memory import shared_parts, stage_kind, stage_parameters

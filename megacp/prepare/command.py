@@ -17,9 +17,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megacp.core.config.cli import OneLineParser, path_text, path_texts
-from megacp.core.config.yaml_file import nearest
 from megacp.core.monitor.console import ends_with_its_reader, say, warn
+from megacp.engine.config.cli import OneLineParser, path_text, path_texts
+from megacp.engine.config.yaml_file import nearest
 
 if TYPE_CHECKING:
     from megacp.core.data.vision.rules import VisionRules

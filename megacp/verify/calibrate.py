@@ -26,11 +26,11 @@ import numpy as np
 import torch
 import yaml
 
-from megacp.core.config.cli import OneLineParser
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
 from megacp.core.monitor.flops import cuda_peak
+from megacp.engine.config.cli import OneLineParser
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.rows.shard import mask_metadata
 from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, nominal_sheet
 from megacp.plan.packs import PackSample, sample_of
 from megacp.plan.report import table

@@ -16,17 +16,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megacp.core.config.blend import shown_path
-from megacp.core.config.cli import OneLineParser, given_flags, parse
-from megacp.core.context_parallel.choose import resolve_auto
-from megacp.core.data.batch import PackedBatch
-from megacp.core.data.loader import DataRank
 from megacp.core.data.mock import MASKS
-from megacp.core.models.costs import run_parameters
 from megacp.core.monitor.console import say, warn
-from megacp.core.training.rows import Rows
 from megacp.core.training.sources import open_sources
 from megacp.distributed.grid import single_axis
+from megacp.engine.config.blend import shown_path
+from megacp.engine.config.cli import OneLineParser, given_flags, parse
+from megacp.engine.models.costs import run_parameters
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.choose import resolve_auto
+from megacp.engine.rows.rank import DataRank
+from megacp.engine.step.rows import Rows
 from megacp.storage.wording import human_count
 from megacp.verify.parity import MODELS, TOLERANCE, ParitySetup, compare, microbatches, prepare, train_rank
 from megacp.verify.spawn import RankFailure, run_ranks

@@ -31,25 +31,25 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megacp.core.backends.select import backend_problems
-from megacp.core.checks import require
-from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.vision import POOLED_PATCHES
-from megacp.core.context_parallel.choose import resolve_auto
-from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries
 from megacp.core.data.mock import MASKS, MockRules, mock_batch
-from megacp.core.distributed.fully_shard import shard_of
-from megacp.core.expert_parallel.route import Route
-from megacp.core.layers.moe import planned_load
-from megacp.core.models import build, offload
-from megacp.core.models.costs import planned_images, stage_layers
 from megacp.core.training.sources import open_sources
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.fake_world import Call, differences, fake_world, recorded
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import AXES, GridShape
+from megacp.engine.backends.select import backend_problems
+from megacp.engine.checks import require
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.vision import POOLED_PATCHES
+from megacp.engine.data_parallel.fully_shard import shard_of
+from megacp.engine.expert_parallel.route import Route
+from megacp.engine.layers.moe import planned_load
+from megacp.engine.models import build, offload
+from megacp.engine.models.costs import planned_images, stage_layers
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
+from megacp.engine.rows.choose import resolve_auto
+from megacp.engine.rows.image_shards import REPLICATE, compute_image_shard_boundaries
+from megacp.engine.step.step import ParallelModel
 from megacp.plan.memory import STATE, stage_memory
 
 

@@ -27,15 +27,15 @@ from typing import Any
 
 import torch
 
-from megacp.core.backends.apex import describe_apex
-from megacp.core.backends.select import backend_problems
-from megacp.core.config.run import RunConfig, Value, flag, with_values
-from megacp.core.context_parallel.shard import mask_metadata
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.models.costs import model_flops, model_parameters
 from megacp.core.monitor.flops import cuda_peak, peak_bytes
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import build_grid
+from megacp.engine.backends.apex import describe_apex
+from megacp.engine.backends.select import backend_problems
+from megacp.engine.config.run import RunConfig, Value, flag, with_values
+from megacp.engine.models.costs import model_flops, model_parameters
+from megacp.engine.rows.shard import mask_metadata
+from megacp.engine.step.step import ParallelModel
 from megacp.storage.files import write_atomically
 from megacp.verify.spawn import RankFailure, RankPool
 

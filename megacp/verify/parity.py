@@ -24,25 +24,25 @@ from pathlib import Path
 import numpy as np
 
 from megacp.attention.ops.kernels import kernel_problem
-from megacp.core.checks import require
-from megacp.core.config.blend import named_folders, shown_path
-from megacp.core.config.parallel import ParallelConfig
-from megacp.core.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.loader import step_batches
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
-from megacp.core.data_parallel.boxes import boxes_of_slice
-from megacp.core.data_parallel.shards import ParameterSlice
-from megacp.core.models.costs import run_parameters
-from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.denominator import agree_on_step
 from megacp.core.training.images import image_loading, mock_images
-from megacp.core.training.rows import Rows
 from megacp.core.training.sources import Sources, loader_options, open_sources
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import build_grid
+from megacp.engine.checks import require
+from megacp.engine.config.blend import named_folders, shown_path
+from megacp.engine.config.parallel import ParallelConfig
+from megacp.engine.config.run import ON_CPU, RunConfig, Value, fields, flag, flatten, with_values
+from megacp.engine.data_parallel.boxes import boxes_of_slice
+from megacp.engine.data_parallel.shards import ParameterSlice
+from megacp.engine.models.costs import run_parameters
+from megacp.engine.optim.lr_schedule import learning_rate
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.step.rows import Rows
+from megacp.engine.step.step import ParallelModel
 
 MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
 """One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a stored row."""

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from megacp.core.config.cli import OneLineParser
 from megacp.core.monitor.console import say, warn
+from megacp.engine.config.cli import OneLineParser
 from megacp.storage.files import read_regular, require_free, write_result
 
 _LARGEST_LOG = 4 << 30

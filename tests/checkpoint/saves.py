@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
-from megacp.core.data_parallel.boxes import TensorBox
 from megacp.distributed.grid import Axis
+from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.files import StrPath
 from megacp.storage.place import Place
 from megacp.storage.url import Url

@@ -15,12 +15,12 @@ import torch
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import LoadedCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committed
-from megacp.core.config.training import TrainingConfig
-from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
-from megacp.core.data_parallel.buckets import FlatBuckets
-from megacp.core.layers.table import DATA
-from megacp.core.optim.sharded import ShardedOptimizer
 from megacp.distributed.grid import Axis, ProcessGrid, single_axis
+from megacp.engine.config.training import TrainingConfig
+from megacp.engine.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
+from megacp.engine.data_parallel.buckets import FlatBuckets
+from megacp.engine.layers.table import DATA
+from megacp.engine.optim.sharded import ShardedOptimizer
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks
 from tests.reference.sharded_toy import Toy, global_shapes, local_of, values

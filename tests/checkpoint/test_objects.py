@@ -7,7 +7,7 @@ import torch
 
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint, peek
 from megacp.core.checkpoint.directory import LATEST_FILE, MANIFEST_FILE, committed, holds_checkpoints, read_manifest
-from megacp.core.data_parallel.boxes import TensorBox
+from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.url import UnreachableError, Url
 from tests.checkpoint.saves import save_checkpoint
 from tests.checkpoint.test_commit import WORLD, boxes, value

@@ -22,9 +22,9 @@ from megacp.core.checkpoint import commit, outcome
 from megacp.core.checkpoint.commit import Contents, PendingCheckpoint, SaveError, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of, committed
 from megacp.core.checkpoint.storage import INDEX_FILE
-from megacp.core.data_parallel.boxes import TensorBox
 from megacp.distributed.grid import Axis, build_grid, single_axis
 from megacp.distributed.shape import GridShape
+from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.files import sha256_of
 from tests.checkpoint.saves import save_checkpoint
 from tests.ranks import grid, run_ranks

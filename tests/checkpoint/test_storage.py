@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megacp.core.checkpoint import storage
 from megacp.core.checkpoint.directory import FileRecord
 from megacp.core.checkpoint.storage import INDEX_FILE, Payload, index_of, write_boxes
-from megacp.core.data_parallel.boxes import TensorBox, boxes_of_slice, boxes_to_load, boxes_to_save, split_range
-from megacp.core.data_parallel.shards import ParameterSlice
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice
+from megacp.engine.data_parallel.boxes import TensorBox, boxes_of_slice, boxes_to_load, boxes_to_save, split_range
+from megacp.engine.data_parallel.parameter import ParameterSpec, TensorSlice
+from megacp.engine.data_parallel.shards import ParameterSlice
 from megacp.storage.files import sha256_of
 
 FILE = "rank_00000.safetensors"

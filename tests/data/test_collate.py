@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.data import tables
-from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.collate import collate
 from megacp.core.data.mock import MASKS, MockRules, mock_batch
 from megacp.core.data.reader import Pack, PackedDataset
 from megacp.core.data.tables import padded_lengths
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
 from megacp.prepare.packs.writer import Segment
 from tests.data.datasets import write_dataset
 from tests.reference import collate as reference

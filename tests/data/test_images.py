@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
-from megacp.core.data.image_shards import REPLICATE
 from megacp.core.data.images import ImageLoading
-from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.core.data.loader import LoaderOptions, PackedLoader
 from megacp.core.data.mock import MockDecoder, MockImages, MockRules
 from megacp.core.data.reader import Pack
 from megacp.core.data.vision.rules import ImageError, Pixels
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.image_shards import REPLICATE
+from megacp.engine.rows.rank import DataRank
 
 IMAGES = MockImages(patches_per_crop=6, patch_dim=5, image_patch=50)
 RULES = MockRules(50, 80, "mixed", ragged=True, images=IMAGES)

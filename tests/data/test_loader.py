@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacp.core.data import tables
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import FINEST, BlendOrder, PackBlend, whole_parts
-from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader, step_batches, validation_steps
+from megacp.core.data.loader import LoaderOptions, PackedLoader, step_batches, validation_steps
 from megacp.core.data.order import permuted, samples
 from megacp.core.data.reader import Pack, PackedDataset
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.rank import DataRank
 from tests.data.datasets import IMAGE_RULES, random_packs, weighted_images, write_dataset
 
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import yaml
 
-from megacp.core.config.cli import parse
-from megacp.core.config.run import flatten
-from megacp.core.config.yaml_file import values_of_file
 from megacp.core.data.reader import PackedDataset
-from megacp.core.models.costs import run_parameters, stage_layers
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import flatten
+from megacp.engine.config.yaml_file import values_of_file
+from megacp.engine.models.costs import run_parameters, stage_layers
 from megacp.huggingface.convert.families import of_values
 from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess

@@ -44,13 +44,13 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.backends.select import backend_problems
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import committed
-from megacp.core.checks import check
-from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.distributed.grid import single_axis
+from megacp.engine.backends.select import backend_problems
+from megacp.engine.checks import check
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.prepare.packs.writer import Segment
 from megacp.train import flags_of
 from megacp.verify.spawn import preloaded

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from megacp.core.models.language import OutputHead
-from megacp.core.training.step import ParallelModel, StepResult
+from megacp.engine.models.language import OutputHead
+from megacp.engine.step.step import ParallelModel, StepResult
 from megacp.train import main
 from tests.training.runs import train_on_rank
 

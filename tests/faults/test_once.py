@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.config.cli import parse
+from megacp.engine.config.cli import parse
 from megacp.train import flags_of
 from tests.faults.once import KINDS, MODELS, TRAINING, Life, counted, drawn_grid, rows_that_count
 from tests.faults.processes import ROOT

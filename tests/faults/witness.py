@@ -29,8 +29,8 @@ from megacp import train
 from megacp.core.checkpoint import commit
 from megacp.core.distributed import launch
 from megacp.core.training import trainer
-from megacp.core.training.rows import PlannedRow
-from megacp.core.training.step import ParallelModel
+from megacp.engine.step.rows import PlannedRow
+from megacp.engine.step.step import ParallelModel
 from tests.training import faulty_rank
 
 PLAN = "MEGACP_TESTS_PLAN"

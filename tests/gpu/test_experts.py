@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megacp.core.expert_parallel import experts
-from megacp.core.expert_parallel.route import Groups
+from megacp.engine.expert_parallel import experts
+from megacp.engine.expert_parallel.route import Groups
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,7 @@ from megacp.attention.ops.kernels import kernel_problem, select_kernel
 from megacp.attention.ops.mask import Metadata, allowed, tile_table
 from tests.attention.ops.test_flex import mask_of, split
 from tests.attention.ops.test_kernels import by_autograd, by_tiles
-from tests.backends.test_transformer_engine_attention import Case, by_parts, whole_row
+from tests.engine.backends.test_transformer_engine_attention import Case, by_parts, whole_row
 from tests.reference.packs import metadata, random_batch
 
 pytestmark = [

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megacp.core.monitor.flops import cuda_peak, gpu_peak, peak_bytes
-from megacp.core.monitor.timers import Breakdown, EventClock, Pace, Timers, WallClock, unmeasured
 from megacp.core.monitor.trace import Trace
+from megacp.engine.timers import Breakdown, EventClock, Pace, Timers, WallClock, unmeasured
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, train_on_rank
 
@@ -169,7 +169,7 @@ def test_no_profiler_exists_outside_of_its_steps(tmp_path: Path) -> None:
 
 def _slow(rank: int, world: int, flags: Sequence[str], slow: int) -> int:
     """A run of which one rank takes three tenths of a second more in every move of a row."""
-    from megacp.core.training.step import ParallelModel
+    from megacp.engine.step.step import ParallelModel
 
     real = ParallelModel._moved
 
@@ -205,7 +205,7 @@ def test_a_line_says_mean_longest_and_who() -> None:
 
 def test_time_left_follows_the_median_step_also_of_a_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"time": 100.0}
-    monkeypatch.setattr("megacp.core.monitor.timers.time.monotonic", lambda: now["time"])
+    monkeypatch.setattr("megacp.engine.timers.time.monotonic", lambda: now["time"])
     pace, left = Pace(), []
     for seconds, steps in ((60.0, 999), (2.0, 998), (2.0, 997), (30.0, 996), (2.0, 995)):
         now["time"] += seconds

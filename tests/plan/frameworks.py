@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.table import tokens_per_rank
-from megacp.core.models import costs
-from megacp.core.pipeline_parallel.schedules import Kind
-from megacp.core.pipeline_parallel.timeline import timeline
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.layers.table import tokens_per_rank
+from megacp.engine.models import costs
+from megacp.engine.pipeline_parallel.schedules import Kind
+from megacp.engine.pipeline_parallel.timeline import timeline
 from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
 from megacp.plan.memory import stage_memory, stage_parameters

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.models.costs import stage_layers
-from megacp.core.pipeline_parallel.schedules import Kind, one_f_one_b, with_messages, with_parameters
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.models.costs import stage_layers
+from megacp.engine.pipeline_parallel.schedules import Kind, one_f_one_b, with_messages, with_parameters
 from megacp.plan import command
 from megacp.plan.hardware import Hardware, hardware
 from megacp.plan.memory import stage_parameters

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megacp.attention.ops.mask import Metadata
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.models.costs import stage_layers
-from megacp.core.pipeline_parallel.schedules import SCHEDULES, Kind
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.models.costs import stage_layers
+from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.plan.cluster import Trouble, simulate
 from megacp.plan.hardware import Hardware
 from megacp.plan.packs import PackSample, sample_of

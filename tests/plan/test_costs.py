@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.config.model import ModelConfig
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.training import DataConfig
-from megacp.core.context_parallel.vision import PatchGrids
-from megacp.core.layers.moe import exchange_bytes
-from megacp.core.layers.stack import layers_of
-from megacp.core.layers.table import Share
-from megacp.core.layers.vision import block_kept
-from megacp.core.models import costs
-from megacp.core.models.build import build_chunks
-from megacp.core.models.costs import stage_layers
-from megacp.core.models.vision import patch_plan
+from megacp.engine.config.model import ModelConfig
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.training import DataConfig
+from megacp.engine.layers.moe import exchange_bytes
+from megacp.engine.layers.stack import layers_of
+from megacp.engine.layers.table import Share
+from megacp.engine.layers.vision import block_kept
+from megacp.engine.models import costs
+from megacp.engine.models.build import build_chunks
+from megacp.engine.models.costs import stage_layers
+from megacp.engine.models.vision import patch_plan
+from megacp.engine.rows.vision import PatchGrids
 from megacp.plan import activations
 from megacp.plan.memory import PHASES, stage_memory, stage_parameters
 from megacp.plan.report import describe

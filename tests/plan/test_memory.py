@@ -12,18 +12,18 @@ import torch
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.mask import Metadata
 from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
-from megacp.core.backends.native import NativeBackend
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.expert_parallel.route import Routes
-from megacp.core.layers.attention import ATTENTION
-from megacp.core.layers.dense import tile_work
-from megacp.core.layers.table import Share
-from megacp.core.models import costs, recompute
-from megacp.core.models.block import Block, BlockInputs
-from megacp.core.models.costs import loss_chunk_tokens
-from megacp.core.pipeline_parallel.schedules import schedule
 from megacp.distributed.grid import build_grid, single_axis
 from megacp.distributed.shape import GridShape
+from megacp.engine.backends.native import NativeBackend
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.expert_parallel.route import Routes
+from megacp.engine.layers.attention import ATTENTION
+from megacp.engine.layers.dense import tile_work
+from megacp.engine.layers.table import Share
+from megacp.engine.models import costs, recompute
+from megacp.engine.models.block import Block, BlockInputs
+from megacp.engine.models.costs import loss_chunk_tokens
+from megacp.engine.pipeline_parallel.schedules import schedule
 from megacp.plan import activations, memory
 from megacp.plan.memory import stage_parameters
 from megacp.plan.picture import moments

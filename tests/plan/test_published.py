@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from megacp.core.config.run import RunConfig, with_values
+from megacp.engine.config.run import RunConfig, with_values
 from megacp.plan.hardware import hardware
 from megacp.plan.memory import stage_parameters, stage_state
 from megacp.plan.packs import PackSample

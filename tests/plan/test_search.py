@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from megacp.attention.ops.mask import Metadata
-from megacp.core.backends.select import backend_problems
-from megacp.core.checks import require
-from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.models import costs
+from megacp.engine.backends.select import backend_problems
+from megacp.engine.checks import require
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.models import costs
 from megacp.plan import command
 from megacp.plan import search as search_room
 from megacp.plan.answer import Answer, behind, flags, longest_row, words

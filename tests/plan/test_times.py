@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megacp.attention.ops.mask import Metadata
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.models import costs
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.models import costs
 from megacp.plan.hardware import Hardware
 from megacp.plan.memory import shared_parts, stage_parameters
 from megacp.plan.packs import PackSample, sample_of

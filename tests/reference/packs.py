@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megacp.attention.ops.mask import CAUSAL, FULL, WINDOW, Metadata, TileTable
-from megacp.core.data.batch import PackedBatch
+from megacp.engine.rows.batch import PackedBatch
 
 
 def random_batch(

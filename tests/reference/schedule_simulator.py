@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megacp.core.pipeline_parallel.schedules import (
+from megacp.engine.pipeline_parallel.schedules import (
     COMPUTE,
     Action,
     Channel,

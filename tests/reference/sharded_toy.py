@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from megacp.core.config.training import STATE_KINDS
-from megacp.core.distributed.parameter import ParameterSpec, TensorSlice, attach, spec_of
-from megacp.core.optim.rules import Group
+from megacp.engine.config.training import STATE_KINDS
+from megacp.engine.data_parallel.parameter import ParameterSpec, TensorSlice, attach, spec_of
+from megacp.engine.optim.rules import Group
 
 VOCABULARY, HIDDEN, LAYERS, VOCABULARY_MULTIPLE = 13, 6, 2, 4
 LAYER_SHAPES = {

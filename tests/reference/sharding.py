@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from megacp.core.distributed.parameter import spec_of
+from megacp.engine.data_parallel.parameter import spec_of
 
 Pieces = dict[tuple[str, tuple[int, ...]], tuple[tuple[int, ...], np.ndarray]]
 """(global name, offsets) -> (global shape, values)."""

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.batch import PackedBatch
-from megacp.core.data_parallel.shards import ParameterSlice
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import ProcessGrid
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.data_parallel.shards import ParameterSlice
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.step.step import ParallelModel
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.config.run import flatten
-from megacp.core.data.batch import PackedBatch, VisionInputs
+from megacp.engine.config.run import flatten
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from tests.reference.training import config_of
 

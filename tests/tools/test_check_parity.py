@@ -15,12 +15,12 @@ import torch
 from torch.torch_version import TorchVersion
 
 from megacp.attention.ops import flex
-from megacp.core.backends import select
-from megacp.core.backends.select import backend_problems
-from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.mock import MockRules
-from megacp.core.optim import sharded
-from megacp.core.optim.rules import AdamW, Group
+from megacp.engine.backends import select
+from megacp.engine.backends.select import backend_problems
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.optim import sharded
+from megacp.engine.optim.rules import AdamW, Group
 from megacp.train import main as train
 from megacp.verify import command as tool
 from megacp.verify import gpu_report, spawn
@@ -57,7 +57,7 @@ def test_grids_are_the_same_as_one_process(flags: list[str], capsys: pytest.Capt
 
 def lost_norm_gradient(rank: int, world_size: int, *args: Any) -> list[StepTrace]:
     """A rank that forgets to sum the gradients of norms over tp."""
-    from megacp.core.data_parallel import shards
+    from megacp.engine.data_parallel import shards
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "all_reduce", lambda x, axis: x)

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.config.yaml_file import to_yaml
-from megacp.core.data_parallel.boxes import boxes_to_save
 from megacp.core.training.state import RunState
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import single_axis
+from megacp.engine.config.yaml_file import to_yaml
+from megacp.engine.data_parallel.boxes import boxes_to_save
+from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert import decoder, verify
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf

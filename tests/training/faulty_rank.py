@@ -16,7 +16,7 @@ from typing import Any
 
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.storage import rank_file
-from megacp.core.training.step import ParallelModel
+from megacp.engine.step.step import ParallelModel
 from megacp.train import program
 
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig
 from megacp.core.distributed.launch import run_store
 from megacp.core.training.state import RunState, begin_save
-from megacp.core.training.step import ParallelModel
 from megacp.core.training.trainer import Trainer
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import RunConfig
+from megacp.engine.step.step import ParallelModel
 from megacp.train import main, prepare_run
 from tests.ranks import grid, run_ranks
 

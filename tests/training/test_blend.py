@@ -12,11 +12,11 @@ import pytest
 
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import committed
-from megacp.core.config.run import RunConfig, with_values
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.reader import PackedDataset
 from megacp.core.training.sources import open_sources
 from megacp.distributed.grid import single_axis
+from megacp.engine.config.run import RunConfig, with_values
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
 from megacp.storage.url import Url

@@ -19,24 +19,24 @@ import megacp
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.ops.pointwise import keep_mask
 from megacp.attention.ops.tile_kernels import TileKernel
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.distributed.parameter import spec_of
-from megacp.core.tensor_parallel.vocabulary import weighted_loss
-from megacp.core.training import step
 from megacp.core.training.denominator import RankReport, agree_on_step
-from megacp.core.training.health import Decision, finite_only
-from megacp.core.training.step import ParallelModel
 from megacp.distributed import grid as grid_file
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.fake_world import recorded
 from megacp.distributed.grid import Axis, build_grid
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.data_parallel.parameter import spec_of
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.shard import LocalBatch, shard_batch
+from megacp.engine.step import step
+from megacp.engine.step.decision import Decision, finite_only
+from megacp.engine.step.step import ParallelModel
+from megacp.engine.tensor_parallel.vocabulary import weighted_loss
 from megacp.train import main
+from tests.engine.tensor_parallel.test_linear import SIZES
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import QWEN3_5, Values, config_of, step_batches
-from tests.tensor_parallel.test_linear import SIZES
 from tests.training.runs import TINY
 
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.config.cli import parse
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.distributed import fully_shard
-from megacp.core.models import init
-from megacp.core.pipeline_parallel.schedules import Kind, schedule, with_parameters
 from megacp.core.training.state import RunState, load
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import Axis, single_axis
+from megacp.engine.config.cli import parse
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.data_parallel import fully_shard
+from megacp.engine.models import init
+from megacp.engine.pipeline_parallel.schedules import Kind, schedule, with_parameters
+from megacp.engine.step.step import ParallelModel
 from megacp.train import prepare_run
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches

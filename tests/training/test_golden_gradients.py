@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.models.costs import first_trained_stage
+from megacp.engine.models.costs import first_trained_stage
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble
 from tests.reference.training import GEMMA, MAMBA2, MOE, QWEN3_5, Values, config_of, step_batches, train

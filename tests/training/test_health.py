@@ -21,10 +21,11 @@ import torch.distributed as dist
 from megacp.core.checkpoint.commit import PendingCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import committed
 from megacp.core.training.denominator import agree_on_step
-from megacp.core.training.health import Decision, Health, StepNumbers
-from megacp.core.training.step import ParallelModel
+from megacp.core.training.health import Health, StepNumbers
 from megacp.core.training.stopping import FAILED
 from megacp.distributed.grid import single_axis
+from megacp.engine.step.decision import Decision
+from megacp.engine.step.step import ParallelModel
 from megacp.storage.files import sha256_of
 from megacp.train import main
 from megacp.verify.parity import ParitySetup, microbatches, prepare
@@ -147,7 +148,7 @@ def _refused(rank: int, world: int, setup: ParitySetup) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_refused_update_changes_nothing(world: int) -> None:
-    from megacp.core.config.run import RunConfig, with_values
+    from megacp.engine.config.run import RunConfig, with_values
 
     values = {"global_batch_size": 4, "dtype": "float64"}
     if world == 4:

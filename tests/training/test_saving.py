@@ -17,14 +17,14 @@ import torch
 
 from megacp.core.checkpoint import commit
 from megacp.core.checkpoint.commit import SaveError, load_checkpoint
-from megacp.core.data.batch import PackedBatch
-from megacp.core.data_parallel.boxes import TensorBox
-from megacp.core.models.language import OutputHead
 from megacp.core.monitor.log import RunLog
 from megacp.core.training.saving import DONE, SAVE_FAILED, WRITING
-from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import STOPPED, StopSignal
 from megacp.distributed.grid import single_axis
+from megacp.engine.data_parallel.boxes import TensorBox
+from megacp.engine.models.language import OutputHead
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.step.step import ParallelModel, StepResult
 from megacp.storage.files import sha256_of
 from megacp.train import main
 from tests.checkpoint.saves import save_checkpoint

@@ -20,15 +20,15 @@ import pytest
 from megacp import train
 from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
-from megacp.core.checks import check
-from megacp.core.config.cli import given_names, parse
-from megacp.core.config.run import RunConfig, fields, flag, with_values
-from megacp.core.config.yaml_file import from_yaml
 from megacp.core.distributed.launch import Rendezvous, World
-from megacp.core.models.costs import run_parameters
 from megacp.core.training.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.core.training.sources import open_sources, with_stored_length
 from megacp.core.training.stored import stored_config, with_stored_model
+from megacp.engine.checks import check
+from megacp.engine.config.cli import given_names, parse
+from megacp.engine.config.run import RunConfig, fields, flag, with_values
+from megacp.engine.config.yaml_file import from_yaml
+from megacp.engine.models.costs import run_parameters
 from megacp.plan import command
 from megacp.plan.answer import words
 from megacp.plan.auto import sheet_of

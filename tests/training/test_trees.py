@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
+from megacp.engine.rows.batch import PackedBatch
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record

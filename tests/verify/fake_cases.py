@@ -75,13 +75,13 @@ ENGINE = {
 def main(names: list[str]) -> None:
     """Take the step of rank 0 of each case, and those beside it."""
     fake_cuda.load_fake_cuda()
-    from megacp.core.checks import require
-    from megacp.core.config.cli import parse
-    from megacp.core.models.costs import stage_layers
     from megacp.distributed.fake_world import differences
+    from megacp.engine.checks import require
+    from megacp.engine.config.cli import parse
+    from megacp.engine.models.costs import stage_layers
     from megacp.plan.memory import stage_memory
     from megacp.verify import fake_step
-    from tests.backends import engine_fake
+    from tests.engine.backends import engine_fake
 
     watch = fake_step.Watch()
     for name in names:

@@ -12,7 +12,7 @@ import pytest
 
 from megacp.distributed.fake_world import Call, differences
 from megacp.distributed.shape import GridShape
-from tests.backends.engine_stub import needs_engine
+from tests.engine.backends.engine_stub import needs_engine
 from tests.verify.fake_cases import CASES, ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]

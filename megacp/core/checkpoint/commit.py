@@ -38,9 +38,9 @@ from megacp.core.checkpoint.directory import (
 )
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0, reason_of, sharers
 from megacp.core.checkpoint.storage import INDEX_FILE, Payload, Stored, index_of, rank_file, write_boxes
-from megacp.core.data_parallel.boxes import TensorBox
 from megacp.distributed.collectives import all_reduce, gather_to_first
 from megacp.distributed.grid import Axis
+from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.files import StrPath, place_folder
 from megacp.storage.place import Place, place_of, read_content, write_content
 from megacp.storage.url import UnreachableError, Url

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 
 from megacp.core.checkpoint.directory import FileRecord, damage
-from megacp.core.data_parallel.boxes import TensorBox
+from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.place import Place, open_stream, read_content, write_stream
 from megacp.storage.wording import listed
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from megacp.core.checkpoint.outcome import on_all_ranks, sharers
-from megacp.core.data_parallel.boxes import MODEL, TensorBox
 from megacp.distributed.grid import Axis
+from megacp.engine.data_parallel.boxes import MODEL, TensorBox
 from megacp.storage.files import sha256_of
 from megacp.storage.place import Place
 

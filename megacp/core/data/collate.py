@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import ImageLoading, with_images
 from megacp.core.data.reader import Pack
+from megacp.engine.rows.batch import PackedBatch
 
 
 class _TokenRuns(NamedTuple):

@@ -18,10 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.image_shards import REPLICATE, compute_image_shard_boundaries, units_of
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.vision.rules import ImageError, Pixels
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
+from megacp.engine.rows.image_shards import REPLICATE, compute_image_shard_boundaries, units_of
 
 
 class Decoder(Protocol):

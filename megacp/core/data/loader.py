@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.collate import collate
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.order import samples
 from megacp.core.data.reader import Pack
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.rank import DataRank
 
 
 class PackSource(Protocol):
@@ -55,14 +56,6 @@ class LoaderOptions:
     """Threads that make steps ahead, at least two steps; 0 makes each step when it is asked for."""
     end: int = ENDLESS
     """Samples of the whole run, whose last step may be short of packs."""
-
-
-@dataclass(frozen=True)
-class DataRank:
-    """Place of this process on the data-parallel axis: 0 <= index < size."""
-
-    index: int = 0
-    size: int = 1
 
 
 def _batches(

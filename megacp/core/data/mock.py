@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
-from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.images import ImageLoading, joined
 from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.core.data.vision.rules import Pixels
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.image_shards import compute_image_shard_boundaries
 
 MASKS = ("causal", "packed", "branches", "tree", "image", "mixed")
 """What a mock row's mask is made of: one document; several; several with branches, with branches of branches, with

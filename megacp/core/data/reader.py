@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.image_shards import BOUNDARY_DTYPE
 from megacp.core.data.manifest import DatasetManifest, FileEntry, ShardEntry
 from megacp.core.data.tables import IndexedReader, StoredFile, crc32
 from megacp.core.data.vision.rules import ImageError
+from megacp.engine.rows.image_shards import BOUNDARY_DTYPE
 from megacp.storage import files
 from megacp.storage.cache import cache_folder
 from megacp.storage.place import Place, place_of

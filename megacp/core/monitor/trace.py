@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from megacp.core.monitor.timers import Timers
+from megacp.engine.timers import Timers
 from megacp.storage.files import rename
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from megacp.core.data.batch import PackedBatch
 from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import ProcessGrid
+from megacp.engine.rows.batch import PackedBatch
 
 _FINGERPRINT_BITS = 48
 """Bits of the fingerprint that a float64 holds exactly."""

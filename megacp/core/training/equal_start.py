@@ -16,9 +16,9 @@ import platform
 import torch
 
 import megacp
-from megacp.core.config.run import RunConfig, flag, flatten
 from megacp.core.distributed.launch import Rendezvous, named
 from megacp.core.training.sources import Sources
+from megacp.engine.config.run import RunConfig, flag, flatten
 from megacp.storage.files import source_digest
 from megacp.storage.wording import listed
 

@@ -16,18 +16,18 @@ checked before they are saved and after they are read.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megacp.core.data_parallel.boxes import TensorBox
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis
+from megacp.engine.data_parallel.boxes import TensorBox
+from megacp.engine.step.decision import Decision, finite_only
 from megacp.storage.wording import listed
 
 IMAGE_DOCUMENTS = 16
@@ -62,28 +62,6 @@ class StepNumbers:
     """Documents with images, those left out included; counted only with --on-bad-image skip."""
     left_out: int = 0
     """Documents left out because of an image."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of a step."""
-
-    update: bool = True
-    """Whether the optimizer may apply it."""
-    finite: bool = True
-    """False where the loss or the gradient norm is not."""
-    findings: tuple[str, ...] = ()
-    """What is not as it should be, in words."""
-    end: str = ""
-    """Why the run ends before this update; empty when it goes on."""
-
-
-def finite_only(loss: float, grad_norm: float) -> Decision:
-    """The decision without any history: an update needs a finite loss and a finite gradient."""
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return Decision()
-    what = f"gradient norm {grad_norm}" if not math.isfinite(grad_norm) else f"loss {loss}"
-    return Decision(update=False, finite=False, findings=(what,))
 
 
 class Health:
@@ -168,32 +146,6 @@ class Health:
 
 _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "told": {}}
 _FRESH |= {"skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
-_MOST, _MOST_TENSORS = 64, 4
-
-
-def suspects(packs: Sequence[tuple[int, ...]], losses: Sequence[torch.Tensor], finite: bool, world: Axis) -> str:
-    """A sentence about the packs of a step with findings, equal on all ranks. Collective over `world`.
-
-    `packs` and `losses` are this rank's, by microbatch; no losses where it holds no last stage. `finite`: the whole
-    step's loss and gradient are.
-    """
-    bad = [ids for ids, loss in zip(packs, losses, strict=False) if not math.isfinite(loss.item())]  # this rank's
-    found = gather_objects((_ids(bad), _ids(packs)), world)
-    ranks = [rank for rank, (of_rank, _) in enumerate(found) if of_rank]
-    if ranks:
-        blamed = set().union(*(of_rank for of_rank, _ in found))
-        return f"the loss of {named_packs(blamed)} was not finite, on rank {', '.join(map(str, ranks))}"
-    known = "" if finite else "all losses were finite, a gradient was not; "
-    return f"{known}the step had {named_packs(set().union(*(of_rank for _, of_rank in found)))}"
-
-
-def _ids(groups: Iterable[tuple[int, ...]]) -> set[int]:
-    return {number for group in groups for number in group}
-
-
-def named_packs(packs: Collection[int]) -> str:
-    """`pack 3`, `packs 3, 5`, `packs ..., and 9 more`."""
-    return f"pack{'s' if len(packs) != 1 else ''} {listed(sorted(packs), _MOST)}"
 
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:

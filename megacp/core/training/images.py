@@ -12,13 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megacp.core.config.run import RunConfig
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.images import Decoder, ImageLoading
 from megacp.core.data.mock import MockImages
-from megacp.core.training.rows import Rows
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import ProcessGrid
+from megacp.engine.config.run import RunConfig
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.step.rows import Rows
 
 
 def mock_images(config: RunConfig) -> MockImages | None:

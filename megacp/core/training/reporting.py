@@ -9,19 +9,19 @@ import torch
 
 from megacp.attention.context_parallel.balance import row_area
 from megacp.core.checkpoint.outcome import on_all_ranks
-from megacp.core.config.run import RunConfig, flatten
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.manifest import answers_told, thoughts_told
-from megacp.core.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
-from megacp.core.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.core.monitor.log import LogTargets, RunLog
-from megacp.core.monitor.timers import COMPUTING, WAITING, Breakdown
-from megacp.core.training.rows import PlannedRow
 from megacp.core.training.sources import Sources
 from megacp.core.training.state import Resumed, Start
 from megacp.distributed.collectives import all_gather
 from megacp.distributed.grid import Axis, ProcessGrid
+from megacp.engine.config.run import RunConfig, flatten
+from megacp.engine.models.costs import run_parameters, text_flops, trained_parameters, vision_flops
+from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.engine.rows.mix import mix_of
+from megacp.engine.step.rows import PlannedRow
+from megacp.engine.timers import COMPUTING, WAITING, Breakdown
 from megacp.storage.wording import counted, human_count
 
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from megacp.core.checkpoint.commit import PendingCheckpoint
 from megacp.core.checkpoint.directory import LOCK_FILE, DirectoryLock, remove_leftovers
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
-from megacp.core.config.run import RunConfig
 from megacp.core.training.health import AnomalyError, damaged_tensors
 from megacp.core.training.state import RunState, begin_save, saved_boxes
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import Axis
+from megacp.engine.config.run import RunConfig
+from megacp.engine.step.step import ParallelModel
 from megacp.storage.files import read_regular, seen
 from megacp.storage.place import Place, place_of
 from megacp.storage.url import is_url

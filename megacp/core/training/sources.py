@@ -11,14 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from megacp.core.config.blend import DataPath, named_folders, weighted_folders
-from megacp.core.config.run import RunConfig, Value, with_values
-from megacp.core.config.training import DataConfig, TrainingConfig
-from megacp.core.config.vision import VisionConfig
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend, contradictions
 from megacp.core.data.images import Decoder
-from megacp.core.data.loader import ENDLESS, DataRank, LoaderOptions, PackSource, step_batches
+from megacp.core.data.loader import ENDLESS, LoaderOptions, PackSource, step_batches
 from megacp.core.data.manifest import DatasetManifest
 from megacp.core.data.mock import MockDecoder, MockRules
 from megacp.core.data.reader import OPEN_SHARDS, DataCache, PackedDataset
@@ -26,6 +21,12 @@ from megacp.core.data.vision.decoding import RulesDecoder, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
 from megacp.core.training.images import mock_images
 from megacp.core.training.stored import progress
+from megacp.engine.config.blend import DataPath, named_folders, weighted_folders
+from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.engine.config.training import DataConfig, TrainingConfig
+from megacp.engine.config.vision import VisionConfig
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.rank import DataRank
 from megacp.storage.wording import counted
 
 

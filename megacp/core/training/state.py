@@ -15,16 +15,16 @@ from megacp.core.checkpoint.commit import Contents, LoadedCheckpoint, PendingChe
 from megacp.core.checkpoint.directory import holds_checkpoints
 from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.core.checkpoint.weights import Weights, bare_name, fill, require_one_model
-from megacp.core.config.blend import shown_path
-from megacp.core.config.run import RunConfig, flag, flatten
-from megacp.core.config.yaml_file import to_yaml
-from megacp.core.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
-from megacp.core.models.init import Drawn
-from megacp.core.tensor_parallel.lora import is_of_a_pair
 from megacp.core.training.sources import Sources
-from megacp.core.training.step import ParallelModel
 from megacp.core.training.stored import misfit, other_function, stored_config, words_of
 from megacp.distributed.grid import Axis
+from megacp.engine.config.blend import shown_path
+from megacp.engine.config.run import RunConfig, flag, flatten
+from megacp.engine.config.yaml_file import to_yaml
+from megacp.engine.data_parallel.boxes import TensorBox, boxes_to_load, boxes_to_save
+from megacp.engine.models.init import Drawn
+from megacp.engine.step.step import ParallelModel
+from megacp.engine.tensor_parallel.lora import is_of_a_pair
 from megacp.storage.place import Place
 
 

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, peek
 from megacp.core.checkpoint.directory import CONFIG_FILE, CheckpointManifest, holds_checkpoints
-from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
-from megacp.core.config.yaml_file import from_yaml
+from megacp.engine.config.run import RunConfig, fields, flag, flatten, with_values
+from megacp.engine.config.yaml_file import from_yaml
 from megacp.storage.place import Place
 
 NOT_THE_FUNCTION = {"init_method_std", "hidden_dropout", "hf_model_type"}

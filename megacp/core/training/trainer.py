@@ -10,31 +10,32 @@ import math
 from collections.abc import Sequence
 
 from megacp.core.checkpoint.weights import Weights
-from megacp.core.checks import profiled_steps
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.choose import resolve_auto
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.blend import PackBlend
 from megacp.core.data.loader import PackedLoader, validation_steps
 from megacp.core.distributed.launch import report_failure
 from megacp.core.monitor.flops import cuda_peak, peak_bytes
 from megacp.core.monitor.log import StepRecord
-from megacp.core.monitor.timers import EventClock, Pace, Timers
 from megacp.core.monitor.trace import Trace
-from megacp.core.optim.lr_schedule import learning_rate
 from megacp.core.training.denominator import RankReport, StepAgreement, agree_on_step
-from megacp.core.training.health import AnomalyError, Decision, Health, StepNumbers, damaged_tensors
+from megacp.core.training.health import AnomalyError, Health, StepNumbers, damaged_tensors
 from megacp.core.training.images import image_documents, image_loading, without_bad_images
 from megacp.core.training.reporting import blend_figures, breakdown, open_log, opening_lines, row_flops
-from megacp.core.training.rows import PlannedRow
 from megacp.core.training.saving import Saver
 from megacp.core.training.sources import Sources, first_rows, loader_options, whole_run
 from megacp.core.training.state import Resumed, drawn_at, fresh_state, load, load_weights, saved_boxes, starting_point
-from megacp.core.training.step import ParallelModel, StepResult
 from megacp.core.training.stopping import FAILED, REASONS, STOPPED, StopSignal
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.heap import trim_heap
+from megacp.engine.checks import profiled_steps
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.optim.lr_schedule import learning_rate
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.choose import resolve_auto
+from megacp.engine.step.decision import Decision
+from megacp.engine.step.rows import PlannedRow
+from megacp.engine.step.step import ParallelModel, StepResult
+from megacp.engine.timers import EventClock, Pace, Timers
 
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a

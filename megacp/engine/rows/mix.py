@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megacp.attention.context_parallel.balance import Mix
 from megacp.attention.ops.mask import Reach
-from megacp.core.config.model import ModelConfig
-from megacp.core.layers.stack import layers_of
+from megacp.engine.config.model import ModelConfig
+from megacp.engine.layers.stack import layers_of
 
 
 def mix_of(model: ModelConfig) -> Mix:

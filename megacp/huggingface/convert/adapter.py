@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 
 from megacp.attention.ops.dtype import accumulation_dtype
-from megacp.core.config.model import LORA_KINDS, PairSize, joined_words
-from megacp.core.config.run import Value
-from megacp.core.layers.table import A, B, lora_kind
-from megacp.core.models.pair_words import layers_in_words
+from megacp.engine.config.model import LORA_KINDS, PairSize, joined_words
+from megacp.engine.config.run import Value
+from megacp.engine.layers.table import A, B, lora_kind
+from megacp.engine.models.pair_words import layers_in_words
 from megacp.huggingface.convert.adapter_config import NAME, AdapterConfig, TargetSaid
 from megacp.huggingface.convert.config_json import Values, shown
 from megacp.huggingface.convert.decoder import Family

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.core.config.model import PairSize
+from megacp.engine.config.model import PairSize
 from megacp.huggingface.convert.config_json import ConfigJson, shown
 from megacp.prepare.tokenize.beside import read_object
 from megacp.storage.wording import listed

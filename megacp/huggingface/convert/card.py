@@ -11,9 +11,9 @@ import yaml
 
 from megacp import __version__
 from megacp.core.checkpoint.commit import LoadedCheckpoint
-from megacp.core.config.run import RunConfig, Value, fields, flatten
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
+from megacp.engine.config.run import RunConfig, Value, fields, flatten
 
 CARD = "README.md"
 

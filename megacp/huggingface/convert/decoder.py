@@ -11,11 +11,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from megacp.core.config.model import ModelConfig, skip_pattern
-from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.layers.moe import MOE, correction_tensor
-from megacp.core.layers.stack import decoder_tensors, layers_of
-from megacp.core.layers.vision import connector_tensors, tower_tensors
+from megacp.engine.config.model import ModelConfig, skip_pattern
+from megacp.engine.config.run import RunConfig, flag, with_values
+from megacp.engine.layers.moe import MOE, correction_tensor
+from megacp.engine.layers.stack import decoder_tensors, layers_of
+from megacp.engine.layers.vision import connector_tensors, tower_tensors
 from megacp.huggingface.convert.config_json import FURTHER_LAYERS, LAYER_TYPES, ConfigJson, Values, rope_fields, shown
 from megacp.huggingface.convert.tensors import Info, Joined, Link, Named, Shape, Source
 

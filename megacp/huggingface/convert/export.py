@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megacp.core.backends.native import DTYPES
 from megacp.core.checkpoint.commit import LoadedCheckpoint
 from megacp.core.checkpoint.directory import (
     CONFIG_FILE,
@@ -26,13 +25,14 @@ from megacp.core.checkpoint.directory import (
     to_json,
 )
 from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
-from megacp.core.config.run import with_values
-from megacp.core.config.yaml_file import to_yaml
 from megacp.core.data.manifest import answers_told, thoughts_told
-from megacp.core.data_parallel.boxes import MODEL
 from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis, single_axis
+from megacp.engine.backends.native import DTYPES
+from megacp.engine.config.run import with_values
+from megacp.engine.config.yaml_file import to_yaml
+from megacp.engine.data_parallel.boxes import MODEL
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.card import CARD, model_card
 from megacp.huggingface.convert.chat import other_form, write_chat_template

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from megacp.attention.ops.dtype import accumulation_dtype
-from megacp.core.config.model import ModelConfig, PairSize
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.table import A, B, lora_kind
-from megacp.core.models.pair_words import describe_pairs
-from megacp.core.tensor_parallel.lora import is_of_a_pair
+from megacp.engine.config.model import ModelConfig, PairSize
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.layers.table import A, B, lora_kind
+from megacp.engine.models.pair_words import describe_pairs
+from megacp.engine.tensor_parallel.lora import is_of_a_pair
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import Values
 from megacp.huggingface.convert.decoder import Family

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megacp.core.config.ranges import MAX_EXPERTS
+from megacp.engine.config.ranges import MAX_EXPERTS
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import (
     DECODER,

@@ -17,14 +17,14 @@ import torch
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
 from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
-from megacp.core.checks import check
-from megacp.core.config.run import RunConfig, flatten, with_values
 from megacp.core.data.vision.decoding import RULES, rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.data_parallel.boxes import MODEL, TensorBox
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.distributed.grid import Axis
+from megacp.engine.checks import check
+from megacp.engine.config.run import RunConfig, flatten, with_values
+from megacp.engine.data_parallel.boxes import MODEL, TensorBox
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import ABSENT, Values, shown
 from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, Family

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from megacp.core.backends.native import DTYPES
 from megacp.core.checkpoint.weights import TensorRows
-from megacp.core.config.run import RunConfig, fields, flag, flatten, with_values
-from megacp.core.config.vision import VISION_FAMILIES
 from megacp.core.data.vision.decoding import RULES
-from megacp.core.layers.stack import lora_kinds, pair_tensors
 from megacp.core.training.stored import with_model_of
+from megacp.engine.backends.native import DTYPES
+from megacp.engine.config.run import RunConfig, fields, flag, flatten, with_values
+from megacp.engine.config.vision import VISION_FAMILIES
+from megacp.engine.layers.stack import lora_kinds, pair_tensors
 from megacp.huggingface.convert.adapter import Adapter
 from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, shapes_of
 from megacp.huggingface.convert.molmo2 import MOLMO2

@@ -17,17 +17,17 @@ import numpy as np
 import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
-from megacp.core.config.run import RunConfig, flag, with_values
-from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.data.batch import PackedBatch, VisionInputs
 from megacp.core.data.images import joined, position_axes
 from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.distributed.parameter import spec_of
-from megacp.core.models.build import build_chunks
-from megacp.core.models.language import LanguageModelChunk
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.run import RunConfig, flag, with_values
+from megacp.engine.data_parallel.parameter import spec_of
+from megacp.engine.models.build import build_chunks
+from megacp.engine.models.language import LanguageModelChunk
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
+from megacp.engine.rows.shard import shard_batch
 from megacp.huggingface.convert.decoder import resolved
 from megacp.huggingface.convert.source import Loaded, in_brief
 from megacp.huggingface.convert.tensors import Source, in_dtype, whole

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-from megacp.core.distributed.fully_shard import shard_of
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
+from megacp.engine.data_parallel.fully_shard import shard_of
 
 _AT_ONCE = 16 << 20
 """Gradient elements of a message, about."""

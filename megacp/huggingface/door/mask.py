@@ -14,7 +14,7 @@ import torch
 from megacp.attention.context_parallel.layout import Layout
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.mask import Metadata
-from megacp.core.data.batch import PADDING
+from megacp.engine.rows.batch import PADDING
 
 DocumentIds = torch.Tensor | Metadata | None
 """A caller's documents: int tensor `[B, S]` or `[S]`, `Metadata` of `S` or `B * S` tokens, or None."""

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.data.image_shards import compute_image_shard_boundaries, units_of
 from megacp.distributed.differentiable import gather_uneven
+from megacp.engine.rows.image_shards import compute_image_shard_boundaries, units_of
 from megacp.huggingface.door.context import ContextParallel
 from megacp.huggingface.door.model_rules import model_problems, refuse
 

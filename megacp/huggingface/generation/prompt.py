@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.collate import collate
 from megacp.core.data.images import joined
 from megacp.core.data.manifest import FEATURE_TOKENS
@@ -21,6 +20,7 @@ from megacp.core.data.reader import Pack, PackImages
 from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
 from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.data.vision.rules import Pixels, VisionRules
+from megacp.engine.rows.batch import PackedBatch
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.chat_template import ChatTemplate
 from megacp.prepare.records.documents import NO_TOKEN, DocumentMaker, RecordPart, SegmentUnit

@@ -16,19 +16,19 @@ import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.config.run import ON_CPU, RunConfig, Value, with_values
-from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.context_parallel.vision import PatchGrids
-from megacp.core.data.batch import PackedBatch
 from megacp.core.data.vision.decoding import rules_from_dict
 from megacp.core.data.vision.rules import VisionRules
-from megacp.core.distributed.parameter import spec_of
-from megacp.core.models.build import build_chunks
-from megacp.core.models.language import LanguageModelChunk
 from megacp.core.training.state import stored_state
 from megacp.core.training.stored import stored_config
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.run import ON_CPU, RunConfig, Value, with_values
+from megacp.engine.data_parallel.parameter import spec_of
+from megacp.engine.models.build import build_chunks
+from megacp.engine.models.language import LanguageModelChunk
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.shard import shard_batch
+from megacp.engine.rows.vision import PatchGrids
 from megacp.huggingface.generation.prompt import Prompt, prompt_grids, prompt_pixels, prompt_row
 
 _ONE_PROCESS: dict[str, Value] = {

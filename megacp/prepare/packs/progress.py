@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TextIO
 
-from megacp.core.config.training import TrainingConfig
 from megacp.core.data.manifest import DatasetManifest, answers_told, thoughts_told
+from megacp.engine.config.training import TrainingConfig
 from megacp.prepare.packs.unit import UnitResult
 from megacp.storage.wording import counted
 

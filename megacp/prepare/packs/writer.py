@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 
 from megacp.core.data import tables
-from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.core.data.manifest import FileEntry, ShardEntry
 from megacp.core.data.tables import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, crc32, pointers, token_dtype, with_suffix
+from megacp.engine.rows.image_shards import compute_image_shard_boundaries
 from megacp.prepare.records.documents import SegmentUnit
 from megacp.storage import files
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from megacp.core.config.blend import DataPath, named_folders
 from megacp.core.data.manifest import DatasetManifest
+from megacp.engine.config.blend import DataPath, named_folders
 from megacp.prepare.tokenize.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from megacp.storage.files import StrPath
 from megacp.storage.place import fetched, place_of

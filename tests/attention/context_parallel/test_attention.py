@@ -22,13 +22,13 @@ from megacp.attention.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.attention.ops.mask import Metadata, Reach, TileTable, allowed
 from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.attention.ops.tile_kernels import Allowed, MathKernel
-from megacp.core.backends.mlp import Save
-from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.data.batch import PackedBatch
-from megacp.core.models.recompute import run_block
 from megacp.distributed import collectives
 from megacp.distributed.collectives import Pending
 from megacp.distributed.grid import Axis, single_axis
+from megacp.engine.models.recompute import run_block
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.shard import LocalBatch, shard_batch
+from megacp.engine.save import Save
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference import attention as reference
 from tests.reference.packs import metadata, random_batch, video_batch

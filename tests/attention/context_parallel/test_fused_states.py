@@ -22,9 +22,9 @@ from megacp.attention.context_parallel.fused_states import (
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.states import recur, recur_by_heads
 from megacp.attention.ops.recurrence import convolved_delta_rule, gated_delta_rule
-from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.training.step import ParallelModel
 from megacp.distributed.grid import single_axis
+from megacp.engine.rows.shard import shard_batch
+from megacp.engine.step.step import ParallelModel
 from tests.attention.context_parallel.test_states import GROUPS, ROWS, TOKENS, Case, batch_of, tensors_of
 from tests.ranks import grid, run_ranks
 from tests.reference.fused import chunk_gated_delta_rule

@@ -19,11 +19,11 @@ from megacp.attention.context_parallel.plan import AttentionPlan, key_order
 from megacp.attention.context_parallel.transport import WholeAttention
 from megacp.attention.ops.flex import FlexKernel, flex_backward
 from megacp.attention.ops.mask import Metadata, Reach, allowed, tile_table
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.choose import needed_share, resolve_auto
-from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.data.batch import PackedBatch
 from megacp.distributed.grid import Axis
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.choose import needed_share, resolve_auto
+from megacp.engine.rows.shard import LocalBatch, shard_batch
 from tests.attention.context_parallel.test_attention import Case, attend, batch_of, compare, on_ranks, qkv_and_gradient
 from tests.attention.ops.test_flex import dense
 from tests.ranks import grid, run_ranks

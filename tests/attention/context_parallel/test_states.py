@@ -18,12 +18,12 @@ from megacp.attention.context_parallel import state_plan, states
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.state_transport import StateTransport
 from megacp.attention.ops import recurrence
-from megacp.core.backends.native import NativeBackend
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.context_parallel.shard import shard_batch
-from megacp.core.data.batch import PackedBatch
 from megacp.distributed.grid import build_grid, single_axis
 from megacp.distributed.shape import GridShape
+from megacp.engine.backends.native import NativeBackend
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.rows.batch import PackedBatch
+from megacp.engine.rows.shard import shard_batch
 from tests.ranks import grid, run_ranks
 from tests.reference import recurrence as reference
 from tests.reference.head_loss import peak_bytes_of

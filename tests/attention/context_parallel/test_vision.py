@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
-from megacp.core.context_parallel.shard import LocalBatch, shard_batch
-from megacp.core.context_parallel.vision import add_features, place_features
-from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.image_shards import compute_image_shard_boundaries
 from megacp.distributed.grid import Axis
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
+from megacp.engine.rows.image_shards import compute_image_shard_boundaries
+from megacp.engine.rows.shard import LocalBatch, shard_batch
+from megacp.engine.rows.vision import add_features, place_features
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch, video_batch
 

@@ -51,8 +51,8 @@ from megacp.attention.ops import (
 )
 from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
 from megacp.attention.ops.tile_kernels import MathKernel  # noqa: E402
-from megacp.core.tensor_parallel import vocabulary  # noqa: E402
 from megacp.distributed.grid import single_axis  # noqa: E402
+from megacp.engine.tensor_parallel import vocabulary  # noqa: E402
 from tests.attention.ops.test_flex import split  # noqa: E402
 from tests.attention.ops.test_kernels import Tensors, by_autograd, by_tiles  # noqa: E402
 from tests.reference.packs import metadata, random_batch  # noqa: E402

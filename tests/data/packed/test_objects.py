@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.core.data.loader import DataRank, LoaderOptions, PackedLoader
+from megacp.core.data.loader import LoaderOptions, PackedLoader
 from megacp.core.data.manifest import MANIFEST_NAME
 from megacp.core.data.reader import DataCache, PackedDataset
+from megacp.engine.rows.rank import DataRank
 from megacp.prepare.describe import statistics
 from megacp.prepare.verify import verify
 from megacp.storage.url import Url

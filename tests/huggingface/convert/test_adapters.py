@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.layers.stack import pair_tensors
-from megacp.core.training.step import ParallelModel
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.layers.stack import pair_tensors
+from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.adapter import Adapter
 from megacp.huggingface.convert.families import of_config
 from megacp.huggingface.convert.lora import Pairs, folded, write_adapter

@@ -8,8 +8,8 @@ import pytest
 
 from megacp.core.checkpoint.commit import LoadedCheckpoint
 from megacp.core.checkpoint.directory import CheckpointManifest
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.config.yaml_file import from_yaml, to_yaml
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.yaml_file import from_yaml, to_yaml
 from megacp.huggingface.convert.card import CARD, model_card
 from tests.checkpoint.test_commit import WORLD
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from megacp.attention.ops.rotary import RotaryScaling, inverse_frequencies
-from megacp.core.config.run import RunConfig, with_values
-from megacp.core.data.batch import PackedBatch, VisionInputs
-from megacp.core.data.image_shards import REPLICATE
-from megacp.core.training.step import ParallelModel
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.rows.batch import PackedBatch, VisionInputs
+from megacp.engine.rows.image_shards import REPLICATE
+from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.families import of_config
 from megacp.huggingface.convert.tensors import WIDE, Mapped, whole
 from tests.huggingface.convert.models import MODELS, Tensors, correct

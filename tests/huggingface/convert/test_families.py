@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from megacp.core.config.run import RunConfig, flatten, with_values
-from megacp.core.distributed.parameter import spec_of
-from megacp.core.layers import stack, vision
-from megacp.core.models.build import build_chunks
-from megacp.core.models.costs import run_parameters
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.run import RunConfig, flatten, with_values
+from megacp.engine.data_parallel.parameter import spec_of
+from megacp.engine.layers import stack, vision
+from megacp.engine.models.build import build_chunks
+from megacp.engine.models.costs import run_parameters
 from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tensors import WIDE, Cast, Info, Mapped, whole

@@ -13,9 +13,9 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from megacp.core.config.cli import given_names, parse
 from megacp.core.data.reader import PackedDataset
 from megacp.core.distributed import launch
+from megacp.engine.config.cli import given_names, parse
 from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.start import open_start
 from megacp.huggingface.convert_command import main as convert

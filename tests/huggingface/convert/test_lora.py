@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from megacp.core.config.run import RunConfig, with_values
 from megacp.core.training.state import RunState
-from megacp.core.training.step import ParallelModel
+from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.adapter import Adapter
 from megacp.huggingface.convert.adapter_config import HARMLESS, READ
 from megacp.huggingface.convert.families import of_config

@@ -14,14 +14,14 @@ from transformers.optimization import get_scheduler
 
 from megacp.core.checkpoint import weights as reading
 from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.config.training import TrainingConfig
-from megacp.core.data_parallel.boxes import TensorBox
 from megacp.core.distributed import launch
 from megacp.core.distributed.launch import run_store
-from megacp.core.models import init
-from megacp.core.optim.lr_schedule import learning_rate
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.training import TrainingConfig
+from megacp.engine.data_parallel.boxes import TensorBox
+from megacp.engine.models import init
+from megacp.engine.optim.lr_schedule import learning_rate
 from megacp.huggingface.convert.source import CheckpointSource, read_hf
 from megacp.huggingface.convert.start import FolderStart
 from megacp.huggingface.convert.tensors import whole

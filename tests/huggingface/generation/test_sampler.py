@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.config.run import RunConfig, Value, with_values
 from megacp.core.data.collate import collate
 from megacp.core.data.images import ImageLoading
 from megacp.core.data.reader import PackedDataset
 from megacp.core.data.vision.decoding import RulesDecoder
 from megacp.core.training.state import RunState, first_token, last_token
 from megacp.core.training.stored import stored_config
+from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pixels

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from megacp.core.config.vision import VisionConfig
 from megacp.core.data.vision.rules import ImageLayout, Pixels, VisionRules, rule
+from megacp.engine.config.vision import VisionConfig
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from megacp.core.config.vision import VisionConfig
 from megacp.core.data.vision.rules import ImageError, ImageLayout, Pixels, VisionRules, rule
+from megacp.engine.config.vision import VisionConfig
 
 _FRAMES = 2
 """Frames of a patch; an image is shown as two equal ones."""

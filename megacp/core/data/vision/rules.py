@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
-from megacp.core.config.vision import VisionConfig
+from megacp.engine.config.vision import VisionConfig
 
 LARGEST_ID = (1 << 31) - 2
 """Tokens are stored in at most 4 bytes, and there is one id more than the largest."""

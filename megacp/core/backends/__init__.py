@@ -1,1 +1,0 @@
-"""Layer factories: native or Transformer Engine."""

@@ -1,1 +1,0 @@
-"""Flags, YAML, checks."""

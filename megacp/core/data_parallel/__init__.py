@@ -1,1 +1,0 @@
-"""Gradient buckets, full sharding."""

@@ -1,1 +1,0 @@
-"""The decoder, written once against a backend."""

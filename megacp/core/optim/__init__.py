@@ -1,1 +1,0 @@
-"""Rules that step a rank's slices."""

@@ -1,1 +1,0 @@
-"""Linears, vocabulary, chunked loss."""

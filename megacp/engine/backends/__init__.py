@@ -1,0 +1,1 @@
+"""Layer factories: native layers or Transformer Engine's."""

@@ -1,0 +1,72 @@
+"""Which backend a run uses: chosen once, before any layer exists.
+
+A backend or kernel that was asked for and cannot run is refused with all its reasons, before any process group exists.
+"""
+
+from __future__ import annotations
+
+from megacp.attention.ops.flex import compiler_problem
+from megacp.attention.ops.kernels import kernel_problem
+from megacp.distributed.grid import ProcessGrid
+from megacp.engine.backends.apex import weight_gradient_kernel
+from megacp.engine.backends.native import NativeBackend
+from megacp.engine.backends.support import layer_reasons, needed_by
+from megacp.engine.backends.transformer_engine import TransformerEngineBackend, fp8_problem, package_problem
+from megacp.engine.config.run import RunConfig
+from megacp.engine.pipeline_parallel.schedules import defers
+from megacp.engine.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients, add_weight_gradient
+
+
+def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
+    """Why Transformer Engine cannot run this config on a type of device; None asks only about the config."""
+    if device_type is None:
+        return list(layer_reasons(config))
+    package = package_problem()
+    asked = package is None and device_type == "cuda" and config.training.fp8 != "off"
+    return list(layer_reasons(config, device_type, package, fp8_problem(config.training.fp8) if asked else None))
+
+
+def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
+    """Why the run cannot have the kernel and the layers that it asks for; None asks only about the config."""
+    training, wanted = config.training, needed_by(config)
+    found = [kernel_problem(training.attention_kernel, device_type, training.dtype)] if device_type else []
+    found += [compiler_problem()] if device_type == "cuda" else []
+    problems = [problem for problem in found if problem]
+    if training.transformer_impl == "native":
+        asked = "needs --transformer-impl transformer_engine or auto, this run has native"
+        return problems + [f"{name} {asked}" for name in wanted]
+    return problems + (_refused(wanted, engine_reasons(config, device_type)) if wanted else [])
+
+
+def _refused(wanted: list[str], reasons: list[str]) -> list[str]:
+    return [f"{' and '.join(wanted)}: {reason}" for reason in reasons]
+
+
+def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
+    """The backend of a checked config, bound to the grid.
+
+    Raises ValueError with all reasons where the config needs Transformer Engine and that cannot run.
+    """
+    wanted = needed_by(config)
+    if config.training.transformer_impl == "native" or not (wanted or grid.device.type == "cuda"):
+        return NativeBackend(grid, config, _weight_gradients(config, grid))
+    reasons = engine_reasons(config, grid.device.type)
+    if not reasons:
+        return TransformerEngineBackend(grid, config)
+    if wanted:
+        lines = [f"  - {problem}" for problem in _refused(wanted, reasons)]
+        raise ValueError("\n".join(["this configuration cannot run:", *lines]))
+    backend = NativeBackend(grid, config, _weight_gradients(config, grid))
+    backend.tell(f"layers: native, because {'; '.join(reasons)}")
+    return backend
+
+
+def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
+    """What takes the weight gradients of native linears to the buckets; None leaves them to autograd."""
+    asked = config.parallel.pipeline_schedule == "zero_bubble"
+    if not (asked or config.training.gradient_accumulation_fusion):
+        return None
+    later = asked and defers(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)
+    halves = grid.device.type == "cuda" and config.training.dtype == "bfloat16"
+    add = (weight_gradient_kernel() if halves else None) or add_weight_gradient
+    return DeferredWeightGradients(add) if later else WeightGradients(add)

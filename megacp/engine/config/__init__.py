@@ -1,0 +1,1 @@
+"""Configuration: dataclasses whose fields are the flags, the command line and YAML files."""

@@ -1,0 +1,1 @@
+"""Gradient buckets and full sharding."""

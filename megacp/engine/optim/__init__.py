@@ -1,0 +1,1 @@
+"""Optimizers: update rules applied to each rank's slices."""

@@ -1,0 +1,68 @@
+"""A schedule in time, on paper: when each stage computes what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megacp.engine.pipeline_parallel.schedules import Action, Kind, virtual_stage
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One compute of a stage in time."""
+
+    action: Action
+    start: Any
+    """A number, or one for each pipeline of a `timeline` of many."""
+    stop: Any
+
+
+def timeline(
+    stages: Sequence[Sequence[Action]], num_chunks: int, times: Sequence[Mapping[Kind, Any]]
+) -> list[list[Span]]:
+    """Spans of the computes `stages[i]` of each stage i, as early as their order allows; a message takes no time.
+
+    `times` are those of each whole stage for one microbatch, of which a chunk takes its share: a number, or an array
+    `[microbatches, ...]` for as many pipelines at once. A backward takes the time of the weights too where its stage
+    defers none.
+    """
+    own = [dict(of_stage) for of_stage in times]
+    for order, of_stage in zip(stages, own, strict=True):
+        if not any(action.kind is Kind.WEIGHTS for action in order):
+            of_stage[Kind.BACKWARD] = of_stage[Kind.BACKWARD] + of_stage[Kind.WEIGHTS]
+    many = isinstance(own[0][Kind.FORWARD], np.ndarray)
+    later: Callable[[Any, Any], Any] = np.maximum if many else max
+    spans: list[list[Span]] = [[] for _ in stages]
+    there: dict[tuple[Kind, int, int], Any] = {}  # since when an output is, by kind, microbatch and virtual stage
+
+    def goes_on(stage: int) -> bool:
+        """Run the next compute of a stage, unless its input is not there."""
+        done = spans[stage]
+        if len(done) == len(stages[stage]):
+            return False
+        action = stages[stage][len(done)]
+        place = virtual_stage(stage, len(stages), action.chunk)
+        source = {Kind.FORWARD: place - 1, Kind.BACKWARD: place + 1}.get(action.kind, -1)
+        is_sent = 0 <= source < len(stages) * num_chunks  # the ends of the model wait for nobody, nor do weights
+        arrival = there.get((action.kind, action.microbatch, source)) if is_sent else 0.0
+        if arrival is None:
+            return False
+        start = later(arrival, done[-1].stop if done else 0.0)
+        seconds = own[stage][action.kind][action.microbatch] if many else own[stage][action.kind]
+        done.append(Span(action, start, start + seconds / num_chunks))
+        there[action.kind, action.microbatch, place] = done[-1].stop
+        return True
+
+    while any([goes_on(stage) for stage in range(len(stages))]):  # all of them, in turn
+        pass
+    return spans
+
+
+def bubble(spans: Sequence[Sequence[Span]]) -> float:
+    """Idle time over work, of the busiest stage: 0 is a perfect pipeline."""
+    work = max(sum(span.stop - span.start for span in stage) for stage in spans)
+    return max(stage[-1].stop for stage in spans) / work - 1

@@ -1,0 +1,1 @@
+"""Linear layers, vocabulary and chunked loss over tensor-parallel ranks."""

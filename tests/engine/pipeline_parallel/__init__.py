@@ -1,0 +1,1 @@
+"""Tests of schedules, their simulation, partition and the runtime."""

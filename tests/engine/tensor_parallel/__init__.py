@@ -1,0 +1,1 @@
+"""Tests of linear layers, vocabulary and loss over tensor-parallel ranks."""

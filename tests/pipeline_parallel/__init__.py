@@ -1,1 +1,0 @@
-"""Tests of the pipeline room: schedules, simulation, partition, runtime."""
