@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # Triton, of the release that CUDA builds of torch pin: packages change their ways where they can import it.
 STAMP := $(VENV)/.installed
 OLDER_ENGINES := 2.10.0 2.14.1 2.18.0
-GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/monitor/test_timers.py
+GPU_TESTS := tests/gpu tests/training/test_cuda.py tests/training/monitor/test_timers.py
 # Several ranks share few cores: one thread each.
 export OMP_NUM_THREADS ?= 1
 # Hundreds of processes start: without files of compiled modules each would compile the source again, for a second.

@@ -24,7 +24,6 @@ from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.states import recur
 from megacp.attention.ops.mask import Metadata, Reach, allowed, tile_table
 from megacp.attention.ops.recurrence import gated_delta_rule
-from megacp.core.data.mock import MockRules, mock_batch
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import build_grid
 from megacp.distributed.heap import keep_in_heap
@@ -33,6 +32,7 @@ from megacp.engine.backends.native import STATE_TEMPORARIES
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.shard import mask_metadata, shard_batch
 from megacp.plan.report import table
+from megacp.training.data.mock import MockRules, mock_batch
 from megacp.verify.spawn import RankPool
 
 HEADS, GROUPS, WIDTH = 8, 4, 64

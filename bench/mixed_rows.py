@@ -11,10 +11,10 @@ import dataclasses
 
 import numpy as np
 
-from megacp.core.data.collate import collate
-from megacp.core.data.reader import Pack
-from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 from megacp.engine.rows.batch import PackedBatch
+from megacp.training.data.collate import collate
+from megacp.training.data.reader import Pack
+from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
 
 CROP_TOKENS, FRAME_TOKENS = 144, 81
 Piece = tuple[int, int, bool]

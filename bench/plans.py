@@ -14,12 +14,12 @@ from typing import Any
 
 from bench.report import Goal, Part, take_turns
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
-from megacp.core.data.mock import MockRules
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.plan.hardware import NETWORKS, hardware_of
 from megacp.plan.packs import PackSample
 from megacp.plan.report import table
 from megacp.plan.times import step_time
+from megacp.training.data.mock import MockRules
 from megacp.verify.calibrate import RUNS, calibrated
 from megacp.verify.spawn import RankPool
 

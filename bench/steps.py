@@ -17,12 +17,6 @@ import numpy as np
 import torch
 
 from bench.report import Goal, Part, Seconds, take_turns, timed
-from megacp.core.data.mock import MockDecoder, MockRules
-from megacp.core.data.reader import Pack
-from megacp.core.data.tables import BRANCH_DTYPE
-from megacp.core.monitor.flops import peak_bytes
-from megacp.core.training.denominator import agree_on_step
-from megacp.core.training.images import image_loading
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid, build_grid
 from megacp.engine.config.run import RunConfig, Value, with_values
@@ -31,6 +25,12 @@ from megacp.engine.step.step import ParallelModel
 from megacp.engine.timers import Phase, unmeasured
 from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
+from megacp.training.data.mock import MockDecoder, MockRules
+from megacp.training.data.reader import Pack
+from megacp.training.data.tables import BRANCH_DTYPE
+from megacp.training.loop.denominator import agree_on_step
+from megacp.training.loop.images import image_loading
+from megacp.training.monitor.flops import peak_bytes
 from megacp.verify.parity import microbatches
 from megacp.verify.spawn import RankPool
 

@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megacp.attention.context_parallel.attention import TRANSPORTS
 from megacp.attention.context_parallel.layout import LAYOUTS
-from megacp.core.distributed.launch import join, rendezvous, stop, world_from_environment
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.distributed.shape import GridShape
 from megacp.huggingface import context_parallel, register_with_transformers
 from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.training.start.launch import join, rendezvous, stop, world_from_environment
 
 VOCAB = 512
 DOCUMENTS = (0.1, 0.55, 0.35)

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.training.state import RunState, load_weights
 from megacp.distributed.grid import build_grid
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.start import open_start
+from megacp.training.loop.state import RunState, load_weights
 from megacp.verify.spawn import RankPool
 
 LOGITS, LOSS = 1e-4, 1e-6

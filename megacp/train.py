@@ -30,21 +30,12 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
-from megacp.core.monitor.interrupts import INTERRUPTED, handles, leave_at_ctrl_c
+from megacp.training.start.interrupts import INTERRUPTED, handles, leave_at_ctrl_c
 
 # torch is imported below, which takes seconds in which a user may press Ctrl-C
 if __name__ == "__main__" or sys.argv[0].endswith("megacp-train"):
     leave_at_ctrl_c()
 
-from megacp.core.checkpoint.outcome import reason_of
-from megacp.core.checkpoint.weights import Weights
-from megacp.core.distributed import launch
-from megacp.core.monitor.console import ends_with_its_reader, say, warn
-from megacp.core.training.equal_start import AlikeError, require_equal_start, statement
-from megacp.core.training.sources import Sources, open_sources, with_stored_length
-from megacp.core.training.stopping import FAILED, STOPPED
-from megacp.core.training.stored import goes_on_from, resumes, with_stored_model
-from megacp.core.training.trainer import Trainer
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.shape import GridShape
 from megacp.engine.backends.select import backend_problems
@@ -55,6 +46,15 @@ from megacp.engine.config.run import RunConfig, flag, flatten, with_values
 from megacp.engine.config.yaml_file import from_yaml
 from megacp.plan.report import describe
 from megacp.storage.place import place_of
+from megacp.training.checkpoint.outcome import reason_of
+from megacp.training.checkpoint.weights import Weights
+from megacp.training.loop.equal_start import AlikeError, require_equal_start, statement
+from megacp.training.loop.sources import Sources, open_sources, with_stored_length
+from megacp.training.loop.stopping import FAILED, STOPPED
+from megacp.training.loop.stored import goes_on_from, resumes, with_stored_model
+from megacp.training.loop.trainer import Trainer
+from megacp.training.monitor.console import ends_with_its_reader, say, warn
+from megacp.training.start import launch
 
 REFUSED = 2
 _SECONDS_OF_A_REFUSED_RANK = 60.0

@@ -33,7 +33,7 @@ GRID = "tests/distributed/test_grid.py tests/distributed/test_collectives.py tes
 MODEL = "tests/engine/models/test_language.py"
 GOLDEN = "tests/training/test_golden_gradients.py"
 STATES = "tests/attention/context_parallel/test_states.py"
-IMAGES = "tests/data/test_images.py"
+IMAGES = "tests/training/data/test_images.py"
 ENGINE = "tests/engine/backends/test_transformer_engine_training.py"
 SELECTOR = "tests/engine/backends/test_selector.py tests/engine/backends/test_transformer_engine_calls.py"
 
@@ -48,7 +48,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("engine/backends/select.py", "tests/tools/test_check_parity.py"): [
         ('[compiler_problem()] if device_type == "cuda" else []', "[]", "an old torch fails in its first backward"),
     ],
-    ("core/distributed/launch.py", "tests/engine/backends/test_support.py"): [
+    ("training/start/launch.py", "tests/engine/backends/test_support.py"): [
         (
             "    if count:\n        set_defaults",
             "    if False:\n        set_defaults",
@@ -62,7 +62,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("engine/backends/native.py", STATES): [
         ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
     ],
-    ("core/distributed/launch.py", "tests/distributed/test_large_blocks.py"): [
+    ("training/start/launch.py", "tests/distributed/test_large_blocks.py"): [
         ("    torch.set_flush_denormal(True)\n", "", "states that have decayed take ten times as long"),
     ],
     ("attention/ops/device.py", "tests/attention/ops/test_kernels.py"): [
@@ -293,17 +293,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("            self.balance.correct()", "        self.balance.correct()", "a skipped step moves corrections"),
         ("tokens=tokens) for", "tokens=tokens * (chunk is self.chunks[0])) for", "later virtual stages have no terms"),
     ],
-    ("core/training/state.py", "tests/engine/expert_parallel/test_balance.py"): [
+    ("training/loop/state.py", "tests/engine/expert_parallel/test_balance.py"): [
         ("parameters_to_load(), *model.balance.slices()]", "parameters_to_load()]", "corrections begin at 0 again"),
     ],
     ("engine/models/init.py", "tests/training/test_full_sharding.py"): [
         (".to(dtype)", "", "a 16-bit model's masters begin with other bits under full sharding"),
     ],
-    ("core/training/state.py", "tests/huggingface/convert/test_start.py"): [
+    ("training/loop/state.py", "tests/huggingface/convert/test_start.py"): [
         ("else lambda name: False", "else lambda name: True", "weights are drawn before a checkpoint is read"),
         ("lambda name: weights is None or", "lambda name: True or", "weights are drawn before --load-hf is read"),
     ],
-    ("core/training/state.py", "tests/engine/expert_parallel/test_layer.py"): [
+    ("training/loop/state.py", "tests/engine/expert_parallel/test_layer.py"): [
         ("boxes_to_load([], model.optimizer.state_slices())", "[]", "moments of a resumed run begin at 0 again"),
     ],
     ("engine/models/build.py", EXPERTS): [
@@ -846,7 +846,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("if _has_ended(process):\n", "if False:\n", "a rank that ended before it called is waited for"),
     ],
-    ("core/distributed/launch.py", GRID): [
+    ("training/start/launch.py", GRID): [
         ("cause = cause.__cause__", "cause = None", "a rank that is lost while it saves is not named"),
         ('store.set(f"joins/{rendezvous.rank}", "")', "pass", "ranks that join are named instead of the one missing"),
     ],
@@ -880,12 +880,12 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("all_reduce, _identity", "all_reduce, collectives.all_reduce", "reduce_from sums twice"),
         ("over, out_splits, in_splits", "over, in_splits, out_splits", "an exchange's gradient takes the way there"),
     ],
-    ("core/training/denominator.py", f"{GOLDEN} tests/training/test_denominator.py"): [
+    ("training/loop/denominator.py", f"{GOLDEN} tests/training/test_denominator.py"): [
         ("return self.weight or 1.0", "return 1.0", "sums are not divided"),
         ("total = table[first, 2:4].sum", "total = table[:, 2:4].sum", "all ranks count, not one of each replica"),
         ('("flops", "image_documents")', '("flops", "image_documents", "stop_reason")', "stop reasons add up"),
     ],
-    ("core/training/health.py", "tests/training/test_health.py"): [
+    ("training/loop/health.py", "tests/training/test_health.py"): [
         ("math.isfinite(loss) and math.isfinite(grad_norm)", "math.isfinite(loss)", "a gradient of NaN is an update"),
         ("            self.skipped_in_a_row = 0\n", "", "skipped steps are never forgotten"),
         ("value <= factor * usual", "value <= usual", "every step above the median is a spike"),
@@ -893,26 +893,26 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (" and 0.5 * median < usual < 2.0 * median", "", "a spike is told once in a run"),
         ("if self.skipped_in_a_row <", "if self.skipped_in_a_row <=", "one more step is skipped"),
     ],
-    ("core/data/order.py", "tests/data/test_loader.py"): [
+    ("training/data/order.py", "tests/training/data/test_loader.py"): [
         ("outside[values >= np.uint64(length)]", "outside[values > np.uint64(length)]", "a sample beyond the dataset"),
         ('f"{seed} {epoch} {length}"', 'f"{seed} {length}"', "every epoch has one order"),
         ("(start, start + count, dtype=np.int64),", "(0, count, dtype=np.int64),", "a resumed run begins anew"),
     ],
-    ("core/training/state.py", "tests/training/test_saving.py"): [
+    ("training/loop/state.py", "tests/training/test_saving.py"): [
         ("fresh_pairs = stored.model.lora_rank == 0", "fresh_pairs = True", "--finetune drops the pairs of a LoRA run"),
     ],
-    ("core/training/sources.py", "tests/training/test_start.py"): [
+    ("training/loop/sources.py", "tests/training/test_start.py"): [
         ("sum(one.num_packs for one in manifests)", "manifests[0].num_packs", "packs of a blend are its first part's"),
         ("round(training.train_epochs * packs)", "int(training.train_epochs * packs)", "epochs are cut to whole packs"),
         ("round(training.train_epochs * packs", "int(-(-training.train_epochs * packs // 1)", "1.1 x 10 packs are 12"),
         ("step + max(0, -(-(end - consumed)", "max(0, -(-end", "epochs are counted anew after a resumption"),
         ("_FEW_UPDATES or warmup > steps / 2)", "_FEW_UPDATES)", "a run that only warms up is not told"),
     ],
-    ("core/training/stored.py", "tests/huggingface/convert/test_start.py"): [
+    ("training/loop/stored.py", "tests/huggingface/convert/test_start.py"): [
         ("FINETUNING_RATE_OF_PAIRS if config.model.lora_rank else ", "", "pairs learn at the rate of whole weights"),
         ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
     ],
-    ("core/data/collate.py", "tests/data/test_collate.py"): [
+    ("training/data/collate.py", "tests/training/data/test_collate.py"): [
         ("label_weights = np.roll(weights, -1)", "label_weights = weights.copy()", "weights do not move with labels"),
         ("label_weights[last] = 0", "pass", "the last token predicts"),
         ("number - ended[index]", "number", "a branch's positions run on over the branches before"),
@@ -927,17 +927,20 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("start = min(room, units - (filled - rank - 1))", "start = room", "ranks starve"),
         ('(start, stop), side="right"', '(start, stop), side="left"', "units of a rank are one off"),
     ],
-    ("core/data/images.py", IMAGES): [
+    ("training/data/images.py", IMAGES): [
         ("(np.cumsum(totals) - totals)", "0 * (np.cumsum(totals) - totals)", "bounds of the second pack begin at 0"),
         ("number + 1, strict=", "number, strict=", "the first image sees nobody ahead"),
         ("(pooling >= 0, pooling + before", "(pooling >= 0, pooling", "the second image pools the first"),
         ("axis=0, prepend=0)", "axis=0, prepend=1)", "the first image is one crop short"),
     ],
-    ("core/data/blend.py", "tests/data/test_loader.py"): [
+    ("training/data/blend.py", "tests/training/data/test_loader.py"): [
         ("first = int(nth[here][0])", "first = 0", "each step repeats a dataset's first samples"),
         ("= self._first[number] + found", "= found", "all samples are of the first dataset"),
     ],
-    ("engine/data_parallel/boxes.py", "tests/checkpoint/test_storage.py tests/checkpoint/test_commit.py"): [
+    (
+        "engine/data_parallel/boxes.py",
+        "tests/training/checkpoint/test_storage.py tests/training/checkpoint/test_commit.py",
+    ): [
         ("last = -(-low // row), high //", "last = low // row, high //", "a partial first row is taken for whole"),
         ("if counts(part.spec))", "if True)", "copies are saved twice"),
         ("low = max(part.start, begin)", "low = part.start", "a slice of two tensors"),
@@ -962,7 +965,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
         ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
     ],
-    ("core/checkpoint/outcome.py", "tests/checkpoint/test_commit.py"): [
+    ("training/checkpoint/outcome.py", "tests/training/checkpoint/test_commit.py"): [
         (" if other == own]", "]", "a copy on another machine is hashed by no rank that sees it"),
         (
             '        found.append(f"{one.st_dev} {one.st_ino}',
@@ -1081,7 +1084,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/tensors.py", "tests/huggingface/convert/test_exact.py"): [
         ("found[start - first * rows : stop", "found[0 : stop", "an expert's rows begin at its stack's"),
     ],
-    ("core/checkpoint/storage.py", "tests/checkpoint/test_storage.py"): [
+    ("training/checkpoint/storage.py", "tests/training/checkpoint/test_storage.py"): [
         ("functools.cache(self._index.header)", "self._index.header", "a file's header is made for each tensor"),
     ],
     ("huggingface/generate_command.py", "tests/huggingface/convert/test_template_of_training.py"): [
@@ -1111,7 +1114,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "packs by other image rules than the folder's are trained on",
         ),
     ],
-    ("core/training/state.py", "tests/huggingface/convert/test_folder_rules.py"): [
+    ("training/loop/state.py", "tests/huggingface/convert/test_folder_rules.py"): [
         (
             "if image_rules is None and weights is not None and weights.image_rules is not None:",
             "if image_rules is None and weights is not None and False:",
@@ -1138,7 +1141,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("for name in ADAPTER_FILES}", "for name in ()}", "an adapter is not compared"),
     ],
-    ("core/checkpoint/directory.py", "tests/checkpoint/test_commit.py tests/checkpoint/test_storage.py"): [
+    (
+        "training/checkpoint/directory.py",
+        "tests/training/checkpoint/test_commit.py tests/training/checkpoint/test_storage.py",
+    ): [
         ("older[keep_last - 1 :]", "older[keep_last:]", "one checkpoint more is kept"),
         ("lambda folder: serials[folder], reverse=True", "lambda folder: serials[folder]", "the oldest is the newest"),
     ],
@@ -1229,10 +1235,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("    if not overwrite:", "    if False:", "a result replaces a file without a word"),
         ("        write_new(path, data)", "        write_atomically(path, data)", "a file that appears is replaced"),
     ],
-    ("core/distributed/launch.py", "tests/distributed/test_interrupts.py"): [
+    ("training/start/launch.py", "tests/distributed/test_interrupts.py"): [
         ("socket.create_server((_LOOPBACK, 0))", 'socket.create_server(("", 0))', "other machines reach the store"),
     ],
-    ("core/checkpoint/outcome.py", "tests/checkpoint/test_sharers.py"): [
+    ("training/checkpoint/outcome.py", "tests/training/checkpoint/test_sharers.py"): [
         ("    if local:\n", "    if True:\n", "each machine hashes what is in a store"),
     ],
     ("engine/config/run.py", "tests/engine/config/test_homes.py"): [
@@ -1448,7 +1454,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/packs/progress.py", "tests/prepare/templates/test_ends.py"): [
         ("if no_end:", "if False:", "a build that learns no end is silent"),
     ],
-    ("core/data/manifest.py", "tests/prepare/test_public_chats.py"): [
+    ("training/data/manifest.py", "tests/prepare/test_public_chats.py"): [
         ("not (counts[0] and opens)", "not counts[0]", "ordinary chats are told about thoughts"),
     ],
     ("prepare/records/sandbox.py", "tests/prepare/templates/test_sandbox.py"): [
@@ -1485,7 +1491,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
         ("(real or empty <= none)", "real", "answers behind nothing are asked behind an empty thought"),
     ],
-    ("core/data/vision/decoding.py", "tests/prepare/media/test_pixels.py"): [
+    ("training/data/vision/decoding.py", "tests/prepare/media/test_pixels.py"): [
         ("if i not in known]", "if i not in []]", "frames that are kept are decoded again"),
         ("= self._videos.pop(data, {})", "= self._videos.pop(data[:0], {})", "kept frames are forgotten"),
         ("len(video[0]) + sum", "sum", "kept files cost nothing"),
@@ -1508,7 +1514,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("engine/step/rows.py", "tests/training/test_denominator.py"): [
         ("packs * grid.dp.size", "packs", "dynamic context parallelism forgets the packs of other ranks"),
     ],
-    ("core/data/loader.py", "tests/data/test_loader.py"): [
+    ("training/data/loader.py", "tests/training/data/test_loader.py"): [
         ("batch if present else", "batch if True else", "packs that stand in are trained on"),
         (
             "min(options.global_batch_size, options.end - consumed)",
@@ -1554,7 +1560,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("x = x + self.output(attend", "x = self.output(attend", "the tower's residual is lost"),
     ],
-    ("core/data/vision/qwen3_5.py", "tests/prepare/media/test_qwen3_5_rules.py"): [
+    ("training/data/vision/qwen3_5.py", "tests/prepare/media/test_qwen3_5_rules.py"): [
         ("round(count / step) * step", "count", "the frames of a video are not counted in pairs"),
         ("(0, 2, 5, 3, 6, 8, 1, 4, 7)", "(0, 2, 3, 5, 6, 8, 1, 4, 7)", "the patches of a token are torn apart"),
         ("(width, pixels.shape[0])", "(pixels.shape[1], height)", "columns are blended before rows"),
@@ -1562,19 +1568,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("shrink = math.sqrt(count *", "shrink = math.sqrt(", "each frame has all pixels of the video"),
         ('"video_patch", self)', '"image_patch", self)', "a video is told as images"),
     ],
-    ("core/data/images.py", "tests/prepare/packs/test_qwen_images.py"): [
+    ("training/data/images.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("- step - ended", "- step", "a branch counts on behind its sibling"),
         ("= grids.max(1)", "= grids[:, 0]", "text goes on within a wide image"),
         ("within // columns", "within % columns", "rows count columns"),
         ("units.grids[mine]", "units.grids", "a rank has the grids of all ranks"),
     ],
-    ("core/data/vision/decoding.py", "tests/prepare/packs/test_qwen_images.py"): [
+    ("training/data/vision/decoding.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("known.get(i, known[first])", "known.get(i, 0 * known[first])", "half a pair is followed by black"),
     ],
     ("prepare/packs/writer.py", "tests/prepare/packs/test_qwen_images.py"): [
         ("_GRID_ROW.pack(*unit.grid)", "_GRID_ROW.pack(*unit.grid[::-1])", "grids are stored lying down"),
     ],
-    ("core/data/vision/molmo2.py", "tests/prepare/media/test_molmo2_rules.py"): [
+    ("training/data/vision/molmo2.py", "tests/prepare/media/test_molmo2_rules.py"): [
         ("(m // 2, m - m // 2)", "(m - m // 2, m // 2)", "the larger half of padding stands first"),
         ("index[:-1, :, -right:]", "index[1:, :, -right:]", "a margin is cut at the wrong side"),
         ("grid + rules.patches_per_crop", "grid", "high-resolution windows pool the small crop"),

@@ -24,7 +24,7 @@ PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
 """Packages that say more than what they are: the version, and the names for other libraries in one place."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_ROOM = "megacp/core/distributed/"
-ENVIRONMENT_FILES = ("megacp/core/distributed/launch.py", "megacp/prepare/packs/unit.py")
+ENVIRONMENT_FILES = ("megacp/training/start/launch.py", "megacp/prepare/packs/unit.py")
 _PURE = ("core/config/", "core/layers/", "engine/checks.py", "core/data/", "plan/")
 PURE_ROOMS = tuple(f"megacp/{room}" for room in _PURE)
 PEERS = "tools/peers/"
@@ -311,7 +311,7 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
         (private_names, "from megacp.attention.ops.mask import _runs"),
         (vision_families, "if config.vision_family == 'qwen3_5': ..."),
-        (vision_families, "from megacp.core.data.vision.molmo2 import crop_origins"),
+        (vision_families, "from megacp.training.data.vision.molmo2 import crop_origins"),
         (lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})), "def f():\n    import b"),
         (lambda tree: unused_names([tree], [tree]), "def f(): ..."),
         (lambda tree: unused_names([tree], [tree]), "class A:\n    def unread(self): ...\nA()"),

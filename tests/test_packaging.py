@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megacp.core.training.sources import open_sources
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.huggingface import convert_command as convert
+from megacp.training.loop.sources import open_sources
 from megacp.verify import plot
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.packs.builds import run as build

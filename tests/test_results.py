@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megacp.core.monitor import trace
 from megacp.huggingface import generate_command
 from megacp.plan import command as plan_command
 from megacp.prepare import command as preprocess
 from megacp.storage.files import require_free, write_result
+from megacp.training.monitor import trace
 from megacp.verify import calibrate, plot
 from tests.prepare.packs import builds
 

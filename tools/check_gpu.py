@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.core.monitor.console import warn
+from megacp.training.monitor.console import warn
 from megacp.verify import fake_cuda
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.core.monitor.console import warn
+from megacp.training.monitor.console import warn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # bench/ is not installed
 

@@ -11,10 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from megacp.core.monitor.console import say, warn
 from megacp.engine.config.cli import OneLineParser, path_text
 from megacp.prepare.train_tokenizer import RECORD_SUFFIXES, texts, train_bpe
 from megacp.storage.files import require_free
+from megacp.training.monitor.console import say, warn
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,9 +22,6 @@ from bench.peers.grids import GRIDS, Peer, sizes
 from bench.peers.processes import PeerFailure, PeerRanks, PeerStep
 from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
-from megacp.core.checkpoint.commit import Contents, PendingCheckpoint
-from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.training.state import RunState
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.run import RunConfig, with_values
@@ -33,6 +30,9 @@ from megacp.engine.data_parallel.boxes import boxes_to_save
 from megacp.engine.step.step import ParallelModel
 from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
+from megacp.training.checkpoint.commit import Contents, PendingCheckpoint
+from megacp.training.data.mock import MockRules, mock_batch
+from megacp.training.loop.state import RunState
 from megacp.verify.spawn import RankPool
 
 OURS = "megacp"

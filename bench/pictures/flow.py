@@ -17,9 +17,9 @@ from bench.pictures.example import NAMES, DealtRow, dealt
 from bench.pictures.masks import draw_mask
 from megacp.attention.context_parallel import kv_exchange, plan
 from megacp.attention.ops import mask
-from megacp.core.training import denominator
 from megacp.engine.rows import shard
 from megacp.prepare import packs, records
+from megacp.training.loop import denominator
 
 _DOCUMENTS = (style.GREY, style.SKY, style.VERMILION, style.INK)
 """Colours of the row's documents."""

@@ -135,7 +135,7 @@ def build_grid(
 ) -> ProcessGrid:
     """Create this rank's axes; every rank calls it once, in the same order.
 
-    `file_timeout`: how long ranks wait where one reads or writes files (`checkpoint/outcome.py`); None: as for others.
+    `file_timeout`: how long ranks wait where one reads or writes files (`training/checkpoint/outcome.py`); None: as for others.
     With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
     """
     have = dist.get_world_size() if dist.is_initialized() else 1

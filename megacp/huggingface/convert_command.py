@@ -25,8 +25,6 @@ from pathlib import Path
 
 import torch
 
-from megacp.core.distributed.launch import World, join, rendezvous, stop, world_from_environment
-from megacp.core.monitor.console import to_nowhere, warn
 from megacp.distributed.grid import single_axis
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.cli import OneLineParser, path_texts
@@ -34,6 +32,8 @@ from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.decoder import NAMINGS
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
 from megacp.storage.wording import for_terminal
+from megacp.training.monitor.console import to_nowhere, warn
+from megacp.training.start.launch import World, join, rendezvous, stop, world_from_environment
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
 _MINUTES = 24 * 60.0

@@ -27,9 +27,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.manifest import THOUGHTS, answers_told, thoughts_told
-from megacp.core.monitor.console import ends_with_its_reader, say, warn
-from megacp.core.training.state import first_token, last_token
 from megacp.engine.config.cli import OneLineParser, path_text, path_texts
 from megacp.huggingface.generation.prompt import Prompt, PromptMaker
 from megacp.huggingface.generation.sampler import Generator, Sampling
@@ -43,6 +40,9 @@ from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.storage.files import open_own, open_regular, read_regular, require_free
 from megacp.storage.wording import counted
+from megacp.training.data.manifest import THOUGHTS, answers_told, thoughts_told
+from megacp.training.loop.state import first_token, last_token
+from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:

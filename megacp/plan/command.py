@@ -15,8 +15,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.core.data.manifest import DatasetManifest
-from megacp.core.monitor.console import say, warn
 from megacp.engine.checks import require
 from megacp.engine.config.blend import named_folders
 from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
@@ -27,6 +25,8 @@ from megacp.plan.hardware import GPUS, NETWORKS, hardware
 from megacp.plan.packs import sample_packs
 from megacp.plan.picture import figure_png, page
 from megacp.storage.files import require_free, write_result
+from megacp.training.data.manifest import DatasetManifest
+from megacp.training.monitor.console import say, warn
 
 
 def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
@@ -38,7 +38,7 @@ def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
         converter = importlib.import_module("megacp.huggingface.convert.start")
         config, *_ = converter.open_start(config, given)
     if config.checkpoint.load is not None or config.checkpoint.auto_resume:
-        stored = importlib.import_module("megacp.core.training.stored")  # which imports torch
+        stored = importlib.import_module("megacp.training.loop.stored")  # which imports torch
         config, _ = stored.with_stored_model(config, given)
     if config.data.data_path is not None:
         manifest = DatasetManifest.read(named_folders(config.data.data_path)[0])

@@ -12,13 +12,13 @@ from megacp.attention.context_parallel.balance import ALIKE, Mix, row_area
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.ops.mask import Metadata, tile_table
 from megacp.attention.ops.once import once
-from megacp.core.data.collate import collate
-from megacp.core.data.reader import PackedDataset
 from megacp.engine.config.blend import named_folders
 from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.attention import heads_group
 from megacp.engine.models.costs import causal_area
 from megacp.engine.rows.mix import mix_of
+from megacp.training.data.collate import collate
+from megacp.training.data.reader import PackedDataset
 
 SAMPLE, SAMPLE_TOKENS = 64, 2**22
 """Packs that are looked at, and their tokens: long ones are fewer."""

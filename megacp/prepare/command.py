@@ -17,13 +17,13 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megacp.core.monitor.console import ends_with_its_reader, say, warn
 from megacp.engine.config.cli import OneLineParser, path_text, path_texts
 from megacp.engine.config.yaml_file import nearest
+from megacp.training.monitor.console import ends_with_its_reader, say, warn
 
 if TYPE_CHECKING:
-    from megacp.core.data.vision.rules import VisionRules
     from megacp.prepare.packs.settings import BuildSettings
+    from megacp.training.data.vision.rules import VisionRules
 
 EXAMPLES = """examples:
   tools/preprocess_data.py build --input corpus.jsonl --output data/corpus --tokenizer tokenizer.json --seq-length 4096
@@ -220,7 +220,7 @@ def _add_build_flags(build: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def _rule_flags() -> list[tuple[str, str, dict[str, Any]]]:
     """The flags of image rules: fields of all families, each with its defaults."""
-    from megacp.core.data.vision.decoding import RULES
+    from megacp.training.data.vision.decoding import RULES
 
     first = next(iter(RULES))
     whose = f"whose rules make patches and tokens: {' or '.join(RULES)} (the tokenizer's folder's, else {first})"
@@ -271,8 +271,8 @@ def _family(args: argparse.Namespace, families: Collection[str]) -> dict[str, st
 
     ValueError where --vision-family names another one.
     """
-    from megacp.core.data.vision.decoding import RULES
     from megacp.prepare.tokenize.beside import read_object
+    from megacp.training.data.vision.decoding import RULES
 
     config = _model_folder(args) / "config.json"
     content = read_object(config) if config.is_file() else {}
@@ -294,8 +294,8 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
 
     Lines on standard error name the files, and each flag that overrides one of their fields.
     """
-    from megacp.core.data.vision.decoding import RULES, rules_from_dict
     from megacp.prepare.media import processor_files
+    from megacp.training.data.vision.decoding import RULES, rules_from_dict
 
     of_folder = _family(args, RULES)
     family = of_folder.get("family") or given.get("family") or next(iter(RULES))
@@ -331,8 +331,8 @@ def _image_rules(args: argparse.Namespace, given: dict[str, Any]) -> VisionRules
 
 def _settings(args: argparse.Namespace) -> BuildSettings:
     """The settings of a build, unchecked."""
-    from megacp.core.data.vision.decoding import RULES
     from megacp.prepare.packs.settings import BuildSettings
+    from megacp.training.data.vision.decoding import RULES
 
     given = {field.name: getattr(args, field.name) for field in fields(BuildSettings) if field.name in args}
     lists: dict[str, Any] = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
@@ -375,10 +375,10 @@ def _part(args: argparse.Namespace) -> tuple[int, int] | None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megacp.core.data.reader import PackedDataset
     from megacp.prepare.describe import describe_pack
     from megacp.prepare.tokenize.kept import kept_tokenizer
     from megacp.prepare.tokenize.tokenizer import load_tokenizer
+    from megacp.training.data.reader import PackedDataset
 
     dataset = PackedDataset(args.dataset)
     tokenizer = load_tokenizer(args.tokenizer or kept_tokenizer(args.dataset), engine="reference")

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.collate import parents
-from megacp.core.data.reader import Pack, PackedDataset
-from megacp.core.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.prepare.records.documents import learned_tokens
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.storage.files import StrPath
 from megacp.storage.url import Url
 from megacp.storage.wording import counted
+from megacp.training.data.collate import parents
+from megacp.training.data.reader import Pack, PackedDataset
+from megacp.training.data.tables import BRANCH_DTYPE, FLAG_SPLIT, FLAG_TRUNCATED
 
 _LEAST = 8
 """Characters that are shown of a run, though later ones then are not seen."""

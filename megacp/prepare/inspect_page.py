@@ -15,13 +15,13 @@ from html import escape
 
 import numpy as np
 
-from megacp.core.data.reader import Pack, PackedDataset
-from megacp.core.data.vision.decoding import load_pixels, rules_from_dict, video_pixels
-from megacp.core.data.vision.rules import VisionRules
 from megacp.prepare.describe import document_parts, learned_of_pack, pack_documents, pack_of, runs_of
 from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.storage.files import write_result
 from megacp.storage.page import page_head
+from megacp.training.data.reader import Pack, PackedDataset
+from megacp.training.data.vision.decoding import load_pixels, rules_from_dict, video_pixels
+from megacp.training.data.vision.rules import VisionRules
 
 _THUMBNAIL = 224
 """Pixels of the longer side of an image."""

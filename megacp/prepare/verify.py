@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.manifest import DatasetManifest, FileEntry
-from megacp.core.data.reader import DataCache, Shard
-from megacp.core.data.tables import StoredFile
 from megacp.storage import files
 from megacp.storage.place import Place, digest_of, place_of
 from megacp.storage.url import Url
+from megacp.training.data.manifest import DatasetManifest, FileEntry
+from megacp.training.data.reader import DataCache, Shard
+from megacp.training.data.tables import StoredFile
 
 
 def verify(directory: files.StrPath | Url) -> list[str]:

@@ -26,8 +26,6 @@ import numpy as np
 import torch
 import yaml
 
-from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.monitor.flops import cuda_peak
 from megacp.engine.config.cli import OneLineParser
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.shard import mask_metadata
@@ -38,6 +36,8 @@ from megacp.plan.search import CP, PP, TP
 from megacp.plan.sheet import Sheet
 from megacp.plan.times import step_time
 from megacp.storage.files import require_free, write_result
+from megacp.training.data.mock import MockRules, mock_batch
+from megacp.training.monitor.flops import cuda_peak
 from megacp.verify.gpu_report import BILLION, MIDDLE, Sizes, run_part, timed_steps
 from megacp.verify.spawn import run_ranks
 

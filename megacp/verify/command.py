@@ -16,9 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megacp.core.data.mock import MASKS
-from megacp.core.monitor.console import say, warn
-from megacp.core.training.sources import open_sources
 from megacp.distributed.grid import single_axis
 from megacp.engine.config.blend import shown_path
 from megacp.engine.config.cli import OneLineParser, given_flags, parse
@@ -28,6 +25,9 @@ from megacp.engine.rows.choose import resolve_auto
 from megacp.engine.rows.rank import DataRank
 from megacp.engine.step.rows import Rows
 from megacp.storage.wording import human_count
+from megacp.training.data.mock import MASKS
+from megacp.training.loop.sources import open_sources
+from megacp.training.monitor.console import say, warn
 from megacp.verify.parity import MODELS, TOLERANCE, ParitySetup, compare, microbatches, prepare, train_rank
 from megacp.verify.spawn import RankFailure, run_ranks
 

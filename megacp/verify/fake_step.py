@@ -31,8 +31,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from megacp.core.data.mock import MASKS, MockRules, mock_batch
-from megacp.core.training.sources import open_sources
 from megacp.distributed.fake_world import Call, differences, fake_world, recorded
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import AXES, GridShape
@@ -51,6 +49,8 @@ from megacp.engine.rows.choose import resolve_auto
 from megacp.engine.rows.image_shards import REPLICATE, compute_image_shard_boundaries
 from megacp.engine.step.step import ParallelModel
 from megacp.plan.memory import STATE, stage_memory
+from megacp.training.data.mock import MASKS, MockRules, mock_batch
+from megacp.training.loop.sources import open_sources
 
 
 class Watch(TorchDispatchMode):

@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.monitor.flops import cuda_peak, peak_bytes
 from megacp.distributed.grid import build_grid
 from megacp.engine.backends.apex import describe_apex
 from megacp.engine.backends.select import backend_problems
@@ -37,6 +35,8 @@ from megacp.engine.models.costs import model_flops, model_parameters
 from megacp.engine.rows.shard import mask_metadata
 from megacp.engine.step.step import ParallelModel
 from megacp.storage.files import write_atomically
+from megacp.training.data.mock import MockRules, mock_batch
+from megacp.training.monitor.flops import cuda_peak, peak_bytes
 from megacp.verify.spawn import RankFailure, RankPool
 
 Sizes = Mapping[str, Value]

@@ -24,13 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from megacp.attention.ops.kernels import kernel_problem
-from megacp.core.data.images import ImageLoading
-from megacp.core.data.loader import step_batches
-from megacp.core.data.manifest import MANIFEST_NAME
-from megacp.core.data.mock import MockDecoder, MockRules, mock_batch
-from megacp.core.training.denominator import agree_on_step
-from megacp.core.training.images import image_loading, mock_images
-from megacp.core.training.sources import Sources, loader_options, open_sources
 from megacp.distributed.grid import build_grid
 from megacp.engine.checks import require
 from megacp.engine.config.blend import named_folders, shown_path
@@ -43,6 +36,13 @@ from megacp.engine.optim.lr_schedule import learning_rate
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.step.rows import Rows
 from megacp.engine.step.step import ParallelModel
+from megacp.training.data.images import ImageLoading
+from megacp.training.data.loader import step_batches
+from megacp.training.data.manifest import MANIFEST_NAME
+from megacp.training.data.mock import MockDecoder, MockRules, mock_batch
+from megacp.training.loop.denominator import agree_on_step
+from megacp.training.loop.images import image_loading, mock_images
+from megacp.training.loop.sources import Sources, loader_options, open_sources
 
 MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
 """One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a stored row."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from megacp.core.monitor.console import say, warn
 from megacp.engine.config.cli import OneLineParser
 from megacp.storage.files import read_regular, require_free, write_result
+from megacp.training.monitor.console import say, warn
 
 _LARGEST_LOG = 4 << 30
 """Bytes of a log."""

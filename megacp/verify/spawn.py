@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megacp.core.distributed.launch import meet_in_file, settle_cpu
+from megacp.training.start.launch import meet_in_file, settle_cpu
 
 _GRACE = 2.0
 """Seconds the other ranks get to report their own failure after the first one, and a late rank to write its stack."""

@@ -22,10 +22,10 @@ from bench.pictures.gallery import PICTURES, draw_all
 from bench.pictures.masks import tile_shapes
 from bench.steps import Rollouts
 from megacp.attention.ops.mask import allowed
-from megacp.core.data.mock import mock_batch
 from megacp.engine.rows.shard import mask_metadata
 from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
+from megacp.training.data.mock import mock_batch
 from tests.reference.packs import random_batch
 from tools.draw_pictures import main
 

@@ -19,9 +19,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.checkpoint.commit import SaveError
-from megacp.core.distributed import launch
-from megacp.core.distributed.launch import (
+from megacp.distributed.collectives import all_gather, all_reduce, barrier
+from megacp.distributed.grid import build_grid, connect, single_axis, split_axis
+from megacp.distributed.shape import AXES, GridShape
+from megacp.training.checkpoint.commit import SaveError
+from megacp.training.start import launch
+from megacp.training.start.launch import (
     Rendezvous,
     World,
     device_type,
@@ -36,9 +39,6 @@ from megacp.core.distributed.launch import (
     was_hit,
     world_from_environment,
 )
-from megacp.distributed.collectives import all_gather, all_reduce, barrier
-from megacp.distributed.grid import build_grid, connect, single_axis, split_axis
-from megacp.distributed.shape import AXES, GridShape
 from tests.faults.processes import free_port
 from tests.ranks import grid, run_ranks
 from tests.reference import grid as reference
@@ -253,7 +253,7 @@ def test_each_life_of_a_run_has_a_part_of_the_store_of_its_own(
     monkeypatch: pytest.MonkeyPatch, delays: tuple[float, ...]
 ) -> None:
     """Late ranks, a life that never came together, then whole ones."""
-    monkeypatch.setattr("megacp.core.distributed.launch._READING_SECONDS", 0.1)
+    monkeypatch.setattr("megacp.training.start.launch._READING_SECONDS", 0.1)
     store = dist.HashStore()
     for life in range(2):
         parts = _life(store, delays, (0, 1, 2))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.distributed.launch import ranks_of_one_machine
-from megacp.core.monitor.interrupts import handles
+from megacp.training.start.interrupts import handles
+from megacp.training.start.launch import ranks_of_one_machine
 from tests.faults.processes import ROOT, ends
 
 SIZES = "--num-layers 2 --hidden-size 32 --ffn-hidden-size 48 --num-attention-heads 2 --seq-length 64 --vocab-size 64"
@@ -96,7 +96,7 @@ def test_a_process_that_is_told_to_ignore_ctrl_c_does(tmp_path: Path) -> None:
     code = (
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, eval(sys.argv[1]))\n"
-        "from megacp.core.monitor.interrupts import leave_at_ctrl_c\n"
+        "from megacp.training.start.interrupts import leave_at_ctrl_c\n"
         "leave_at_ctrl_c()\n"
         "signal.raise_signal(signal.SIGINT)\n"
         "print('goes on')"

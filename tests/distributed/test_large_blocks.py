@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from bench.steps import QUICK_SIZES, Subject
-from megacp.core.data.mock import MockRules
 from megacp.distributed import large_blocks
 from megacp.distributed.large_blocks import LARGE, LargeBlocks, empty, large_product, zeros
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.tensor_parallel.linear import product as linear_product
+from megacp.training.data.mock import MockRules
 from tests.ranks import run_ranks
 
 MIB = 1 << 20

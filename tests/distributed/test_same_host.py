@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.core.distributed.launch import report_failure
 from megacp.distributed import same_host
 from megacp.distributed.collectives import (
     all_gather,
@@ -33,6 +32,7 @@ from megacp.distributed.collectives import (
 from megacp.distributed.grid import Axis, build_grid, split_axis
 from megacp.distributed.same_host import connect_host
 from megacp.distributed.shape import GridShape
+from megacp.training.start.launch import report_failure
 from tests.ranks import RankError, grid, run_ranks
 
 SIZES = (1, 7, 1024, 1025, 3000, 70_001)

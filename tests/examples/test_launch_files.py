@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import yaml
 
-from megacp.core.data.reader import PackedDataset
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import flatten
 from megacp.engine.config.yaml_file import values_of_file
@@ -24,9 +23,10 @@ from megacp.huggingface.convert.families import of_values
 from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess
 from megacp.train import dry_run, main
-from tests.data.datasets import random_packs, write_dataset
+from megacp.training.data.reader import PackedDataset
 from tests.prepare.packs.builds import write_records
 from tests.test_packaging import COMMANDS
+from tests.training.data.datasets import random_packs, write_dataset
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -44,8 +44,6 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import committed
 from megacp.distributed.grid import single_axis
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import check
@@ -53,11 +51,13 @@ from megacp.engine.config.cli import parse
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.prepare.packs.writer import Segment
 from megacp.train import flags_of
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.checkpoint.directory import committed
 from megacp.verify.spawn import preloaded
-from tests.data.datasets import write_dataset
 from tests.faults import witness
 from tests.faults.processes import ROOT
 from tests.faults.witness import PLAN, RECOVERY, SEQ_LENGTH, Plan
+from tests.training.data.datasets import write_dataset
 
 TOLERANCE = 1e-8
 BATCH = 12

@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.data.reader import PackedDataset
 from megacp.distributed.grid import single_axis
 from megacp.prepare.verify import verify
-from tests.data.datasets import IMAGE_RULES, weighted_images, write_dataset
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.data.reader import PackedDataset
 from tests.ranks import RankError, run_ranks
 from tests.tools import test_preprocess_images
 from tests.tools.in_process import preprocessed as tool
 from tests.tools.test_preprocess_data import command, environment, files
 from tests.tools.test_preprocess_images import arguments
+from tests.training.data.datasets import IMAGE_RULES, weighted_images, write_dataset
 from tests.training.runs import TINY, losses, run, train_on_rank
 from tests.training.test_health import payload
 

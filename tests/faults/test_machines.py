@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import committed
-from megacp.core.training.stopping import REASONS, StopSignal
 from megacp.distributed.grid import single_axis
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.checkpoint.directory import committed
+from megacp.training.loop.stopping import REASONS, StopSignal
 from tests.faults.machines import Machines
 from tests.faults.processes import ROOT, Ended, ends, environment, free_port, launch, run_all
 from tests.training.runs import TINY, grid_flags, losses

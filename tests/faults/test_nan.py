@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import committed
-from megacp.core.training.sources import open_sources
-from megacp.core.training.state import RunState
-from megacp.core.training.stopping import FAILED
 from megacp.distributed.grid import single_axis
 from megacp.engine.config.cli import parse
 from megacp.engine.step.step import ParallelModel
 from megacp.train import main, prepare_run
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.checkpoint.directory import committed
+from megacp.training.loop.sources import open_sources
+from megacp.training.loop.state import RunState
+from megacp.training.loop.stopping import FAILED
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses, save

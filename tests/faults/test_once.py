@@ -37,7 +37,7 @@ def test_a_run_that_dies_on_changing_grids_loses_no_sample(tmp_path: Path, momen
 
 
 SKIPS_A_PACK = """
-from megacp.core.data.loader import PackedLoader
+from megacp.training.data.loader import PackedLoader
 begin = PackedLoader.__init__
 def resumed(self, source, options, rank, consumed, *rest):
     begin(self, source, options, rank, consumed + (consumed > 0), *rest)
@@ -45,7 +45,7 @@ def resumed(self, source, options, rank, consumed, *rest):
 PackedLoader.__init__ = resumed
 """
 LOSES_A_MOMENT = """
-from megacp.core.training import trainer
+from megacp.training.loop import trainer
 load = trainer.load
 def resumed(model, *rest):
     found = load(model, *rest)

@@ -26,11 +26,11 @@ import numpy as np
 import torch
 
 from megacp import train
-from megacp.core.checkpoint import commit
-from megacp.core.distributed import launch
-from megacp.core.training import trainer
 from megacp.engine.step.rows import PlannedRow
 from megacp.engine.step.step import ParallelModel
+from megacp.training.checkpoint import commit
+from megacp.training.loop import trainer
+from megacp.training.start import launch
 from tests.training import faulty_rank
 
 PLAN = "MEGACP_TESTS_PLAN"

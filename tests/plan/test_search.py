@@ -28,8 +28,8 @@ from megacp.plan.search import Candidate, fullest, layouts, search
 from megacp.plan.times import step_time
 from megacp.train import dry_run
 from megacp.verify.gpu_report import BILLION
-from tests.data.datasets import random_packs, write_dataset
 from tests.huggingface.convert.models import made
+from tests.training.data.datasets import random_packs, write_dataset
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 SMALL = {"vocab_size": 4096, "seq_length": 1024, "num_layers": 4, "global_batch_size": 8, "dry_run": True}

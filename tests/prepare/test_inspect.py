@@ -11,10 +11,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from megacp.core.data.reader import PackedDataset
 from megacp.prepare.describe import describe_pack
 from megacp.prepare.inspect_page import write_page
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.training.data.reader import PackedDataset
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.packs.builds import run
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from megacp.core.data.blend import PackBlend
-from megacp.core.data.manifest import DatasetManifest, thoughts_told
-from megacp.core.data.reader import PackedDataset
-from megacp.core.training.sources import Sources
 from megacp.prepare import command as preprocess
 from megacp.prepare.describe import pack_documents, runs_of
 from megacp.prepare.records import read
 from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.training.data.blend import PackBlend
+from megacp.training.data.manifest import DatasetManifest, thoughts_told
+from megacp.training.data.reader import PackedDataset
+from megacp.training.loop.sources import Sources
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 
 CHATS = Path(__file__).parent / "chats"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from megacp.core.data.vision.qwen3_5 import Qwen35Rules
+from megacp.training.data.vision.qwen3_5 import Qwen35Rules
 
 
 def _library(module: str, name: str) -> Any:

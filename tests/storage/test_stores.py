@@ -21,7 +21,6 @@ from werkzeug.serving import make_server
 from werkzeug.utils import send_file
 from werkzeug.wrappers import Request, Response
 
-from megacp.core.data.reader import DataCache, PackedDataset
 from megacp.storage.place import (
     digest_of,
     expanded,
@@ -34,9 +33,10 @@ from megacp.storage.place import (
     write_stream,
 )
 from megacp.storage.url import UnreachableError, Url
-from tests.data.datasets import random_packs, write_dataset
+from megacp.training.data.reader import DataCache, PackedDataset
 from tests.storage.s3_server import FaultyServer, QuietHandler, S3Server, s3_server
 from tests.storage.stores import FlakyStore, flaky, memory, under_flaky
+from tests.training.data.datasets import random_packs, write_dataset
 
 
 def test_a_store_that_fails_every_third_request_gives_the_same_bytes() -> None:

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megacp.core.monitor.console import Console, say, warn
 from megacp.huggingface import convert_command, generate_command
 from megacp.plan import command as plan_command
 from megacp.prepare import command as preprocess
 from megacp.storage.wording import escaped, for_terminal
 from megacp.train import main as train
+from megacp.training.monitor.console import Console, say, warn
 from megacp.verify import command as parity
 from megacp.verify import plot
 

@@ -15,13 +15,13 @@ import torch
 from torch.torch_version import TorchVersion
 
 from megacp.attention.ops import flex
-from megacp.core.data.mock import MockRules
 from megacp.engine.backends import select
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.optim import sharded
 from megacp.engine.optim.rules import AdamW, Group
 from megacp.train import main as train
+from megacp.training.data.mock import MockRules
 from megacp.verify import command as tool
 from megacp.verify import gpu_report, spawn
 from megacp.verify.gpu_report import Finding

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.training.state import RunState
 from megacp.distributed.grid import single_axis
 from megacp.engine.config.yaml_file import to_yaml
 from megacp.engine.data_parallel.boxes import boxes_to_save
@@ -25,12 +24,13 @@ from megacp.huggingface.convert.tensors import STACKS, WIDE
 from megacp.huggingface.convert.verify import compare_logits, logits_of, rows_for, tensor_differences
 from megacp.huggingface.convert_command import main
 from megacp.train import main as train
+from megacp.training.loop.state import RunState
 from megacp.verify.parity import MODELS as OURS
-from tests.checkpoint.saves import save_checkpoint
 from tests.huggingface.convert.models import MODELS, packed, save
 from tests.prepare.media.pictures import TINY
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of
+from tests.training.checkpoint.saves import save_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed (extra: hf)")

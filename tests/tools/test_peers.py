@@ -14,7 +14,7 @@ import torch
 from bench.peers.comparison import Opponents, other_losses, over_best, peers_part, speed_table
 from bench.peers.grids import GRIDS, PEERS, Peer
 from bench.peers.processes import PeerFailure, PeerRanks
-from megacp.core.monitor.log import LogTargets, RunLog
+from megacp.training.monitor.log import LogTargets, RunLog
 from megacp.verify.plot import main, read_curves, running_mean
 
 HERE = Path(__file__).resolve().parent

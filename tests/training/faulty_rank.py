@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacp.core.checkpoint import commit
-from megacp.core.checkpoint.storage import rank_file
 from megacp.engine.step.step import ParallelModel
 from megacp.train import program
+from megacp.training.checkpoint import commit
+from megacp.training.checkpoint.storage import rank_file
 
 
 def _die(number: int) -> None:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from megacp.core.distributed.launch import run_store
-from megacp.core.training.state import RunState, begin_save
-from megacp.core.training.trainer import Trainer
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import RunConfig
 from megacp.engine.step.step import ParallelModel
 from megacp.train import main, prepare_run
+from megacp.training.loop.state import RunState, begin_save
+from megacp.training.loop.trainer import Trainer
+from megacp.training.start.launch import run_store
 from tests.ranks import grid, run_ranks
 
 TINY = [

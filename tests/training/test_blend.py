@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import committed
-from megacp.core.data.blend import PackBlend
-from megacp.core.data.reader import PackedDataset
-from megacp.core.training.sources import open_sources
 from megacp.distributed.grid import single_axis
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
 from megacp.storage.url import Url
 from megacp.train import main
-from tests.data.datasets import random_packs, write_dataset
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.checkpoint.directory import committed
+from megacp.training.data.blend import PackBlend
+from megacp.training.data.reader import PackedDataset
+from megacp.training.loop.sources import open_sources
 from tests.ranks import run_ranks
 from tests.storage.s3_server import S3Server, s3_server, use
+from tests.training.data.datasets import random_packs, write_dataset
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 
 SIZES = {"captions": 9, "pointing": 4, "text": 30}

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.data.mock import MockRules, mock_batch
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.step.step import ParallelModel
+from megacp.training.data.mock import MockRules, mock_batch
 
 SIZES = {
     "num_layers": 2,

@@ -19,8 +19,6 @@ import megacp
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.ops.pointwise import keep_mask
 from megacp.attention.ops.tile_kernels import TileKernel
-from megacp.core.data.mock import MockRules, mock_batch
-from megacp.core.training.denominator import RankReport, agree_on_step
 from megacp.distributed import grid as grid_file
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.fake_world import recorded
@@ -34,6 +32,8 @@ from megacp.engine.step.decision import Decision, finite_only
 from megacp.engine.step.step import ParallelModel
 from megacp.engine.tensor_parallel.vocabulary import weighted_loss
 from megacp.train import main
+from megacp.training.data.mock import MockRules, mock_batch
+from megacp.training.loop.denominator import RankReport, agree_on_step
 from tests.engine.tensor_parallel.test_linear import SIZES
 from tests.ranks import RankError, grid, run_ranks
 from tests.reference.training import QWEN3_5, Values, config_of, step_batches

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.training.state import RunState, load
 from megacp.distributed.grid import Axis, single_axis
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import RunConfig, with_values
@@ -24,6 +22,8 @@ from megacp.engine.models import init
 from megacp.engine.pipeline_parallel.schedules import Kind, schedule, with_parameters
 from megacp.engine.step.step import ParallelModel
 from megacp.train import prepare_run
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.loop.state import RunState, load
 from tests.ranks import grid, run_ranks
 from tests.reference.training import Values, config_of, step_batches
 from tests.training.runs import TINY, grid_flags, losses, run, save

@@ -18,22 +18,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.core.checkpoint.commit import PendingCheckpoint, load_checkpoint
-from megacp.core.checkpoint.directory import committed
-from megacp.core.training.denominator import agree_on_step
-from megacp.core.training.health import Health, StepNumbers
-from megacp.core.training.stopping import FAILED
 from megacp.distributed.grid import single_axis
 from megacp.engine.step.decision import Decision
 from megacp.engine.step.step import ParallelModel
 from megacp.storage.files import sha256_of
 from megacp.train import main
+from megacp.training.checkpoint.commit import PendingCheckpoint, load_checkpoint
+from megacp.training.checkpoint.directory import committed
+from megacp.training.loop.denominator import agree_on_step
+from megacp.training.loop.health import Health, StepNumbers
+from megacp.training.loop.stopping import FAILED
 from megacp.verify.parity import ParitySetup, microbatches, prepare
-from tests.data.datasets import damage
 from tests.faults.sick_run import train_sick
 from tests.prepare.media.pictures import TINY as TINY_RULES
 from tests.prepare.packs.builds import run as build
 from tests.ranks import RankError, grid, preload, run_ranks
+from tests.training.data.datasets import damage
 from tests.training.faulty_rank import FAULTS
 from tests.training.runs import TINY, losses, run, train_on_rank
 from tests.training.test_vision_dataset import config_for, flags_of, image_part
@@ -194,7 +194,7 @@ def test_a_run_all_of_whose_images_are_broken_ends(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_step_that_learns_from_no_token_is_named_and_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = broken_images(tmp_path, text=False)
-    monkeypatch.setattr("megacp.core.training.health.MOST_LEFT_OUT", 1.0)
+    monkeypatch.setattr("megacp.training.loop.health.MOST_LEFT_OUT", 1.0)
     assert _train(data, tmp_path / "out") == FAILED
     told = notes(tmp_path / "out")
     named = [step for step, text in told if text.startswith("no token of the step has a loss weight, bad images left")]

@@ -15,11 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.core.checkpoint import commit
-from megacp.core.checkpoint.commit import SaveError, load_checkpoint
-from megacp.core.monitor.log import RunLog
-from megacp.core.training.saving import DONE, SAVE_FAILED, WRITING
-from megacp.core.training.stopping import STOPPED, StopSignal
 from megacp.distributed.grid import single_axis
 from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.engine.models.language import OutputHead
@@ -27,8 +22,13 @@ from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.step.step import ParallelModel, StepResult
 from megacp.storage.files import sha256_of
 from megacp.train import main
-from tests.checkpoint.saves import save_checkpoint
+from megacp.training.checkpoint import commit
+from megacp.training.checkpoint.commit import SaveError, load_checkpoint
+from megacp.training.loop.saving import DONE, SAVE_FAILED, WRITING
+from megacp.training.loop.stopping import STOPPED, StopSignal
+from megacp.training.monitor.log import RunLog
 from tests.ranks import run_ranks
+from tests.training.checkpoint.saves import save_checkpoint
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 
 WORLD = single_axis("world")

@@ -18,12 +18,6 @@ import numpy as np
 import pytest
 
 from megacp import train
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.checkpoint.directory import MANIFEST_FILE, checksum_of
-from megacp.core.distributed.launch import Rendezvous, World
-from megacp.core.training.equal_start import MAY_DIFFER, require_equal_start, statement
-from megacp.core.training.sources import open_sources, with_stored_length
-from megacp.core.training.stored import stored_config, with_stored_model
 from megacp.engine.checks import check
 from megacp.engine.config.cli import given_names, parse
 from megacp.engine.config.run import RunConfig, fields, flag, with_values
@@ -36,9 +30,15 @@ from megacp.plan.hardware import hardware
 from megacp.plan.search import fullest
 from megacp.storage.wording import human_count
 from megacp.train import main, plan_of
-from tests.checkpoint.test_commit import WORLD
-from tests.data.datasets import random_packs, write_dataset
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.checkpoint.directory import MANIFEST_FILE, checksum_of
+from megacp.training.loop.equal_start import MAY_DIFFER, require_equal_start, statement
+from megacp.training.loop.sources import open_sources, with_stored_length
+from megacp.training.loop.stored import stored_config, with_stored_model
+from megacp.training.start.launch import Rendezvous, World
 from tests.distributed.test_grid import at_once
+from tests.training.checkpoint.test_commit import WORLD
+from tests.training.data.datasets import random_packs, write_dataset
 from tests.training.runs import TINY, grid_flags, losses, run
 
 
@@ -238,7 +238,7 @@ def test_a_run_that_goes_on_with_as_many_ranks_keeps_its_layout_and_else_is_plan
     assert "step_0000002 is of 1" in capsys.readouterr().out
     # on a device that one row a microbatch fills more than half, two do not fit
     most = fullest(with_values(kept, {"micro_batch_size": 1}), 1).total * 1.2 / 2**30
-    monkeypatch.setattr("megacp.core.distributed.launch.device_at_hand", lambda world: ("CPU", most))
+    monkeypatch.setattr("megacp.training.start.launch.device_at_hand", lambda world: ("CPU", most))
     assert planned(flags, 1).training.micro_batch_size == 1
 
 
@@ -259,7 +259,7 @@ def test_a_plan_of_a_checkpoint_is_of_its_model(base: Path, capsys: pytest.Captu
 def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
     ranks: int, flags: list[str], gib: float, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megacp.core.distributed.launch.device_at_hand", lambda world: ("NVIDIA H200", gib))
+    monkeypatch.setattr("megacp.training.start.launch.device_at_hand", lambda world: ("NVIDIA H200", gib))
     with pytest.raises(ValueError, match="^--parallel auto") as refused:
         planned([*TINY, *AUTO, *flags], ranks)
     assert all(word in str(refused.value) for word in told)

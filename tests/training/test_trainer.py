@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.distributed.launch import World
-from megacp.core.training.stopping import StopSignal
 from megacp.prepare import command as preprocess
 from megacp.train import main, plan_of
+from megacp.training.loop.stopping import StopSignal
+from megacp.training.start.launch import World
 from tests.ranks import run_ranks
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
 
@@ -208,7 +208,7 @@ def test_ctrl_c_stops_in_order_and_a_later_second_one_at_once(monkeypatch: pytes
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         later = time.monotonic() + 3.0
-        monkeypatch.setattr("megacp.core.training.stopping.time.monotonic", lambda: later)
+        monkeypatch.setattr("megacp.training.loop.stopping.time.monotonic", lambda: later)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     finally:

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.data.collate import collate
 from megacp.engine.rows.batch import PackedBatch
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.training.data.collate import collate
 from tests.prepare.records.test_trees import pack_of
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble

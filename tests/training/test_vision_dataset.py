@@ -16,28 +16,28 @@ import torch
 from megacp.attention.context_parallel import fused_states, plan, state_plan
 from megacp.attention.context_parallel.fused_states import FUSED, fused_convolved
 from megacp.attention.ops.recurrence import convolved_delta_rule
-from megacp.core.data.collate import collate
-from megacp.core.data.images import ImageLoading
-from megacp.core.data.loader import PackedLoader
-from megacp.core.data.mock import MockDecoder, MockImages
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision.decoding import RulesDecoder
-from megacp.core.data.vision.rules import ImageError, Pixels
-from megacp.core.training.denominator import agree_on_step
-from megacp.core.training.images import image_loading, without_bad_images
-from megacp.core.training.sources import loader_options, open_sources
 from megacp.engine.config.run import RunConfig, flag, flatten, with_values
 from megacp.engine.config.yaml_file import to_yaml
 from megacp.engine.models import vision
 from megacp.engine.rows.vision import LocalVision
 from megacp.engine.step.step import ParallelModel
+from megacp.training.data.collate import collate
+from megacp.training.data.images import ImageLoading
+from megacp.training.data.loader import PackedLoader
+from megacp.training.data.mock import MockDecoder, MockImages
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.vision.decoding import RulesDecoder
+from megacp.training.data.vision.rules import ImageError, Pixels
+from megacp.training.loop.denominator import agree_on_step
+from megacp.training.loop.images import image_loading, without_bad_images
+from megacp.training.loop.sources import loader_options, open_sources
 from megacp.verify import command as parity
 from megacp.verify.parity import MODELS, ParitySetup, microbatches, prepare
-from tests.data.datasets import damage
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.packs.builds import run as build
 from tests.ranks import grid, run_ranks
 from tests.reference.fused import chunk_gated_delta_rule
+from tests.training.data.datasets import damage
 from tests.training.runs import train_on_rank
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.data.mock import MockRules
 from megacp.distributed.grid import single_axis
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.rank import DataRank
 from megacp.engine.step.rows import Rows
+from megacp.training.data.mock import MockRules
 from megacp.verify.parity import MODELS, ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
 from tests.ranks import run_ranks
 from tests.reference.packs import branched

@@ -69,7 +69,7 @@ import megacp.train, importlib
 from megacp.verify.spawn import preloaded
 for name in preloaded():
     importlib.import_module(name)
-assert "megacp.core.training.trainer" in preloaded()
+assert "megacp.training.loop.trainer" in preloaded()
 print(threading.active_count())
 """
 

@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from megacp import __version__
-from megacp.core.checkpoint.commit import LoadedCheckpoint
-from megacp.core.training.state import stored_state
-from megacp.core.training.stored import stored_config
 from megacp.engine.config.run import RunConfig, Value, fields, flatten
+from megacp.training.checkpoint.commit import LoadedCheckpoint
+from megacp.training.loop.state import stored_state
+from megacp.training.loop.stored import stored_config
 
 CARD = "README.md"
 

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.manifest import answers_told
-from megacp.core.training.state import RunState, stored_state
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.huggingface.convert.source import Loaded
 from megacp.prepare.records.chat_template import templates_of
@@ -19,6 +17,8 @@ from megacp.prepare.records.record import ALPACA, RecordRules
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.beside import TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.training.data.manifest import answers_told
+from megacp.training.loop.state import RunState, stored_state
 
 CHOICES = ("auto", "messages", "none")
 TEMPLATE_FILE, _OLDER_FILE = TEMPLATE_NAMES

@@ -15,18 +15,6 @@ from typing import Any
 
 import torch
 
-from megacp.core.checkpoint.commit import LoadedCheckpoint
-from megacp.core.checkpoint.directory import (
-    CONFIG_FILE,
-    MANIFEST_FILE,
-    CheckpointManifest,
-    FileRecord,
-    point_and_prune,
-    to_json,
-)
-from megacp.core.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
-from megacp.core.data.manifest import answers_told, thoughts_told
-from megacp.core.training.state import first_token, last_token, stored_state
 from megacp.distributed.collectives import gather_objects
 from megacp.distributed.grid import Axis, single_axis
 from megacp.engine.backends.native import DTYPES
@@ -61,6 +49,18 @@ from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.kept import own_tokenizer
 from megacp.prepare.tokenize.tokenizer import PROBE, Tokenizer, load_tokenizer
 from megacp.storage.files import sha256_of, write_new
+from megacp.training.checkpoint.commit import LoadedCheckpoint
+from megacp.training.checkpoint.directory import (
+    CONFIG_FILE,
+    MANIFEST_FILE,
+    CheckpointManifest,
+    FileRecord,
+    point_and_prune,
+    to_json,
+)
+from megacp.training.checkpoint.storage import INDEX_FILE, GlobalTensor, Index, StoredBox, rank_file
+from megacp.training.data.manifest import answers_told, thoughts_told
+from megacp.training.loop.state import first_token, last_token, stored_state
 
 _NOT_COPIED = ("config.json", hf_files.INDEX)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".pt", ".ckpt")

@@ -18,12 +18,12 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from megacp.core.checkpoint import storage
-from megacp.core.checkpoint.outcome import on_all_ranks, on_rank_0
 from megacp.distributed.grid import Axis
 from megacp.huggingface.convert.tensors import PACKED, Info, Source, is_finite, not_finite, num_bytes, whole
 from megacp.prepare.tokenize.beside import read_object
 from megacp.storage import files, wording
+from megacp.training.checkpoint import storage
+from megacp.training.checkpoint.outcome import on_all_ranks, on_rank_0
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = {name: dtype for name, dtype in storage.STORED_DTYPES.items() if dtype.is_floating_point}

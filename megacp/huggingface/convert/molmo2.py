@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megacp.core.data.vision.molmo2 import Molmo2Rules
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.decoder import (
     DECODER,
@@ -24,6 +23,7 @@ from megacp.huggingface.convert.decoder import (
     sizes_to_hf,
 )
 from megacp.huggingface.convert.tensors import Info, Link, Named
+from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 _TOKEN_FIELDS = {
     "image_start_token_id": "image_start",

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.vision.rules import VisionRules
 from megacp.huggingface.convert.hf_files import write_json
 from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, PROCESSOR_FILES, VIDEOS, ProcessorPart
+from megacp.training.data.vision.rules import VisionRules
 
 Rules = dict[str, Any]
 """Image rules as a dataset's manifest holds them."""

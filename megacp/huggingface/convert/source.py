@@ -15,12 +15,6 @@ from typing import Any
 
 import torch
 
-from megacp.core.checkpoint.commit import LoadedCheckpoint, load_checkpoint
-from megacp.core.checkpoint.directory import MANIFEST_FILE, is_step_name
-from megacp.core.data.vision.decoding import RULES, rules_from_dict
-from megacp.core.data.vision.rules import VisionRules
-from megacp.core.training.state import stored_state
-from megacp.core.training.stored import stored_config
 from megacp.distributed.grid import Axis
 from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig, flatten, with_values
@@ -49,6 +43,12 @@ from megacp.prepare.media.processor_files import FolderRules
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 from megacp.storage import wording
+from megacp.training.checkpoint.commit import LoadedCheckpoint, load_checkpoint
+from megacp.training.checkpoint.directory import MANIFEST_FILE, is_step_name
+from megacp.training.data.vision.decoding import RULES, rules_from_dict
+from megacp.training.data.vision.rules import VisionRules
+from megacp.training.loop.state import stored_state
+from megacp.training.loop.stored import stored_config
 
 _TOLD = 20
 _DTYPES = ("float32", "bfloat16", "float64")

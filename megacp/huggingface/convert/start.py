@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 
-from megacp.core.checkpoint.weights import TensorRows
-from megacp.core.data.vision.decoding import RULES
-from megacp.core.training.stored import with_model_of
 from megacp.engine.backends.native import DTYPES
 from megacp.engine.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.engine.config.vision import VISION_FAMILIES
@@ -39,6 +36,9 @@ from megacp.huggingface.convert.tensors import Source, in_dtype
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 from megacp.storage.place import Place
 from megacp.storage.url import Url
+from megacp.training.checkpoint.weights import TensorRows
+from megacp.training.data.vision.decoding import RULES
+from megacp.training.loop.stored import with_model_of
 
 ADAPTER_FILES = (ADAPTER_CONFIG, "adapter_model.safetensors")
 
@@ -91,7 +91,7 @@ def with_tower(
 
 @dataclass
 class FolderStart:
-    """The weights of a folder, as `megacp.core.checkpoint.weights.Weights`."""
+    """The weights of a folder, as `megacp.training.checkpoint.weights.Weights`."""
 
     loaded: Loaded
     place: Path

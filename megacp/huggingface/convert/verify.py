@@ -17,9 +17,6 @@ import numpy as np
 import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
-from megacp.core.data.images import joined, position_axes
-from megacp.core.data.vision.molmo2 import Molmo2Rules, frame_layout
-from megacp.core.data.vision.rules import VisionRules
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.run import RunConfig, flag, with_values
@@ -33,6 +30,9 @@ from megacp.huggingface.convert.source import Loaded, in_brief
 from megacp.huggingface.convert.tensors import Source, in_dtype, whole
 from megacp.huggingface.convert.tokenizer import Given, refuse_difference
 from megacp.prepare.tokenize.tokenizer import PROBE
+from megacp.training.data.images import joined, position_axes
+from megacp.training.data.vision.molmo2 import Molmo2Rules, frame_layout
+from megacp.training.data.vision.rules import VisionRules
 
 _TOLERANCE = 1e-4
 """Part of the largest logit, in float32: a wrong theta is above it, another order of sums mostly far below."""

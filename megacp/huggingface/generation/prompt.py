@@ -13,13 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.collate import collate
-from megacp.core.data.images import joined
-from megacp.core.data.manifest import FEATURE_TOKENS
-from megacp.core.data.reader import Pack, PackImages
-from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
-from megacp.core.data.vision.decoding import RulesDecoder
-from megacp.core.data.vision.rules import Pixels, VisionRules
 from megacp.engine.rows.batch import PackedBatch
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.chat_template import ChatTemplate
@@ -35,6 +28,13 @@ from megacp.prepare.records.record import (
 )
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.training.data.collate import collate
+from megacp.training.data.images import joined
+from megacp.training.data.manifest import FEATURE_TOKENS
+from megacp.training.data.reader import Pack, PackImages
+from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE, UNIT_DTYPE
+from megacp.training.data.vision.decoding import RulesDecoder
+from megacp.training.data.vision.rules import Pixels, VisionRules
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,11 +15,6 @@ import numpy as np
 import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.data.vision.decoding import rules_from_dict
-from megacp.core.data.vision.rules import VisionRules
-from megacp.core.training.state import stored_state
-from megacp.core.training.stored import stored_config
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.run import ON_CPU, RunConfig, Value, with_values
@@ -30,6 +25,11 @@ from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.shard import shard_batch
 from megacp.engine.rows.vision import PatchGrids
 from megacp.huggingface.generation.prompt import Prompt, prompt_grids, prompt_pixels, prompt_row
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.data.vision.decoding import rules_from_dict
+from megacp.training.data.vision.rules import VisionRules
+from megacp.training.loop.state import stored_state
+from megacp.training.loop.stored import stored_config
 
 _ONE_PROCESS: dict[str, Value] = {
     "tensor_model_parallel_size": 1,

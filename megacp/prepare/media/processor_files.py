@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.vision.decoding import RULES
-from megacp.core.data.vision.rules import VisionRules
 from megacp.prepare.tokenize.beside import read_object
 from megacp.storage.wording import listed
+from megacp.training.data.vision.decoding import RULES
+from megacp.training.data.vision.rules import VisionRules
 
 IMAGES = "preprocessor_config.json"
 VIDEOS = "video_preprocessor_config.json"

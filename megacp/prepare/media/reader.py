@@ -15,12 +15,12 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from megacp.core.data.vision.decoding import load_pixels, video_info, video_pixels
-from megacp.core.data.vision.rules import ImageError, VisionRules
 from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import Media, RecordError, Rendered, SamplePart
 from megacp.storage.files import TooLargeError, open_below, read_within
 from megacp.storage.url import UnreachableError, Url, is_url
+from megacp.training.data.vision.decoding import load_pixels, video_info, video_pixels
+from megacp.training.data.vision.rules import ImageError, VisionRules
 
 ALLOWED = "allowed are URLs below --image-urls"
 LARGEST_ITEM = (1 << 31) - 1

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.manifest import MANIFEST_NAME, ShardEntry
 from megacp.prepare.packs.settings import VALID_FOLDER
 from megacp.prepare.packs.unit import UnitResult
 from megacp.prepare.records.record import Refusal
 from megacp.prepare.tokenize.kept import TOKENIZER_DIRECTORY
 from megacp.storage import files
+from megacp.training.data.manifest import MANIFEST_NAME, ShardEntry
 
 _STATE = ".build"
 """Folder of what a build knows of itself."""

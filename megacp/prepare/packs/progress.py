@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TextIO
 
-from megacp.core.data.manifest import DatasetManifest, answers_told, thoughts_told
 from megacp.engine.config.training import TrainingConfig
 from megacp.prepare.packs.unit import UnitResult
 from megacp.storage.wording import counted
+from megacp.training.data.manifest import DatasetManifest, answers_told, thoughts_told
 
 _BATCH = TrainingConfig.global_batch_size
 _EVERY_SECONDS = 10.0

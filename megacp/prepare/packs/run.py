@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megacp.core.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 from megacp.prepare.packs.journal import (
     REJECTS_NAME,
     Journal,
@@ -39,6 +38,7 @@ from megacp.prepare.tokenize.tokenizer import Tokenizer
 from megacp.storage import files
 from megacp.storage.place import expanded, place_of, size_of
 from megacp.storage.wording import counted, for_terminal, listed
+from megacp.training.data.manifest import MANIFEST_NAME, THOUGHTS, DatasetManifest
 
 RECORD_RULES = 6
 """What records mean: raised when a record becomes other tokens or weights, so that no dataset is half of each."""

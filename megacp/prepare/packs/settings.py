@@ -9,7 +9,6 @@ import functools
 import os
 from dataclasses import dataclass, replace
 
-from megacp.core.data.vision.rules import VisionRules
 from megacp.prepare.media.reader import LARGEST_ITEM, LIMITS
 from megacp.prepare.records.chat_template import ChatTemplate, Template, load_chat_template
 from megacp.prepare.records.forms import READ_KEYS
@@ -25,6 +24,7 @@ from megacp.prepare.records.record import (
 from megacp.prepare.records.sample import RECORD_KEYS
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.storage.url import is_url
+from megacp.training.data.vision.rules import VisionRules
 
 VALID_FOLDER = "valid"
 """Folder of the validation records in a dataset with --valid-share."""

@@ -20,8 +20,6 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from megacp.core.data.manifest import ShardEntry
-from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 from megacp.prepare.media.reader import MediaReader, unnamed_members
 from megacp.prepare.packs.packing import best_fit_decreasing, cut_oversize, two_budgets
 from megacp.prepare.packs.settings import BuildSettings
@@ -31,6 +29,8 @@ from megacp.prepare.records.documents import Document, DocumentMaker, RecordPart
 from megacp.prepare.records.read import Extent, LinesBefore, Unit, read_extent, records_before
 from megacp.prepare.records.record import Media, RecordError, Refusal, Sample
 from megacp.prepare.records.sample import parse_record
+from megacp.training.data.manifest import ShardEntry
+from megacp.training.data.tables import FLAG_SPLIT, FLAG_TRUNCATED, padded_lengths
 
 _BATCH_CHARACTERS = 1 << 20
 BATCH_RECORDS = 4096

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megacp.core.data.collate import parents
-from megacp.core.data.tables import token_dtype
-from megacp.core.data.vision.rules import ImageLayout
 from megacp.prepare.records.chat_template import ChatTemplate, Template, loaded
 from megacp.prepare.records.record import Rendered, SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer
+from megacp.training.data.collate import parents
+from megacp.training.data.tables import token_dtype
+from megacp.training.data.vision.rules import ImageLayout
 
 NO_TOKEN = "the tokenizer makes no token of a text of this record"
 

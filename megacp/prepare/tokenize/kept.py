@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from megacp.core.data.manifest import DatasetManifest
 from megacp.engine.config.blend import DataPath, named_folders
 from megacp.prepare.tokenize.tokenizer import ByteTokenizer, load_tokenizer, tokenizer_files
 from megacp.storage.files import StrPath
 from megacp.storage.place import fetched, place_of
 from megacp.storage.url import Url
+from megacp.training.data.manifest import DatasetManifest
 
 TOKENIZER_DIRECTORY = "tokenizer"
 """Folder of a dataset with the files of its tokenizer."""

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from megacp.core.data.manifest import TokenizerInfo
 from megacp.prepare.tokenize.beside import (
     BESIDE_NAMES,
     TEMPLATE_FOLDER,
@@ -35,6 +34,7 @@ from megacp.prepare.tokenize.beside import (
 )
 from megacp.storage.cache import kept_folder
 from megacp.storage.files import refuse_pointer, sha256_of_all
+from megacp.training.data.manifest import TokenizerInfo
 
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|eot|>", "<|im_end|>", "[EOS]")
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|bos|>", "[BOS]")

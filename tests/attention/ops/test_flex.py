@@ -32,11 +32,11 @@ from megacp.attention.ops import flex
 from megacp.attention.ops.kernel import Saved, empty_partial
 from megacp.attention.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table
-from megacp.core.distributed import launch
 from megacp.distributed.grid import single_axis
 from megacp.engine.models.recompute import run_block
 from megacp.engine.save import Save
 from megacp.train import REFUSED, main
+from megacp.training.start import launch
 from tests.attention.ops.test_kernels import CAPS_AND_SINKS, HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
 

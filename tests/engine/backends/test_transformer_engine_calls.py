@@ -18,7 +18,6 @@ import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.ops.kernels import select_kernel
-from megacp.core.data.mock import MockRules, mock_batch
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.backends import thd
@@ -29,6 +28,7 @@ from megacp.engine.config.training import TrainingConfig
 from megacp.engine.models.language import LanguageModelChunk
 from megacp.engine.optim.rules import AdamW
 from megacp.engine.rows.shard import shard_batch
+from megacp.training.data.mock import MockRules, mock_batch
 from tests.engine.backends.engine_layers import emulated_layers
 from tests.engine.backends.engine_math import FUSED, UTILS
 from tests.engine.backends.engine_stub import NEWEST, OLDER, engine, needs_engine, needs_release

@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.data.mock import MockRules, mock_batch
 from megacp.engine.backends import transformer_engine as backend_file
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.backends.transformer_engine import TransformerEngineBackend
@@ -33,6 +32,7 @@ from megacp.engine.models.block import Block
 from megacp.engine.optim.rules import AdamW
 from megacp.engine.step.step import ParallelModel
 from megacp.engine.tensor_parallel.linear import LinearSpec
+from megacp.training.data.mock import MockRules, mock_batch
 from tests.engine.backends.engine_layers import emulated_layers
 from tests.engine.backends.engine_stub import needs_engine
 from tests.ranks import grid, run_ranks

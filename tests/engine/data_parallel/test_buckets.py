@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megacp.core.data.mock import MockRules, mock_batch
 from megacp.distributed.collectives import gather_into, start_all_gather
 from megacp.distributed.grid import Axis, single_axis
 from megacp.engine.config.run import RunConfig, with_values
@@ -25,6 +24,7 @@ from megacp.engine.data_parallel.parameter import ParameterSpec, TensorSlice, at
 from megacp.engine.layers.table import DATA
 from megacp.engine.models import build
 from megacp.engine.step.step import ParallelModel
+from megacp.training.data.mock import MockRules, mock_batch
 from megacp.verify.parity import MODELS
 from tests.distributed.test_collectives import as_on_nccl
 from tests.engine.tensor_parallel.test_linear import SIZES

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from megacp.attention.ops.mask import Metadata
-from megacp.core.training.state import RunState, load
 from megacp.engine.config.run import with_values
 from megacp.engine.expert_parallel.router import SCORES, choose, in_groups
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.step.decision import Decision
 from megacp.engine.step.step import ParallelModel
+from megacp.training.loop.state import RunState, load
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.training import BALANCE, MOE, SIGMOID, Values, config_of, step_batches, train

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megacp.core.checkpoint.commit import load_checkpoint
 from megacp.distributed import grid as grid_file
 from megacp.distributed.grid import Axis, build_grid, single_axis
 from megacp.distributed.shape import GridShape
@@ -25,6 +24,7 @@ from megacp.engine.layers.table import A, B, lora_kind
 from megacp.engine.models.block import Block, BlockInputs
 from megacp.engine.step.step import ParallelModel
 from megacp.engine.tensor_parallel.lora import is_of_a_pair
+from megacp.training.checkpoint.commit import load_checkpoint
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import assemble, fill
 from tests.reference.training import MOE, config_of, gradient_pieces, parameter_pieces, step_batches

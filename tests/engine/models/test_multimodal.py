@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from megacp.attention.context_parallel.layout import LAYOUTS
-from megacp.core.data.vision.decoding import RULES
-from megacp.core.training.state import RunState, load
 from megacp.engine.config.run import fields
 from megacp.engine.config.vision import VISION_FAMILIES
 from megacp.engine.data_parallel.parameter import spec_of
@@ -23,6 +21,8 @@ from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.shard import shard_batch
 from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.families import FAMILIES
+from megacp.training.data.vision.decoding import RULES
+from megacp.training.loop.state import RunState, load
 from tests.ranks import grid, run_ranks
 from tests.reference.packs import random_batch
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of

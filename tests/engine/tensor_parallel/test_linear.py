@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megacp.core.data.mock import MockRules, mock_batch
 from megacp.distributed.collectives import all_gather, all_reduce
 from megacp.distributed.differentiable import slice_of
 from megacp.distributed.grid import Axis
@@ -37,6 +36,7 @@ from megacp.engine.tensor_parallel.weight_gradients import (
     WeightProduct,
     add_weight_gradient,
 )
+from megacp.training.data.mock import MockRules, mock_batch
 from megacp.verify.parity import MODELS
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from megacp.core.data.vision.molmo2 import Molmo2Rules
-from megacp.core.data.vision.qwen3_5 import Qwen35Rules
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_VL
 from megacp.huggingface.convert.tensors import Info
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.training.data.vision.molmo2 import Molmo2Rules
+from megacp.training.data.vision.qwen3_5 import Qwen35Rules
 from tests.prepare.media.pictures import TINY
 
 BYTES, EXTRA = 257, 8

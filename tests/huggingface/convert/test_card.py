@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megacp.core.checkpoint.commit import LoadedCheckpoint
-from megacp.core.checkpoint.directory import CheckpointManifest
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.config.yaml_file import from_yaml, to_yaml
 from megacp.huggingface.convert.card import CARD, model_card
-from tests.checkpoint.test_commit import WORLD
+from megacp.training.checkpoint.commit import LoadedCheckpoint
+from megacp.training.checkpoint.directory import CheckpointManifest
+from tests.training.checkpoint.test_commit import WORLD
 
 hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed (extra: hf)")
 

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.data.vision.molmo2 import Molmo2Rules, image_layout, image_patches
-from megacp.core.data.vision.qwen3_5 import Qwen35Rules
-from megacp.core.data.vision.rules import VisionRules
 from megacp.huggingface.convert import chat, processor
 from megacp.huggingface.convert.processor import write_processor
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
@@ -25,6 +22,9 @@ from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import RecordRules
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
+from megacp.training.data.vision.molmo2 import Molmo2Rules, image_layout, image_patches
+from megacp.training.data.vision.qwen3_5 import Qwen35Rules
+from megacp.training.data.vision.rules import VisionRules
 from tests.huggingface.convert.models import given
 from tests.huggingface.convert.test_tokenizer import LINES, OPTIONS, theirs, train
 from tests.prepare.media.pictures import TINY, encoded, noise

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megacp.core.training.state import RunState
 from megacp.huggingface.convert import chat
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
 from megacp.prepare.records.chat_template import templates_of
+from megacp.training.loop.state import RunState
 from tests.huggingface.convert.models import given, save
 from tests.tools.test_convert_checkpoint import convert
 

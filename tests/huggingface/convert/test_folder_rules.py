@@ -13,8 +13,6 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from megacp.core.data.reader import PackedDataset
-from megacp.core.distributed import launch
 from megacp.engine.config.cli import given_names, parse
 from megacp.huggingface.convert.source import read_hf
 from megacp.huggingface.convert.start import open_start
@@ -22,6 +20,8 @@ from megacp.huggingface.convert_command import main as convert
 from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, VIDEOS, read_processor
 from megacp.train import main as train
 from megacp.train import plan_of
+from megacp.training.data.reader import PackedDataset
+from megacp.training.start import launch
 from tests.huggingface.convert.models import qwen3, qwen3_5, save
 from tests.huggingface.convert.test_start import q_adapter
 from tests.prepare.media.test_processor_files import by_library

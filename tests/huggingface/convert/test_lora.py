@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from megacp.core.training.state import RunState
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.step.step import ParallelModel
 from megacp.huggingface.convert.adapter import Adapter
@@ -26,6 +25,7 @@ from megacp.huggingface.convert.start import Together
 from megacp.huggingface.convert.tensors import Joined, Mapped, whole
 from megacp.huggingface.convert_command import main as convert
 from megacp.train import main as train
+from megacp.training.loop.state import RunState
 from tests.huggingface.convert.models import MODELS, Tensors, save
 from tests.huggingface.convert.test_exact import TOKENS, row
 from tests.huggingface.convert.test_start import trained, weights_of

@@ -12,10 +12,6 @@ import torch
 from safetensors.torch import save_file
 from transformers.optimization import get_scheduler
 
-from megacp.core.checkpoint import weights as reading
-from megacp.core.checkpoint.commit import load_checkpoint
-from megacp.core.distributed import launch
-from megacp.core.distributed.launch import run_store
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.training import TrainingConfig
@@ -29,6 +25,10 @@ from megacp.huggingface.convert.tokenizer import write_tokenizer
 from megacp.huggingface.convert_command import main as convert
 from megacp.prepare.command import main as preprocess
 from megacp.train import main, plan_of, trainer_of
+from megacp.training.checkpoint import weights as reading
+from megacp.training.checkpoint.commit import load_checkpoint
+from megacp.training.start import launch
+from megacp.training.start.launch import run_store
 from tests.huggingface.convert.models import BYTES, EXPERTS, given, made, qwen3, save
 from tests.ranks import grid, run_ranks
 from tests.training.runs import grid_flags, losses

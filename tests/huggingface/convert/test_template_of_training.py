@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megacp import train
-from megacp.core.data.manifest import ANSWER_FORMS
 from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
 from megacp.huggingface.generation.sampler import Generator
 from megacp.prepare import command as preprocess
+from megacp.training.data.manifest import ANSWER_FORMS
 from tests.huggingface.convert.models import llama
 from tests.prepare.packs.builds import documents
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer

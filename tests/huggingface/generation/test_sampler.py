@@ -11,12 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.core.data.collate import collate
-from megacp.core.data.images import ImageLoading
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision.decoding import RulesDecoder
-from megacp.core.training.state import RunState, first_token, last_token
-from megacp.core.training.stored import stored_config
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.huggingface import convert_command as convert
 from megacp.huggingface import generate_command as generate
@@ -24,6 +18,12 @@ from megacp.huggingface.generation.prompt import Prompt, PromptMaker, prompt_pix
 from megacp.huggingface.generation.sampler import Generator, Sampling
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.train import main
+from megacp.training.data.collate import collate
+from megacp.training.data.images import ImageLoading
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.vision.decoding import RulesDecoder
+from megacp.training.loop.state import RunState, first_token, last_token
+from megacp.training.loop.stored import stored_config
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import save
 from tests.prepare.media.pictures import TINY

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from megacp.core.data.vision.molmo2 import Molmo2Rules
+from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 
 class WordTokenizer:

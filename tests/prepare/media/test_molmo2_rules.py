@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.data.vision.molmo2 import (
+from megacp.engine.rows.image_shards import BOUNDARY_DTYPE, compute_image_shard_boundaries, units_of
+from megacp.training.data.vision.molmo2 import (
     Molmo2Rules,
     frame_layout,
     image_layout,
     image_patches,
     pooling_windows,
 )
-from megacp.engine.rows.image_shards import BOUNDARY_DTYPE, compute_image_shard_boundaries, units_of
 from tests.prepare.media.pictures import TINY, WordTokenizer, noise
 from tests.reference import molmo2_processor as reference
 from tests.reference.packing import least_largest_cost

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from megacp.core.data.vision import decoding
-from megacp.core.data.vision.decoding import (
+from megacp.training.data.vision import decoding
+from megacp.training.data.vision.decoding import (
     RulesDecoder,
     load_pixels,
     video_info,
     video_pixels,
 )
-from megacp.core.data.vision.molmo2 import Molmo2Rules, time_text
-from megacp.core.data.vision.rules import ImageError
-from tests.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
+from megacp.training.data.vision.molmo2 import Molmo2Rules, time_text
+from megacp.training.data.vision.rules import ImageError
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.reference import molmo2_processor as reference
+from tests.training.data.streams import claiming_an_old_x264, coded, damaged, growing, h264
 
 RULES = dataclasses.replace(TINY, max_pixels=10_000)
 

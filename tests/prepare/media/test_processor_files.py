@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megacp.core.data.vision.decoding import RULES
 from megacp.prepare.media.processor_files import IMAGES, PROCESSOR, VIDEOS, FolderRules, read_processor
+from megacp.training.data.vision.decoding import RULES
 from tests.prepare.media.pictures import WordTokenizer
 
 pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")

@@ -8,10 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from megacp.core.data.vision.decoding import rules_from_dict
-from megacp.core.data.vision.molmo2 import Molmo2Rules
-from megacp.core.data.vision.qwen3_5 import Qwen35Rules
-from megacp.core.data.vision.rules import ImageError
+from megacp.training.data.vision.decoding import rules_from_dict
+from megacp.training.data.vision.molmo2 import Molmo2Rules
+from megacp.training.data.vision.qwen3_5 import Qwen35Rules
+from megacp.training.data.vision.rules import ImageError
 from tests.prepare.media.pictures import WordTokenizer, noise
 from tests.reference import qwen_processor as reference
 

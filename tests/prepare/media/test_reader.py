@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megacp.core.data.vision.molmo2 import frame_layout, image_layout
-from megacp.core.data.vision.rules import ImageError
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.records.documents import Placed, RecordPart
 from megacp.prepare.records.record import RecordError, RecordRules, SamplePart
 from megacp.prepare.records.sample import parse_record
-from tests.data.streams import coded, damaged
+from megacp.training.data.vision.molmo2 import frame_layout, image_layout
+from megacp.training.data.vision.rules import ImageError
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.storage.web_server import bad_server
+from tests.training.data.streams import coded, damaged
 
 pytest.importorskip("av")
 PICTURE = encoded(noise(30, 20))

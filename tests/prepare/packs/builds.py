@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megacp.core.data.reader import PackedDataset
 from megacp.prepare.packs.progress import BuildSummary
 from megacp.prepare.packs.run import build
 from megacp.prepare.packs.settings import BuildSettings
+from megacp.training.data.reader import PackedDataset
 
 
 def write_records(path: Path, count: int, seed: int = 0, first_id: int | None = 0) -> list[dict[str, Any]]:

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from megacp.core.data.blend import PackBlend
-from megacp.core.data.manifest import DatasetManifest, answers_told
-from megacp.core.data.reader import PackedDataset
-from megacp.core.training.sources import Sources
 from megacp.huggingface.generation.prompt import PromptMaker
 from megacp.prepare.command import main
 from megacp.prepare.packs.run import build
 from megacp.prepare.records.forms import alpaca_prompt
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
+from megacp.training.data.blend import PackBlend
+from megacp.training.data.manifest import DatasetManifest, answers_told
+from megacp.training.data.reader import PackedDataset
+from megacp.training.loop.sources import Sources
 from tests.prepare.packs.builds import documents, run, settings
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 from tests.prepare.templates.test_public import expected, library

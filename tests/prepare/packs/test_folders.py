@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.data.collate import collate
-from megacp.core.data.reader import PackedDataset
 from megacp.prepare import command
 from megacp.prepare.verify import verify
+from megacp.training.data.collate import collate
+from megacp.training.data.reader import PackedDataset
 from tests.prepare.records.test_read import PACK, write, write_tar
 from tests.prepare.templates.public import TEMPLATES, write_tokenizer
 from tests.prepare.templates.test_public import expected, library

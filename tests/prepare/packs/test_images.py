@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 import megacp.prepare.packs.run as build_module
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision.decoding import RulesDecoder, load_pixels
-from megacp.core.data.vision.molmo2 import image_patches
-from megacp.core.data.vision.rules import VisionRules
 from megacp.engine.rows.image_shards import compute_image_shard_boundaries
 from megacp.prepare.describe import statistics
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.vision.decoding import RulesDecoder, load_pixels
+from megacp.training.data.vision.molmo2 import image_patches
+from megacp.training.data.vision.rules import VisionRules
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.media.test_qwen3_5_rules import SMALL
 from tests.prepare.packs import builds

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.data.collate import collate
-from megacp.core.data.images import ImageLoading
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision.decoding import RulesDecoder, load_pixels, rules_from_dict, video_info, video_pixels
-from megacp.core.data.vision.qwen3_5 import Qwen35Rules
-from megacp.core.data.vision.rules import ImageError
-from megacp.core.training.sources import image_misfits
 from megacp.engine.config.vision import VisionConfig
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.image_shards import compute_image_shard_boundaries, units_of
 from megacp.prepare.verify import verify
+from megacp.training.data.collate import collate
+from megacp.training.data.images import ImageLoading
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.vision.decoding import RulesDecoder, load_pixels, rules_from_dict, video_info, video_pixels
+from megacp.training.data.vision.qwen3_5 import Qwen35Rules
+from megacp.training.data.vision.rules import ImageError
+from megacp.training.loop.sources import image_misfits
 from tests.prepare.media.pictures import encoded, noise, video
 from tests.prepare.media.test_qwen3_5_rules import SMALL, spelled, two_levels
 from tests.prepare.packs import builds

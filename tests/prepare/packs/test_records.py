@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megacp.core.data.collate import collate
-from megacp.core.data.reader import PackedDataset
 from megacp.huggingface.generation.prompt import PromptMaker
 from megacp.prepare.describe import statistics, statistics_text
 from megacp.prepare.records.documents import DocumentMaker
 from megacp.prepare.records.record import SamplePart
 from megacp.prepare.tokenize.tokenizer import Tokenizer, load_tokenizer
 from megacp.prepare.verify import verify
+from megacp.training.data.collate import collate
+from megacp.training.data.reader import PackedDataset
 from tests.prepare.packs.builds import documents, run
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 import megacp.prepare.packs.run as build_module
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from megacp.prepare.packs.unit import UnitBuilder
 from megacp.prepare.records import read
 from megacp.prepare.records.read import Unit
 from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.tables import FLAG_SPLIT, FLAG_TRUNCATED
 from tests.prepare.packs.builds import documents, expected, files, run, write_records
 
 

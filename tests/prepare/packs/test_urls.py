@@ -20,8 +20,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision.rules import ImageError
 from megacp.prepare import command as preprocess
 from megacp.prepare.media.reader import MediaReader
 from megacp.prepare.packs.journal import locked
@@ -32,6 +30,8 @@ from megacp.prepare.records.record import Record
 from megacp.prepare.tokenize.kept import kept_tokenizer
 from megacp.prepare.verify import verify
 from megacp.storage.url import UnreachableError, Url
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.vision.rules import ImageError
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.packs import builds
 from tests.prepare.packs.builds import files, run, settings, visible, write_records

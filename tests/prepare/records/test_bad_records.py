@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megacp.core.data.reader import PackedDataset
 from megacp.prepare.verify import verify
+from megacp.training.data.reader import PackedDataset
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.media.test_pixels import BAD, exif
 from tests.prepare.packs import builds

@@ -15,12 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megacp.core.data.collate import collate
-from megacp.core.data.images import ImageLoading
-from megacp.core.data.reader import Pack, PackedDataset
-from megacp.core.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
-from megacp.core.data.vision.decoding import RulesDecoder
-from megacp.core.data.vision.rules import ImageLayout
 from megacp.prepare.command import main
 from megacp.prepare.describe import describe_pack, statistics
 from megacp.prepare.records.documents import Document, DocumentMaker, Placed, RecordPart, learned_tokens
@@ -28,6 +22,12 @@ from megacp.prepare.records.record import FOR_PROMPTS, RecordError, RecordRules,
 from megacp.prepare.records.sample import parse_record
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
+from megacp.training.data.collate import collate
+from megacp.training.data.images import ImageLoading
+from megacp.training.data.reader import Pack, PackedDataset
+from megacp.training.data.tables import BRANCH_DTYPE, SEGMENT_DTYPE
+from megacp.training.data.vision.decoding import RulesDecoder
+from megacp.training.data.vision.rules import ImageLayout
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.packs.builds import run
 

@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megacp.core.data.blend import PackBlend
-from megacp.core.data.manifest import DatasetManifest
-from megacp.core.data.reader import PackedDataset
-from megacp.core.data.vision.molmo2 import image_layout
-from megacp.core.training.sources import Sources
 from megacp.prepare.command import main
 from megacp.prepare.packs.run import build
 from megacp.prepare.records.chat_template import OURS, load_chat_template
 from megacp.prepare.tokenize.tokenizer import load_tokenizer
 from megacp.prepare.verify import verify
+from megacp.training.data.blend import PackBlend
+from megacp.training.data.manifest import DatasetManifest
+from megacp.training.data.reader import PackedDataset
+from megacp.training.data.vision.molmo2 import image_layout
+from megacp.training.loop.sources import Sources
 from tests.prepare.media.pictures import TINY, encoded, noise
 from tests.prepare.packs.builds import documents, files, run, settings
 from tests.prepare.templates.public import TEMPLATES, tokenizer_at, write_tokenizer

@@ -1,1 +1,0 @@
-"""Tensors by global names, committed by a rename."""

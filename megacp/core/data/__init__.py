@@ -1,1 +1,0 @@
-"""Packs on disk, and the way to a row."""

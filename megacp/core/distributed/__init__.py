@@ -1,1 +1,0 @@
-"""The grid and its collectives."""

@@ -1,1 +1,0 @@
-"""The step and the loop."""

@@ -1,0 +1,1 @@
+"""Checkpoints: tensors by global names, committed by a rename."""

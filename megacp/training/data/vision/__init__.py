@@ -1,0 +1,1 @@
+"""Image and video preprocessing of each vision family."""

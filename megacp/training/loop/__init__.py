@@ -1,0 +1,1 @@
+"""The training loop: reading, stepping, validating, saving and stopping."""

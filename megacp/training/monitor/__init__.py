@@ -1,0 +1,1 @@
+"""Logs, traces, FLOPs and the console."""

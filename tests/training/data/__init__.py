@@ -1,0 +1,1 @@
+"""Tests of packed datasets and their loader."""

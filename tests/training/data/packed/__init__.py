@@ -1,0 +1,1 @@
+"""Tests of packed datasets on disk."""
