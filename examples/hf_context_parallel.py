@@ -22,7 +22,7 @@ from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.distributed.shape import GridShape
 from megacp.huggingface import context_parallel, register_with_transformers
-from megacp.huggingface.door.loop import shift_labels, sum_gradients
+from megacp.integrations.loop import shift_labels, sum_gradients
 from megacp.training.start.launch import join, rendezvous, stop, world_from_environment
 
 VOCAB = 512

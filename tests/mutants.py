@@ -1476,7 +1476,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("prepare/records/tables.py", "tests/prepare/templates/test_learned.py"): [
         ('== "arrow.json"', '== ""', "a call is a string in a column of JSON"),
     ],
-    ("huggingface/door/mask.py", "tests/huggingface/door/test_context.py"): [
+    ("integrations/mask.py", "tests/integrations/test_context.py"): [
         ("leave[path[low:height]]", "leave[path[low + 1 : height]]", "a branch sees the beginning of another one"),
         ("path[low:high], height = places[start:stop], high", "height = 0", "a branch that ended sees later ones"),
     ],

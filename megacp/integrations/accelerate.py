@@ -20,12 +20,12 @@ import torch
 from megacp.attention.ops.mask import Metadata
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis, axis_of_mesh
-from megacp.huggingface.door.context import context_parallel
-from megacp.huggingface.door.loop import shift_labels
-from megacp.huggingface.door.mask import DocumentIds, documents_of, trees_of
-from megacp.huggingface.door.model_rules import stock_model
-from megacp.huggingface.door.multimodal import cut_multimodal, find_towers
-from megacp.huggingface.door.transformers import register_with_transformers
+from megacp.integrations.context import context_parallel
+from megacp.integrations.loop import shift_labels
+from megacp.integrations.mask import DocumentIds, documents_of, trees_of
+from megacp.integrations.model_rules import stock_model
+from megacp.integrations.multimodal import cut_multimodal, find_towers
+from megacp.integrations.transformers import register_with_transformers
 
 _PAD = {"input_ids": 0, "labels": -100, "shift_labels": -100, "attention_mask": 0, "position_ids": 0}
 _PAD |= {"token_type_ids": 0}

@@ -21,17 +21,17 @@ from megacp.attention.ops.mask import Metadata
 from megacp.attention.ops.recurrence import gated_delta_rule
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import single_axis
-from megacp.huggingface.door.context import context_parallel
-from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.mask import trees_of
-from megacp.huggingface.door.transformers import register_with_transformers
-from tests.huggingface.door import test_matrix
-from tests.huggingface.door.test_context import TWO, axis_of, rollouts, transport_on
+from megacp.integrations.context import context_parallel
+from megacp.integrations.loop import shift_labels, sum_gradients
+from megacp.integrations.mask import trees_of
+from megacp.integrations.transformers import register_with_transformers
+from tests.integrations import test_matrix
+from tests.integrations.test_context import TWO, axis_of, rollouts, transport_on
 from tests.ranks import grid, run_ranks
 from tests.reference.fused import chunk_gated_delta_rule
 from tests.reference.precision import float32_is_float64
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB, TOKENS = 61, 48
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

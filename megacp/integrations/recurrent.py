@@ -21,7 +21,7 @@ from megacp.attention.context_parallel.state_transport import move_states
 from megacp.attention.context_parallel.states import short_convolution
 from megacp.attention.ops.recurrence import gated_delta_rule, state_space_dual
 from megacp.distributed.grid import Axis
-from megacp.huggingface.door.model_rules import refuse, stock_model
+from megacp.integrations.model_rules import refuse, stock_model
 
 Along = Callable[..., torch.Tensor]
 """`ContextParallel.along`."""

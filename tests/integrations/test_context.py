@@ -24,10 +24,10 @@ from megacp.attention.ops.flex import FlexKernel
 from megacp.attention.ops.mask import Metadata
 from megacp.attention.ops.tile_kernels import MathKernel, dense_attention
 from megacp.distributed.grid import Axis, axis_of_mesh, single_axis
-from megacp.huggingface.door.context import context_parallel, current_context
-from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.mask import batch_mask, documents_of, trees_of
-from megacp.huggingface.door.transformers import attention
+from megacp.integrations.context import context_parallel, current_context
+from megacp.integrations.loop import shift_labels, sum_gradients
+from megacp.integrations.mask import batch_mask, documents_of, trees_of
+from megacp.integrations.transformers import attention
 from tests.ranks import grid, run_ranks
 from tests.reference.attention import visible
 from tests.reference.packs import random_batch
@@ -301,7 +301,7 @@ def sum_on_ranks(rank: int, world_size: int) -> list[Tensor | None]:
         if number == 0 or rank == number:  # one gradient everywhere, the others on one rank each
             p.grad = torch.full((3,), 1.0 + rank, dtype=p.dtype)
     parameters[4].requires_grad_(False)
-    with mock.patch("megacp.huggingface.door.loop._AT_ONCE", 4):
+    with mock.patch("megacp.integrations.loop._AT_ONCE", 4):
         sum_gradients(parameters, axis_of(4))
     return [p.grad for p in parameters]
 

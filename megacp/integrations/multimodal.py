@@ -18,8 +18,8 @@ import torch
 
 from megacp.distributed.differentiable import gather_uneven
 from megacp.engine.rows.image_shards import compute_image_shard_boundaries, units_of
-from megacp.huggingface.door.context import ContextParallel
-from megacp.huggingface.door.model_rules import model_problems, refuse
+from megacp.integrations.context import ContextParallel
+from megacp.integrations.model_rules import model_problems, refuse
 
 _TOKENS = {"inputs_embeds": 1, "attention_mask": 1, "position_ids": -1, "visual_pos_masks": 1, "input_ids": 1}
 _TOKENS["per_layer_inputs"] = 1  # of Gemma 4

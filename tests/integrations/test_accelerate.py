@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megacp.huggingface.door.accelerate import shard_sequences
-from megacp.huggingface.door.loop import shift_labels
-from tests.huggingface.door import test_matrix
-from tests.huggingface.door.test_context import rollouts
-from tests.huggingface.door.test_multimodal import IMAGE, MODELS
-from tests.huggingface.door.test_multimodal import build as build_with_images
-from tests.huggingface.door.test_transformers_models import VOCAB, build
+from megacp.integrations.accelerate import shard_sequences
+from megacp.integrations.loop import shift_labels
+from tests.integrations import test_matrix
+from tests.integrations.test_context import rollouts
+from tests.integrations.test_multimodal import IMAGE, MODELS
+from tests.integrations.test_multimodal import build as build_with_images
+from tests.integrations.test_transformers_models import VOCAB, build
 from tests.ranks import run_ranks
 from tests.reference.precision import float32_is_float64
 
@@ -32,7 +32,7 @@ for library in ("accelerate", "peft", "transformers.trainer", "trl"):  # ranks t
     pytest.importorskip(library, reason=f"{library} is not installed (extra: test)")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TOKENS = 61  # no multiple of the ranks: rows are filled up
 STEPS: dict[str, Any] = {
     "use_cpu": True,

@@ -1,7 +1,7 @@
 """Every causal model of transformers in this table is exact over two ranks or refused by both: none silently wrong.
 
 Exact for a row of one document and for a packed one: as the library alone does each document by itself.
-This test finds the table of docs/trl_and_accelerate.md. `python -m tests.huggingface.door.test_matrix` prints it.
+This test finds the table of docs/trl_and_accelerate.md. `python -m tests.integrations.test_matrix` prints it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from megacp.distributed.collectives import all_reduce
-from megacp.huggingface.door.context import context_parallel
-from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.transformers import register_with_transformers
+from megacp.integrations.context import context_parallel
+from megacp.integrations.loop import shift_labels, sum_gradients
+from megacp.integrations.transformers import register_with_transformers
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "trl_and_accelerate.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "trl_and_accelerate.md"
 TOKENS, VOCAB = 48, 61
 WIDTHS = {
     32: "hidden_size d_model n_embd word_embed_proj_dim embedding_size",

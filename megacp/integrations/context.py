@@ -36,8 +36,8 @@ from megacp.attention.ops.mask import Reach
 from megacp.attention.ops.once import once
 from megacp.distributed.collectives import all_reduce, gather_objects
 from megacp.distributed.grid import Axis
-from megacp.huggingface.door.mask import BatchMask, DocumentIds, batch_mask, in_batch
-from megacp.huggingface.door.model_rules import (
+from megacp.integrations.mask import BatchMask, DocumentIds, batch_mask, in_batch
+from megacp.integrations.model_rules import (
     argument,
     call_problems,
     model_problems,
@@ -45,7 +45,7 @@ from megacp.huggingface.door.model_rules import (
     rotary_length,
     stock_model,
 )
-from megacp.huggingface.door.recurrent import ours_in
+from megacp.integrations.recurrent import ours_in
 
 
 class LayerRule(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from megacp.attention.ops.mask import Reach
-from megacp.huggingface.door.context import ContextParallel, LayerRule, block_of, current_context
-from megacp.huggingface.door.model_rules import refuse
+from megacp.integrations.context import ContextParallel, LayerRule, block_of, current_context
+from megacp.integrations.model_rules import refuse
 
 _NOWHERE = {"sinks": "sinks of each token", "indices": "indexed attention", "block_indices": "indexed attention"}
 """Arguments of models whose attention is more than softmax(q k) v; `sdpa` would leave them out."""

@@ -15,12 +15,12 @@ from torch import Tensor
 from megacp.attention.ops.mask import Metadata
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import axis_of_mesh, single_axis
-from megacp.huggingface.door.context import context_parallel
-from megacp.huggingface.door.loop import shift_labels, sum_gradients
-from megacp.huggingface.door.multimodal import cut_multimodal, image_shares, told_apart
-from megacp.huggingface.door.transformers import register_with_transformers
-from tests.huggingface.door.test_matrix import LINEAR
-from tests.huggingface.door.test_transformers_models import SIZES, gradients_of
+from megacp.integrations.context import context_parallel
+from megacp.integrations.loop import shift_labels, sum_gradients
+from megacp.integrations.multimodal import cut_multimodal, image_shares, told_apart
+from megacp.integrations.transformers import register_with_transformers
+from tests.integrations.test_matrix import LINEAR
+from tests.integrations.test_transformers_models import SIZES, gradients_of
 from tests.ranks import grid, run_ranks
 from tests.reference.precision import float32_is_float64
 

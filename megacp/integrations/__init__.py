@@ -1,0 +1,1 @@
+"""Context parallelism inside transformers' Trainer, TRL and Accelerate."""

@@ -1,1 +1,0 @@
-"""Tests of megacp/core/context_parallel."""

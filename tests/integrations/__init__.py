@@ -1,0 +1,1 @@
+"""Tests of the integration into transformers' Trainer, TRL and Accelerate."""
