@@ -1,7 +1,7 @@
 """Steps of layouts on this machine's CPU beside the seconds of a plan that was calibrated on it (`--only plan`).
 
 Steps of the layouts take turns with those of `megacp-plan calibrate`, which are of other sizes, since this machine is
-faster in one minute than in the next (megacp/verify/calibrate.py).
+faster in one minute than in the next (megacp/plan/calibrate.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from bench.report import Goal, Part, take_turns
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
+from megacp.dry_run.packs import PackSample
+from megacp.dry_run.report import table
 from megacp.engine.config.run import RunConfig, Value, with_values
+from megacp.plan.calibrate import RUNS, calibrated
 from megacp.plan.hardware import NETWORKS, hardware_of
-from megacp.plan.packs import PackSample
-from megacp.plan.report import table
 from megacp.plan.times import step_time
 from megacp.training.data.mock import MockRules
-from megacp.verify.calibrate import RUNS, calibrated
 from megacp.verify.spawn import RankPool
 
 LAYOUTS: dict[str, tuple[int, dict[str, Value]]] = {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import megacp
 from bench.report import Part, Seconds, take_turns, timed
-from megacp.plan.report import table
+from megacp.dry_run.report import table
 
 WORKERS = (1, 2)
 OURS: dict[str, tuple[str, ...]] = {

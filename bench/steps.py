@@ -19,11 +19,11 @@ import torch
 from bench.report import Goal, Part, Seconds, take_turns, timed
 from megacp.distributed.collectives import barrier
 from megacp.distributed.grid import ProcessGrid, build_grid
+from megacp.dry_run.report import table
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.step.step import ParallelModel
 from megacp.engine.timers import Phase, unmeasured
-from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
 from megacp.training.data.mock import MockDecoder, MockRules
 from megacp.training.data.reader import Pack

@@ -38,13 +38,13 @@ if __name__ == "__main__" or sys.argv[0].endswith("megacp-train"):
 
 from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.shape import GridShape
+from megacp.dry_run.report import describe
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import check, require
 from megacp.engine.config.blend import shown_path
 from megacp.engine.config.cli import OneLineParser, given_flags, given_names, parse
 from megacp.engine.config.run import RunConfig, flag, flatten, with_values
 from megacp.engine.config.yaml_file import from_yaml
-from megacp.plan.report import describe
 from megacp.storage.place import place_of
 from megacp.training.checkpoint.outcome import reason_of
 from megacp.training.checkpoint.weights import Weights

@@ -636,7 +636,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("window_rotary_base, RotaryScaling())", "window_rotary_base, scaling)", "a window's own base is stretched"),
         ("self.backend.dtype)", "self.backend.dtype, self.rotary_factor)", "a window's own angles have YaRN's factor"),
     ],
-    ("plan/memory.py", "tests/plan/test_memory.py"): [
+    ("dry_run/memory.py", "tests/plan/test_memory.py"): [
         ("gone + kept, behind", "gone, behind", "blocks that are done count while a larger one works"),
         ("blocks[-1][-1][0])", "max(blocks[-1])[0])", "the largest block runs beside the head's gradient"),
     ],
@@ -678,7 +678,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         (", -1, together).max(-1)", ", -1, together)[..., 0]", "replicas that gather parameters do not wait"),
         ("hardware.outside / trouble.contention", "hardware.outside", "links are never shared"),
     ],
-    ("plan/packs.py", CLUSTER): [
+    ("dry_run/packs.py", CLUSTER): [
         ("reshape(ranks // group, -1)", "reshape(ranks, -1)", "ranks that swap heads are as uneven as their tokens"),
         ("one.leave + start, 0)", "one.leave, 0)", "joined packs see each other"),
     ],
@@ -693,7 +693,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/hardware.py", "tests/plan/test_published.py"): [
         ("* max(1, GPUS_OF_A_MACHINE // stride))", ")", "a ring enters a machine by one adapter"),
     ],
-    ("plan/memory.py", "tests/plan/test_published.py"): [
+    ("dry_run/memory.py", "tests/plan/test_published.py"): [
         ("optimizer=share * (kinds + narrow) * wide", "optimizer=share * kinds * wide", "master weights take no place"),
     ],
     ("plan/times.py", "tests/plan/test_calibrate.py"): [
@@ -725,19 +725,19 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("plan/hardware.py", TIMES): [
         ("self.outside * (ranks - 1) / away", "self.outside", "all that is sent to all leaves the machine"),
     ],
-    ("plan/memory.py", TIMES): [
+    ("dry_run/memory.py", TIMES): [
         ("max(1, ranks * tp // ep), ep", "ranks, ep", "experts are shared as other weights are"),
     ],
-    ("plan/packs.py", TIMES): [
+    ("dry_run/packs.py", TIMES): [
         ("not row.span.any() and ", "", "spans of images are causal"),
     ],
     ("plan/hardware.py", "tests/plan/test_calibrate.py"): [
         ("seconds - self.overlap * under", "seconds - under", "a CPU computes and sends at once"),
     ],
-    ("verify/calibrate.py", "tests/plan/test_calibrate.py"): [
+    ("plan/calibrate.py", "tests/plan/test_calibrate.py"): [
         ("logs -= np.clip", "logs += np.clip", "a fit goes away from what was measured"),
     ],
-    ("plan/activations.py", "tests/plan/test_memory.py"): [
+    ("dry_run/activations.py", "tests/plan/test_memory.py"): [
         ("begins and compute.chunk == 0", "begins", "microbatches of later chunks are counted as rows of images"),
     ],
     ("engine/models/block.py", f"{MODEL} tests/plan/test_memory.py"): [

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from megacp.huggingface import generate_command
+from megacp.plan import calibrate
 from megacp.plan import command as plan_command
 from megacp.prepare import command as preprocess
 from megacp.storage.files import require_free, write_result
 from megacp.training.monitor import trace
-from megacp.verify import calibrate, plot
+from megacp.verify import plot
 from tests.prepare.packs import builds
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"

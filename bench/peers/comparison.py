@@ -24,11 +24,11 @@ from bench.report import Goal, Part
 from bench.steps import CP, PP, TP, StepMeasure, measure_rank
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.dry_run.report import table
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.config.yaml_file import to_yaml
 from megacp.engine.data_parallel.boxes import boxes_to_save
 from megacp.engine.step.step import ParallelModel
-from megacp.plan.report import table
 from megacp.storage.wording import human_bytes
 from megacp.training.checkpoint.commit import Contents, PendingCheckpoint
 from megacp.training.data.mock import MockRules, mock_batch

@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 from bench.mixed_rows import mixed_row
 from bench.pictures import style
 from megacp.attention.ops.mask import Metadata
+from megacp.dry_run.packs import sample_of
 from megacp.engine.checks import require
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import Value, with_values
 from megacp.engine.rows.shard import mask_metadata
 from megacp.plan.cluster import Trouble, simulate
 from megacp.plan.hardware import hardware
-from megacp.plan.packs import sample_of
 
 FIGURES = Path(__file__).with_suffix(".json")
 SIZES = Path(__file__).parents[2] / "examples" / "molmo2_8b.yaml"

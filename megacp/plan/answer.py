@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import yaml
 
+from megacp.dry_run.memory import PHASES
+from megacp.dry_run.packs import PackSample
+from megacp.dry_run.report import table, utilisation
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.engine.layers.table import Share
 from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.memory import PHASES
-from megacp.plan.packs import PackSample
-from megacp.plan.report import table, utilisation
 from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, search
 from megacp.storage.wording import human_count
 

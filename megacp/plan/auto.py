@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection
 
+from megacp.dry_run.packs import sample_packs
 from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig
 from megacp.plan.answer import larger, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.packs import sample_packs
 from megacp.plan.search import layouts, search
 from megacp.storage.wording import human_bytes
 

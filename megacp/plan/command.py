@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacp.dry_run.packs import sample_packs
 from megacp.engine.checks import require
 from megacp.engine.config.blend import named_folders
 from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
@@ -22,7 +23,6 @@ from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import FLAGS, Trouble, drawn_text
 from megacp.plan.hardware import GPUS, NETWORKS, hardware
-from megacp.plan.packs import sample_packs
 from megacp.plan.picture import figure_png, page
 from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments[:1] == ["calibrate"]:
             # it trains: a plan without the word reaches no file of megacp.verify
-            return importlib.import_module("megacp.verify.calibrate").main(arguments[1:])
+            return importlib.import_module("megacp.plan.calibrate").main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
         text, fits = _planned(own, rest)
         say(text.removesuffix("\n"))

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 
+from megacp.dry_run.activations import Held, held_over
+from megacp.dry_run.memory import PHASES, STATE, RankMemory, stage_memory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.models.costs import stage_layers
 from megacp.engine.pipeline_parallel.schedules import Kind
-from megacp.plan.activations import Held, held_over
 from megacp.plan.answer import Answer, flags, large
-from megacp.plan.memory import PHASES, STATE, RankMemory, stage_memory
 from megacp.plan.search import fullest_stage
 from megacp.storage.page import page_head
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import Any
 
+from megacp.dry_run.memory import RankMemory, stage_kind, stage_memory
+from megacp.dry_run.packs import PackSample
 from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig, Value, flatten, with_values
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.engine.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
-from megacp.plan.memory import RankMemory, stage_kind, stage_memory
-from megacp.plan.packs import PackSample
 from megacp.plan.times import StepTime, step_time
 
 TIGHT = 0.9

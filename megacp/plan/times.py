@@ -15,6 +15,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megacp.dry_run.activations import layer_activations
+from megacp.dry_run.memory import shared_parts, stage_kind, stage_parameters
+from megacp.dry_run.packs import PackSample
 from megacp.engine.checks import packs_in_a_row
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.attention import heads_group
@@ -24,10 +27,7 @@ from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Shar
 from megacp.engine.models import costs
 from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind
 from megacp.engine.pipeline_parallel.timeline import Span, timeline
-from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import Hardware
-from megacp.plan.memory import shared_parts, stage_kind, stage_parameters
-from megacp.plan.packs import PackSample
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_iter
 from megacp.distributed.fake_world import Call, differences, fake_world, recorded
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import AXES, GridShape
+from megacp.dry_run.memory import STATE, stage_memory
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import require
 from megacp.engine.config.cli import parse
@@ -48,7 +49,6 @@ from megacp.engine.rows.batch import PackedBatch, VisionInputs
 from megacp.engine.rows.choose import resolve_auto
 from megacp.engine.rows.image_shards import REPLICATE, compute_image_shard_boundaries
 from megacp.engine.step.step import ParallelModel
-from megacp.plan.memory import STATE, stage_memory
 from megacp.training.data.mock import MASKS, MockRules, mock_batch
 from megacp.training.loop.sources import open_sources
 

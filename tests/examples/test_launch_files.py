@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import yaml
 
+from megacp.dry_run.memory import stage_memory
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import flatten
 from megacp.engine.config.yaml_file import values_of_file
 from megacp.engine.models.costs import run_parameters, stage_layers
 from megacp.huggingface.convert.families import of_values
-from megacp.plan.memory import stage_memory
 from megacp.prepare import command as preprocess
 from megacp.train import dry_run, main
 from megacp.training.data.reader import PackedDataset

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacp.dry_run.activations import layer_activations
+from megacp.dry_run.memory import stage_memory, stage_parameters
+from megacp.dry_run.packs import PackSample
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.engine.models import costs
 from megacp.engine.pipeline_parallel.schedules import Kind
 from megacp.engine.pipeline_parallel.timeline import timeline
-from megacp.plan.activations import layer_activations
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
-from megacp.plan.memory import stage_memory, stage_parameters
-from megacp.plan.packs import PackSample
 from megacp.plan.search import fullest
 from megacp.plan.times import orders, stage_parts, step_time
 

@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megacp.dry_run.memory import stage_parameters
+from megacp.dry_run.packs import PackSample
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.models.costs import stage_layers
 from megacp.engine.pipeline_parallel.schedules import Kind, one_f_one_b, with_messages, with_parameters
-from megacp.plan import command
+from megacp.plan import calibrate, command
+from megacp.plan.calibrate import RUNS, known_before, scaled
 from megacp.plan.hardware import Hardware, hardware
-from megacp.plan.memory import stage_parameters
-from megacp.plan.packs import PackSample
 from megacp.plan.times import step_time
-from megacp.verify import calibrate
-from megacp.verify.calibrate import RUNS, known_before, scaled
 
 CP, PP = "context_parallel_size", "pipeline_model_parallel_size"
 VIRTUAL, SHARDED = "num_virtual_stages_per_pipeline_rank", "data_parallel_sharding_strategy"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megacp.attention.ops.mask import Metadata
+from megacp.dry_run.packs import PackSample, sample_of
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.models.costs import stage_layers
 from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Kind
 from megacp.plan.cluster import Trouble, simulate
 from megacp.plan.hardware import Hardware
-from megacp.plan.packs import PackSample, sample_of
 from megacp.plan.times import kind_seconds, stage_parts, step_time
 
 PP, CP, KV = "pipeline_model_parallel_size", "context_parallel_size", {"cp_comm_type": "kv_exchange"}

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from megacp.dry_run import activations
+from megacp.dry_run.memory import PHASES, stage_memory, stage_parameters
+from megacp.dry_run.report import describe
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.config.training import DataConfig
@@ -22,9 +25,6 @@ from megacp.engine.models.build import build_chunks
 from megacp.engine.models.costs import stage_layers
 from megacp.engine.models.vision import patch_plan
 from megacp.engine.rows.vision import PatchGrids
-from megacp.plan import activations
-from megacp.plan.memory import PHASES, stage_memory, stage_parameters
-from megacp.plan.report import describe
 from megacp.storage.wording import human_bytes, human_count
 from tests.plan.test_memory import kept_storages
 from tests.ranks import grid

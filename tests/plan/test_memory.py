@@ -14,6 +14,8 @@ from megacp.attention.ops.mask import Metadata
 from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
 from megacp.distributed.grid import build_grid, single_axis
 from megacp.distributed.shape import GridShape
+from megacp.dry_run import activations, memory
+from megacp.dry_run.memory import stage_parameters
 from megacp.engine.backends.native import NativeBackend
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.expert_parallel.route import Routes
@@ -24,8 +26,6 @@ from megacp.engine.models import costs, recompute
 from megacp.engine.models.block import Block, BlockInputs
 from megacp.engine.models.costs import loss_chunk_tokens
 from megacp.engine.pipeline_parallel.schedules import schedule
-from megacp.plan import activations, memory
-from megacp.plan.memory import stage_parameters
 from megacp.plan.picture import moments
 from megacp.plan.search import fullest_stage
 from tests.reference.schedule_simulator import simulate

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import pytest
 
+from megacp.dry_run.memory import stage_parameters, stage_state
+from megacp.dry_run.packs import PackSample
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.plan.hardware import hardware
-from megacp.plan.memory import stage_parameters, stage_state
-from megacp.plan.packs import PackSample
 from megacp.plan.search import TIGHT
 from megacp.plan.times import step_time
 from tests.plan.frameworks import Row, nominal, peak, published, step

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from megacp.attention.ops.mask import Metadata
+from megacp.dry_run.packs import PackSample, sample_of, sample_packs
 from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import require
 from megacp.engine.config.cli import parse
@@ -23,7 +24,6 @@ from megacp.plan import command
 from megacp.plan import search as search_room
 from megacp.plan.answer import Answer, behind, flags, longest_row, words
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.packs import PackSample, sample_of, sample_packs
 from megacp.plan.search import Candidate, fullest, layouts, search
 from megacp.plan.times import step_time
 from megacp.train import dry_run

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from megacp.attention.ops.mask import Metadata
+from megacp.dry_run.memory import shared_parts, stage_parameters
+from megacp.dry_run.packs import PackSample, sample_of
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.models import costs
 from megacp.plan.hardware import Hardware
-from megacp.plan.memory import shared_parts, stage_parameters
-from megacp.plan.packs import PackSample, sample_of
 from megacp.plan.times import StepTime, step_time
 
 CP, SHARDED = "context_parallel_size", "data_parallel_sharding_strategy"

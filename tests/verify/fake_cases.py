@@ -76,10 +76,10 @@ def main(names: list[str]) -> None:
     """Take the step of rank 0 of each case, and those beside it."""
     fake_cuda.load_fake_cuda()
     from megacp.distributed.fake_world import differences
+    from megacp.dry_run.memory import stage_memory
     from megacp.engine.checks import require
     from megacp.engine.config.cli import parse
     from megacp.engine.models.costs import stage_layers
-    from megacp.plan.memory import stage_memory
     from megacp.verify import fake_step
     from tests.engine.backends import engine_fake
 

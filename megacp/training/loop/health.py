@@ -148,6 +148,7 @@ _FRESH: dict[str, Any] = {"losses": [], "grad_norms": [], "told": {}}
 _FRESH |= {"skipped_in_a_row": 0, "image_documents": 0, "left_out": 0}
 _MOST_TENSORS = 4
 _MOST_TENSORS = 4
+_MOST_TENSORS = 4
 
 
 def damaged_tensors(boxes: Sequence[TensorBox], world: Axis) -> str:

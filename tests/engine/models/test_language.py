@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megacp.attention.ops.tile_kernels import FlashKernel
+from megacp.dry_run import activations, memory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.models import block, offload
 from megacp.engine.models.build import build_chunks
 from megacp.engine.models.offload import HostMemory, Passage
 from megacp.engine.step.step import ParallelModel
-from megacp.plan import activations, memory
 from tests.ranks import grid, run_ranks
 from tests.reference import decoder
 from tests.reference.packs import random_batch

@@ -9,6 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.distributed.shape import AXES
+from megacp.dry_run import activations, memory
+from megacp.dry_run.packs import PackSample, sample_packs
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
 from megacp.engine.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
@@ -16,9 +18,7 @@ from megacp.engine.models import costs
 from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.engine.pipeline_parallel.schedules import Kind
 from megacp.engine.pipeline_parallel.timeline import bubble, timeline
-from megacp.plan import activations, memory
 from megacp.plan.hardware import Hardware, hardware
-from megacp.plan.packs import PackSample, sample_packs
 from megacp.plan.times import StepTime, orders, step_time
 from megacp.storage.wording import human_bytes, human_count
 

@@ -26,12 +26,12 @@ import numpy as np
 import torch
 import yaml
 
+from megacp.dry_run.packs import PackSample, sample_of
+from megacp.dry_run.report import table
 from megacp.engine.config.cli import OneLineParser
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.shard import mask_metadata
 from megacp.plan.hardware import GPUS, NETWORKS, hardware_of, nominal_sheet
-from megacp.plan.packs import PackSample, sample_of
-from megacp.plan.report import table
 from megacp.plan.search import CP, PP, TP
 from megacp.plan.sheet import Sheet
 from megacp.plan.times import step_time

@@ -2,7 +2,7 @@
 
 Every term knows the axis that shrinks it. Weights fall with tp and pp, and under full sharding with dp x cp like the
 optimizer's state; gradients as `--data-parallel-sharding-strategy` says; activations with cp and tp
-(plan/activations.py; without sequence parallelism only those inside attention and MLP fall with tp).
+(dry_run/activations.py; without sequence parallelism only those inside attention and MLP fall with tp).
 
 The estimate leaves out the framework itself, kernels' scratch space, fragmentation, and collectives' copies. It counts
 sums of gradients from the first microbatch on, and one block's work on top of all that is kept.
@@ -14,6 +14,14 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+from megacp.dry_run.activations import (
+    Held,
+    block_work,
+    layer_activations,
+    layer_deferred,
+    most_held,
+    vision_activations,
+)
 from megacp.engine.config.run import RunConfig
 from megacp.engine.config.training import STATE_KINDS, STEPPED_BY
 from megacp.engine.layers.table import Share, tokens_per_rank
@@ -29,14 +37,6 @@ from megacp.engine.models.costs import (
     pair_parameters,
     tower_parameters,
     vocabulary_rows,
-)
-from megacp.plan.activations import (
-    Held,
-    block_work,
-    layer_activations,
-    layer_deferred,
-    most_held,
-    vision_activations,
 )
 
 

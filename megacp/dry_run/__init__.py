@@ -1,0 +1,1 @@
+"""Memory and work of a layout, without running it."""
