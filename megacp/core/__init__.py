@@ -1,1 +1,0 @@
-"""All that trains from packs."""
