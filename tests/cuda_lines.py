@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("distributed", "attention", "engine", "training")
+"""Packages with code for CUDA."""
 WHOLE = (
     "attention/ops/flex.py",
     "engine/backends/transformer_engine.py",
@@ -86,9 +88,9 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def files() -> dict[Path, dict[int, str]]:
-    """The files of the core that have such lines."""
+    """The files that have such lines."""
     found = {}
-    for path in sorted((ROOT / "megacp" / "core").rglob("*.py")):
+    for path in sorted([path for name in PACKAGES for path in (ROOT / "megacp" / name).rglob("*.py")]):
         lines = cuda_lines(path.read_text(), str(path).endswith(WHOLE))
         if lines:
             found[path] = lines
@@ -138,7 +140,7 @@ class _Finder:
     """Gives the marked loader to the files above."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if not name.startswith("megacp.core."):
+        if not name.startswith(tuple(f"megacp.{package}." for package in PACKAGES)):
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and spec.origin and Path(spec.origin).resolve() in _files():
