@@ -21,7 +21,7 @@ from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.distributed.shape import GridShape
-from megacp.huggingface import context_parallel, register_with_transformers
+from megacp.integrations import context_parallel, register_with_transformers
 from megacp.integrations.loop import shift_labels, sum_gradients
 from megacp.training.start.launch import join, rendezvous, stop, world_from_environment
 

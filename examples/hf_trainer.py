@@ -14,7 +14,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from megacp.huggingface import shard_sequences
+from megacp.integrations import shard_sequences
 
 VOCAB = 512
 

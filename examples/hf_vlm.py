@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Trainer, TrainingArguments
 
-from megacp.huggingface import shard_sequences
+from megacp.integrations import shard_sequences
 
 IMAGE, TOKENS_OF_IMAGE, PIXELS = 120, 16, 3 * 2 * 4 * 4
 """The image token, merged patches of an image of 8 x 8 patches, and numbers in a patch of two frames."""

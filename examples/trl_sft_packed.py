@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-from megacp.huggingface import shard_sequences
+from megacp.integrations import shard_sequences
 
 VOCAB = 512
 

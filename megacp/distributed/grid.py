@@ -135,8 +135,8 @@ def build_grid(
 ) -> ProcessGrid:
     """Create this rank's axes; every rank calls it once, in the same order.
 
-    `file_timeout`: how long ranks wait where one reads or writes files (`training/checkpoint/outcome.py`); None: as for others.
-    With one rank no process group is needed. Raises ValueError when the world does not hold the grid.
+    `file_timeout`: how long ranks wait while one of them reads or writes files (checkpoints); None: as for other
+    messages. One rank needs no process group. ValueError if the world does not have the grid's number of ranks.
     """
     have = dist.get_world_size() if dist.is_initialized() else 1
     if shape.world_size > 1 and have != shape.world_size:

@@ -1,1 +1,17 @@
-"""Context parallelism inside transformers' Trainer, TRL and Accelerate."""
+"""Context parallelism inside transformers' Trainer, TRL and Accelerate.
+
+`shard_sequences(trainer, cp_size=4)` is the one line for a Trainer. `context_parallel` is the same for a training loop
+of your own.
+"""
+
+from megacp.public import exports
+
+__getattr__ = exports(
+    __name__,
+    {
+        "context_parallel": "context",
+        "cut_multimodal": "multimodal",
+        "register_with_transformers": "transformers",
+        "shard_sequences": "accelerate",
+    },
+)

@@ -69,7 +69,7 @@ def key_copies(heads: int, groups: int, ranks: int) -> int:
     """Copies of each K/V head, so that they divide by the ranks; ValueError where heads do not."""
     if heads % ranks:
         raise ValueError(
-            f"--cp-comm-type a2a deals {heads} heads of a tensor rank to {ranks} ranks, which they do not divide by: "
-            f"change --context-parallel-size, or choose a2a+p2p with another first size, p2p or kv_exchange"
+            f"a2a splits {heads} heads over {ranks} ranks, which do not divide them: use another number of ranks, "
+            f"a2a+p2p with a first size that divides them, p2p or kv_exchange"
         )
     return math.lcm(groups, ranks) // groups

@@ -1,4 +1,4 @@
-"""The table of transports, one of which is chosen once per run."""
+"""Attention over context-parallel ranks: the function to call, and the table of transports that it chooses from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,44 @@ import torch
 from megacp.attention.context_parallel.a2a import HeadsForSequence
 from megacp.attention.context_parallel.all_gather import AllGatherAttention
 from megacp.attention.context_parallel.kv_exchange import KVExchange
+from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.ring import RingAttention
 from megacp.attention.context_parallel.transport import DenseAttention, LocalAttention, Transport, WholeAttention
 from megacp.attention.ops.kernel import Kernel, WholeKernel
-from megacp.attention.ops.kernels import Tell, select_kernel
+from megacp.attention.ops.kernels import Tell, auto_kernel, select_kernel
+from megacp.attention.ops.once import once
 from megacp.distributed.grid import Axis, split_axis
+
+
+def context_parallel_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: AttentionPlan,
+    axis: Axis,
+    *,
+    transport: str = "p2p",
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend exactly over the rows that the ranks of `axis` share; differentiable.
+
+    Every rank of the axis calls it with its own tokens, in the order of `plan.local`:
+
+    * `q` is `[t, heads, d]`, `k` and `v` are `[t, groups, d]` with `heads % groups == 0` (grouped queries).
+    * The result is `[t, heads, d]` in the dtype of `q`. A token that sees nothing (padding) gets zeros.
+    * `plan.within(Reach(window=128))` is the plan of a layer with a sliding window.
+    * `scale` multiplies the scores; 1 / sqrt(d) if None. `sinks` `[heads]` are learned logits of an extra key whose
+      value is 0 (as in gpt-oss).
+
+    `transport` is a name in `TRANSPORTS`; `a2a+p2p` needs two sizes, so build it with `select_transport`. The first
+    call on an axis chooses the fastest kernel for the device and dtype; later calls reuse it. ValueError if the plan
+    and the axis differ in size, or if the transport does not support the number of heads.
+    """
+    if plan.cp != axis.size:
+        raise ValueError(f"the plan deals the row to {plan.cp} ranks, the axis has {axis.size}")
+    chosen = _transport_of(axis, transport, auto_kernel(q.device.type, q.dtype), q.device)
+    return chosen.attend(q, k, v, plan, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
 
 
 def _of_one_rank(kernel: Kernel) -> Transport:
@@ -22,10 +55,8 @@ def _of_one_rank(kernel: Kernel) -> Transport:
 
 def _a2a_p2p(axis: Axis, kernel: Kernel, hierarchy: tuple[int, ...]) -> Transport:
     if len(hierarchy) != 2 or hierarchy[0] * hierarchy[1] != axis.size:
-        raise ValueError(
-            f"--cp-comm-type a2a+p2p needs --hierarchical-context-parallel-sizes A B with A x B = "
-            f"--context-parallel-size {axis.size}, got {' '.join(map(str, hierarchy)) or 'none'}"
-        )
+        given = " ".join(map(str, hierarchy)) or "none"
+        raise ValueError(f"the transport a2a+p2p needs two sizes whose product is {axis.size}, got {given}")
     # neighbours, often on one machine, change heads; ranks a whole inner group apart form the ring
     inner, outer = split_axis(axis, hierarchy[0])
     ring = RingAttention(outer, kernel) if outer.size > 1 else LocalAttention(kernel)
@@ -39,11 +70,11 @@ TRANSPORTS: dict[str, Callable[[Axis, Kernel, tuple[int, ...]], Transport]] = {
     "a2a+p2p": _a2a_p2p,
     "kv_exchange": lambda axis, kernel, hierarchy: KVExchange(axis, kernel),
 }
-"""The values of `--cp-comm-type` besides auto."""
+"""Transports by name: each is built from an axis, a kernel, and the sizes of `a2a+p2p`."""
 
 
 def select_transport(
-    comm_type: str,
+    name: str,
     kernel: str,
     axis: Axis,
     device: torch.device,
@@ -51,15 +82,21 @@ def select_transport(
     cap: float = 0.0,
     tell: Tell = lambda line: None,
 ) -> Transport:
-    """The transport of `--cp-comm-type` with the kernel of `--attention-kernel`; raises ValueError when unknown.
+    """Build the transport of a name with the kernel of a name; ValueError if either is unknown.
 
-    `hierarchy` (`--hierarchical-context-parallel-sizes`): ranks of the inner all-to-all and of the outer ring. The
-    kernel `dense` is the one-process reference and ignores the transport. `cap`: see `MathKernel`. `a2a+p2p` makes
-    process groups: all ranks of the world must call this alike.
+    `hierarchy`: ranks of the inner all-to-all and of the outer ring of `a2a+p2p`. The kernel `dense` is the reference
+    for one process and ignores the transport. `cap`: see `MathKernel`. `a2a+p2p` makes process groups, so all ranks of
+    the world must call this alike.
     """
     if kernel == "dense":
         return DenseAttention(axis, cap)
-    if comm_type not in TRANSPORTS:
-        raise ValueError(f"--cp-comm-type {comm_type} is unknown; choose {', '.join(TRANSPORTS)}")
+    if name not in TRANSPORTS:
+        raise ValueError(f"transport {name} is unknown; choose {', '.join(TRANSPORTS)}")
     chosen = select_kernel(kernel, device, cap, tell)
-    return _of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[comm_type](axis, chosen, hierarchy)
+    return _of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[name](axis, chosen, hierarchy)
+
+
+@once
+def _transport_of(axis: Axis, name: str, kernel: str, device: torch.device) -> Transport:
+    """Keep the transport with its axis, because a compiled kernel belongs to its object."""
+    return select_transport(name, kernel, axis, device)

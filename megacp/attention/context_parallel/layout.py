@@ -98,4 +98,4 @@ LAYOUTS = {
         Layout("balanced", 1, deal_balanced),
     )
 }
-"""The values of `--cp-layout`."""
+"""Layouts by name."""

@@ -196,7 +196,7 @@ class DenseAttention:
 
     def __init__(self, axis: Axis, cap: float = 0.0) -> None:
         if axis.size != 1:
-            raise ValueError(f"--attention-kernel dense is the one-process reference, cp has {axis.size} ranks")
+            raise ValueError(f"attention kernel dense is for one process, this axis has {axis.size} ranks")
         self.cap = cap
 
     def prepare(self, plan: AttentionPlan, heads: Heads) -> None:

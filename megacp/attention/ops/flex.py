@@ -68,7 +68,9 @@ def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
     """
     # one graph or an error: without a fused kernel the scores of all pairs would be made
     if torch._dynamo.config.disable:
-        raise ValueError("TORCH_COMPILE_DISABLE turns off what --attention-kernel flex needs: unset it, or choose math")
+        raise ValueError(
+            "the attention kernel flex needs torch.compile, which TORCH_COMPILE_DISABLE turns off: unset it, or choose math"
+        )
     forward, backward = backends or ("inductor", "inductor")
     return whole_graph(flex_attention, forward), whole_graph(flex_backward, backward)
 

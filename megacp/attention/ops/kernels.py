@@ -1,4 +1,4 @@
-"""The table of attention kernels, and which of them a `--attention-kernel` value means."""
+"""The table of attention kernels, and the kernel that `auto` means on each device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KernelChoice:
     device: str = ""
     """The only device type, or any."""
     dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
-    """Values of `--dtype` that it is exact for: it adds up in them or wider."""
+    """Dtypes for which it is exact: it accumulates in the same dtype or a wider one."""
     problem: Callable[[], str | None] = lambda: None
     """Why it cannot be had in this environment."""
 
@@ -45,32 +45,35 @@ KERNELS = {
         engine_problem,
     ),
 }
-"""The values of `--attention-kernel` besides auto, and dense."""
+"""Kernels by name; the names `auto` and `dense` have no row."""
 
 FASTEST = {"cpu": ("flash",), "cuda": ("cudnn", "flex")}
 """What auto means on a type of device: the first that can be had and adds up in the model's dtype; else math."""
 
 
 def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
-    """Why a kernel cannot run on a type of device (`cpu`, `cuda`) in a `--dtype`, or in some; None for names without a
-    row.
+    """Return why a kernel cannot run on a device type (`cpu`, `cuda`) in a dtype (any, if empty), or None.
+
+    Names without a row in `KERNELS` return None.
     """
     choice = KERNELS.get(name)
     if choice is None:
         return None
     if choice.device not in ("", device_type):
         only = {"cpu": "the CPU", "cuda": "CUDA"}[choice.device]
-        return f"--attention-kernel {name} runs on {only}, this run is on {device_type}; choose auto or math"
+        return f"attention kernel {name} runs on {only}, not on {device_type}; choose auto or math"
     if dtype and dtype not in choice.dtypes:
-        takes = " or ".join(choice.dtypes)
-        return f"--attention-kernel {name} is for --dtype {takes}, this run has --dtype {dtype}; choose auto or math"
+        supported = " or ".join(choice.dtypes)
+        return f"attention kernel {name} is for {supported}, not for {dtype}; choose auto or math"
     problem = choice.problem()
-    return problem and f"--attention-kernel {name}: {problem}"
+    return problem and f"attention kernel {name}: {problem}"
 
 
 def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
-    """What a `--attention-kernel` value means: `auto` is flash on CPU, cudnn or flex on CUDA, and math for float64
-    there and on any other device; other values mean themselves. Raises ValueError with the reason of `kernel_problem`.
+    """Return the kernel that a name means.
+
+    `auto` is flash on CPU, cudnn or flex on CUDA, and math for float64 on CUDA and on any other device. Every other
+    name means itself; ValueError with the reason of `kernel_problem` if it cannot run.
     """
     if name == "auto":
         # a name asked for is an error where it cannot run; auto never is
@@ -83,18 +86,18 @@ def kernel_name(name: str, device_type: str, dtype: str = "") -> str:
 
 
 def auto_kernel(device_type: str, dtype: torch.dtype) -> str:
-    """What auto means for tensors of a dtype, also of one that is no `--dtype`: the kernel must add up as wide."""
+    """Return the kernel that `auto` means for tensors of any dtype; it accumulates at least as wide."""
     wide = dtype if dtype == torch.bfloat16 else accumulation_dtype(dtype)
     return kernel_name("auto", device_type, str(wide).removeprefix("torch."))
 
 
 def select_kernel(name: str, device: torch.device, cap: float = 0.0, tell: Tell = lambda line: None) -> Kernel:
-    """The kernel of a `--attention-kernel` value; raises ValueError where it is unknown or cannot run.
+    """Build the kernel of a name; ValueError if it is unknown or cannot run.
 
-    torch's flash attention for the CPU has no `cap` of scores: plain torch takes its place.
-    It knows no dtype: for a float64 model `kernel_name` or `auto_kernel` must have resolved `auto` before.
+    torch's flash attention for the CPU does not support a `cap` on scores: plain torch takes its place. The dtype is
+    not known here: for a float64 model, resolve `auto` first by `kernel_name` or `auto_kernel`.
     """
     chosen = kernel_name(name, device.type, "float32" if name == "auto" else "")
     if chosen not in KERNELS:
-        raise ValueError(f"--attention-kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
+        raise ValueError(f"attention kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
     return KERNELS[chosen].build(cap, tell)

@@ -208,7 +208,7 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 ACTIVATIONS = {"swiglu": swiglu, "geglu": geglu, "clamped_swiglu": clamped_swiglu}
-"""Activations by the words of --mlp-activation, which are Transformer Engine's too."""
+"""Activations by name; the names are those of Transformer Engine."""
 
 
 _MASK32 = 0xFFFFFFFF

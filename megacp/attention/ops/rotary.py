@@ -70,7 +70,7 @@ def inverse_frequencies(head_dim: int, base: float, scaling: RotaryScaling) -> t
         return torch.where(wavelength < positions / high, frequency, scaled)
     if scaling.kind == "yarn":
         return _yarn(frequency, head_dim, base, scaling)
-    raise ValueError(f"--rope-scaling {scaling.kind} is unknown; choose none, linear, llama3 or yarn")
+    raise ValueError(f"RoPE scaling {scaling.kind} is unknown; choose none, linear, llama3 or yarn")
 
 
 def rotary_axes(sections: tuple[int, int, int] | None, angles: int) -> list[int]:

@@ -29,9 +29,15 @@ def engine_reasons(config: RunConfig, device_type: str | None) -> list[str]:
 def backend_problems(config: RunConfig, device_type: str | None) -> list[str]:
     """Why the run cannot have the kernel and the layers that it asks for; None asks only about the config."""
     training, wanted = config.training, needed_by(config)
-    found = [kernel_problem(training.attention_kernel, device_type, training.dtype)] if device_type else []
-    found += [compiler_problem()] if device_type == "cuda" else []
-    problems = [problem for problem in found if problem]
+    problems = []
+    if device_type is not None:
+        unusable = kernel_problem(training.attention_kernel, device_type, training.dtype)
+        if unusable:
+            problems.append(f"--attention-kernel and --dtype: {unusable}")
+    if device_type == "cuda":
+        no_compiler = compiler_problem()
+        if no_compiler:
+            problems.append(no_compiler)
     if training.transformer_impl == "native":
         asked = "needs --transformer-impl transformer_engine or auto, this run has native"
         return problems + [f"{name} {asked}" for name in wanted]

@@ -7,8 +7,8 @@ row with another mask or order than its attention takes uses our transports, and
 Under selective recomputation and beside low-rank pairs norms and linears stay apart: the fused modules store the
 outputs of norm and SwiGLU, where a recipe or a pair belongs between two steps.
 
-Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments go by keyword, because releases
-insert parameters in the middle; tests bind every call to the real signatures.
+Only this file and attention/ops/cudnn.py import transformer_engine, inside functions. Arguments go by keyword, because
+releases insert parameters in the middle; tests bind every call to the real signatures.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The vision tower: its flags, and the row of each family of towers, as far as flags say what it is.
 
-A further family has a row here, one of rules (`data/vision`), one of what a tower and a connector hold and cost
-(`engine/layers/vision.py`), one of their modules (`engine/models/multimodal.py`) and one of names in a folder of the library
-(`huggingface/convert`): what each floor may know of it.
+A new family needs a row here and a row for its preprocessing rules (`training/data/vision`), the sizes and costs of its
+tower and connector (`engine/layers/vision.py`), their modules (`engine/models/multimodal.py`) and the names of its
+tensors in a Hugging Face folder (`huggingface/convert`).
 """
 
 from __future__ import annotations

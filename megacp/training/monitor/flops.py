@@ -1,6 +1,6 @@
 """Model FLOPs utilisation (PaLM, Chowdhery et al. 2022, appendix B) and peak memory.
 
-The FLOPs are those of `engine/models/costs.py`, without recomputation. They are held against the dense peaks of known GPUs.
+The FLOPs are those of `engine/models/costs.py`, without recomputation, compared with the dense peaks of known GPUs.
 """
 
 from __future__ import annotations

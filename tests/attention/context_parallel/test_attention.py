@@ -450,12 +450,12 @@ def empty_but_equal_hierarchy(rank: int, world_size: int) -> None:
 def test_transports_are_chosen_from_a_table_and_one_rank_needs_none() -> None:
     cpu = torch.device("cpu")
     assert isinstance(select_transport("p2p", "auto", single_axis("cp"), cpu), LocalAttention)
-    with pytest.raises(ValueError, match="--cp-comm-type a2b is unknown; choose p2p, all_gather, a2a, a2a"):
+    with pytest.raises(ValueError, match="transport a2b is unknown; choose p2p, all_gather, a2a, a2a"):
         select_transport("a2b", "auto", single_axis("cp"), cpu)
     two = Axis("cp", 2, 0, (0, 1), group=object())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="--attention-kernel dense is the one-process reference, cp has 2 ranks"):
+    with pytest.raises(ValueError, match="attention kernel dense is for one process, this axis has 2 ranks"):
         select_transport("p2p", "dense", two, cpu)
-    with pytest.raises(RankError, match="A x B = --context-parallel-size 4, got 3 2"):
+    with pytest.raises(RankError, match="two sizes whose product is 4, got 3 2"):
         run_ranks(empty_but_equal_hierarchy, 4)
 
 

@@ -45,10 +45,7 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner  # noqa: 
 from torch.utils._pytree import tree_map  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
-from megacp.attention.ops import (
-    device,
-    flex,
-)
+from megacp.attention.ops import device, flex  # noqa: E402
 from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table  # noqa: E402
 from megacp.attention.ops.tile_kernels import MathKernel  # noqa: E402
 from megacp.distributed.grid import single_axis  # noqa: E402

@@ -58,7 +58,7 @@ def test_linear_scaling_divides_positions_and_unknown_scaling_is_refused() -> No
     plain = cos_sin(torch.tensor([5]), inverse_frequencies(8, 100.0, RotaryScaling()), torch.float64)
     scaled = cos_sin(torch.tensor([20]), inverse_frequencies(8, 100.0, RotaryScaling("linear", 4.0)), torch.float64)
     torch.testing.assert_close(plain, scaled, **CLOSE)
-    with pytest.raises(ValueError, match="--rope-scaling dynamic is unknown"):
+    with pytest.raises(ValueError, match="RoPE scaling dynamic is unknown"):
         inverse_frequencies(8, 100.0, RotaryScaling("dynamic"))
 
 

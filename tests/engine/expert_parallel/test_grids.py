@@ -1,7 +1,7 @@
 """A mixture of experts on any grid equals one process: loss, norm, gradients, weights and routes.
 
-One process equals a dense reference in tests/engine/models/test_language.py. In float64 a choice is the same anywhere, as long
-as no two scores at its edge are closer than rounding, which is asserted.
+One process equals a dense reference in tests/engine/models/test_language.py. In float64 the choice of experts is the
+same on every grid, as long as no two scores at its edge are closer than rounding, which is asserted.
 """
 
 from __future__ import annotations
