@@ -69,7 +69,8 @@ def compiled(*backends: str | Callable) -> tuple[FlexAttention, FlexAttention]:
     # one graph or an error: without a fused kernel the scores of all pairs would be made
     if torch._dynamo.config.disable:
         raise ValueError(
-            "the attention kernel flex needs torch.compile, which TORCH_COMPILE_DISABLE turns off: unset it, or choose math"
+            "the attention kernel flex needs torch.compile, which TORCH_COMPILE_DISABLE turns off: "
+            "unset it, or choose math"
         )
     forward, backward = backends or ("inductor", "inductor")
     return whole_graph(flex_attention, forward), whole_graph(flex_backward, backward)

@@ -103,7 +103,8 @@ def test_float32_is_compared_with_what_torch_may_use(
 def test_the_peak_sees_an_allocation_that_is_gone() -> None:
     code = (
         "from megacp.training.monitor.flops import peak_bytes; before = peak_bytes(); "
-        "x = bytearray(b'x') * (64 << 20); del x; grown = peak_bytes() - before; assert 60 << 20 < grown < 80 << 20, grown"
+        "x = bytearray(b'x') * (64 << 20); del x; grown = peak_bytes() - before; "
+        "assert 60 << 20 < grown < 80 << 20, grown"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
