@@ -127,7 +127,6 @@ check: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/python tools/rooms.py
 
 bench: $(STAMP)
 	$(BIN)/python tools/benchmark.py

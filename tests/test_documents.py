@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import rooms
-
 ROOT = Path(__file__).resolve().parent.parent
 TOP = (ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "AGENTS", "examples/README"))
 PAGES = [*TOP, *sorted((ROOT / "docs").glob("*.md"))]
@@ -26,18 +24,16 @@ MADE = {"demo_out/model.yaml", "scripts/base_train.py", "attention/cp_attention.
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-CORE_PAGE = ROOT / "docs" / "core.md"
+TOURS = ("attention", "engine", "training")
+"""Pages that walk through a package."""
 
 
-def test_the_core_page_is_a_path_that_a_day_suffices_for() -> None:
-    """Its numbered files are at most 14, of at most 3,500 lines; its example runs."""
-    text = CORE_PAGE.read_text(encoding="utf-8")
-    files = re.findall(r"^\d+\. `([\w/]+\.py)`", text, re.MULTILINE)
-    lines = sum(len((ROOT / "megacp/core" / name).read_text(encoding="utf-8").splitlines()) for name in files)
-    assert len(files) == 14 and lines <= 3_500 and len(text.split()) <= 900
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert code is not None
-    exec(code[1], {})
+@pytest.mark.parametrize("name", TOURS)
+def test_the_code_on_a_page_about_a_package_runs(name: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
 
 
 @cache
@@ -58,12 +54,6 @@ def test_the_readme_can_be_read_in_five_minutes() -> None:
     assert len(words) <= MOST_WORDS
 
 
-def test_the_table_of_rooms_is_as_they_are() -> None:
-    """`make format` writes it."""
-    page = (ROOT / "docs/decisions.md").read_text(encoding="utf-8")
-    assert page.partition(rooms.BEGIN)[2].partition(rooms.END)[0].strip() == rooms.table()
-
-
 @pages
 def test_links_lead_somewhere(page: Path) -> None:
     broken = []
@@ -77,9 +67,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pages
 def test_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, beside the page, or below megacp/core/ where it stands for a module."""
+    """A path begins at the root, next to the page, or below megacp/, where the module is."""
     named = re.findall(r"(?<![\w/])(?:[\w]+/)+\w+\.(?:py|sh|yaml|sbatch)\b", page.read_text(encoding="utf-8"))
-    places = ROOT, ROOT / "megacp/core", page.parent
+    places = ROOT, ROOT / "megacp", page.parent
     found = {name for name in named if any((place / name).exists() for place in places)}
     assert sorted(set(named) - found - MADE) == []
 
