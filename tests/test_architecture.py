@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import io
 import re
 import subprocess
@@ -20,8 +21,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PARAMETERS = 8
-PUBLIC = ("megacp/__init__.py", "megacp/huggingface/__init__.py")
-"""Packages that say more than what they are: the version, and the names for other libraries in one place."""
+PACKAGES = sorted(path.parent.name for path in (ROOT / "megacp").glob("*/__init__.py"))
+PUBLIC = ("megacp/__init__.py", *(f"megacp/{name}/__init__.py" for name in PACKAGES))
+"""Packages with public names: their `__init__` holds a docstring and the table of names."""
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 DISTRIBUTED_FILES = (
     "megacp/distributed/",
@@ -288,7 +290,7 @@ RULES: dict[str, tuple[Callable[[ast.Module], object], list[str]]] = {
     "there is no global statement": (global_statements, sources(*CODE)),
     "functions take few parameters": (too_many_parameters, sources(*CODE)),
     "every module says what it is": (missing_docstring, sources("megacp", "tools", "tests", "examples")),
-    "package files hold a docstring only": (
+    "folders inside a package hold a docstring only": (
         more_than_a_docstring,
         [path for path in sources("megacp") if path.endswith("__init__.py") and path not in PUBLIC],
     ),
@@ -364,11 +366,20 @@ def test_training_imports_no_extra() -> None:
 def test_a_dry_run_text_and_a_parsed_command_line_need_no_torch() -> None:
     code = (
         "import sys; from megacp.engine.config import cli, yaml_file; from megacp.engine.checks import require; "
-        "from megacp.plan import report; c = cli.parse('--vocab-size 64 --pipeline-model-parallel-size 2'.split()); "
+        "from megacp.dry_run import report; c = cli.parse('--vocab-size 64 --pipeline-model-parallel-size 2'.split()); "
         "require(c, 4); yaml_file.to_yaml(c); "
         "report.describe(c, 4); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", [path for path in PUBLIC if "exports(" in (ROOT / path).read_text()])
+def test_every_public_name_of_a_package_is_there(package: str) -> None:
+    name = module_name(package)
+    (call,) = (node for node in ast.walk(tree_of(package)) if isinstance(node, ast.Call))
+    module = importlib.import_module(name)
+    for public in ast.literal_eval(call.args[1]):
+        assert getattr(module, public) is not None
 
 
 def test_no_module_has_a_vague_name() -> None:

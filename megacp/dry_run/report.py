@@ -17,13 +17,9 @@ from megacp.engine.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, F
 from megacp.engine.models import costs
 from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.engine.pipeline_parallel.schedules import Kind
-from megacp.engine.pipeline_parallel.timeline import bubble, timeline
-from megacp.plan.hardware import Hardware, hardware
-from megacp.plan.times import StepTime, orders, step_time
+from megacp.engine.pipeline_parallel.timeline import bubble, orders, timeline
 from megacp.storage.wording import human_bytes, human_count
 
-EXPECTED_ON = ("h100", "infiniband")
-"""Machines for which a dry run tells the time."""
 _SHOWN = 6
 """Rows at each end of a table that is too long."""
 
@@ -185,22 +181,6 @@ def _mean_area(config: RunConfig, sample: PackSample) -> int:
     return int(config.training.global_batch_size * sample.area * sum(areas) / max(1, len(areas)))
 
 
-def utilisation(config: RunConfig, world_size: int, time: StepTime, hardware: Hardware, sample: PackSample) -> float:
-    """FLOPs of the model over what the GPUs could do meanwhile."""
-    return sum(step_work(config, sample)) / time.total / world_size / hardware.peak
-
-
-def _expected(config: RunConfig, world_size: int, sample: PackSample) -> str:
-    """Seconds of a step, MFU and what binds, as a plan has them."""
-    if config.training.dtype != "bfloat16":
-        return f"unknown for {config.training.dtype}: give --dtype bfloat16"
-    here = hardware(*EXPECTED_ON)
-    time = step_time(config, world_size, here, sample)
-    used = utilisation(config, world_size, time, here, sample)
-    machine = " with ".join(EXPECTED_ON)
-    return f"{time.total:.3g} s on {machine} (nominal), MFU {used:.0%}, lost to {time.binds}"
-
-
 def _step(config: RunConfig, world_size: int) -> str:
     t, length, sample = config.training, config.data.seq_length, sample_packs(config)
     tokens = t.global_batch_size * length
@@ -216,7 +196,6 @@ def _step(config: RunConfig, world_size: int) -> str:
         *([["vision FLOPs", f"{human_count(seeing, 'FLOP')} (all packs with the planned crops)"]] if seeing else []),
         ["a rank's share", f"{human_count((text + seeing) / world_size, 'FLOP')}"],
         ["pipeline bubble", f"{_bubble(config, world_size, flops):.1%} of the ideal time"],
-        ["expected", _expected(config, world_size, sample)],
         ["the whole run", f"{t.train_iters:,} steps, {human_count(tokens * t.train_iters)} tokens"],
     ]
     return "One step\n" + "\n".join(f"  {name:<16}  {text}" for name, text in rows)

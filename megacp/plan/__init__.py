@@ -1,1 +1,17 @@
-"""The dry run: memory and work of a layout; the plan: the best of all of them."""
+"""Search for the fastest layout of a model on a number of GPUs.
+
+`search` lists all valid layouts, and an `Answer` prints the best of them. No other package imports this one.
+"""
+
+from megacp.public import exports
+
+__getattr__ = exports(
+    __name__,
+    {
+        "Answer": "answer",
+        "Hardware": "hardware",
+        "hardware": "hardware",
+        "search": "search",
+        "step_time": "times",
+    },
+)

@@ -12,7 +12,7 @@ import yaml
 
 from megacp.dry_run.memory import PHASES
 from megacp.dry_run.packs import PackSample
-from megacp.dry_run.report import table, utilisation
+from megacp.dry_run.report import step_work, table
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.engine.layers.table import Share
 from megacp.engine.models import costs
@@ -73,12 +73,17 @@ class Answer:
                 layout,
                 words(layout.config, self.world_size),
                 tokens / layout.time.total,
-                utilisation(layout.config, self.world_size, layout.time, self.hardware, self.sample),
+                self._utilisation(layout),
                 layout.verdict(self.hardware),
                 behind(layout, self.found[0], self.hardware),
             )
             for layout in self.found[:BEST]
         ]
+
+    def _utilisation(self, layout: Candidate) -> float:
+        """Return the FLOPs of the model over those that the GPUs could do in the time of a step."""
+        work = sum(step_work(layout.config, self.sample))
+        return work / layout.time.total / self.world_size / self.hardware.peak
 
     def heading(self) -> list[str]:
         """What was asked, and what the times are made from."""

@@ -25,8 +25,8 @@ from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, planned_l
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.engine.models import costs
-from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind
-from megacp.engine.pipeline_parallel.timeline import Span, timeline
+from megacp.engine.pipeline_parallel.schedules import Kind
+from megacp.engine.pipeline_parallel.timeline import Span, orders, timeline
 from megacp.plan.hardware import Hardware
 
 
@@ -301,13 +301,6 @@ def stage_parts(
     # the next step begins with gradients of zero
     passed = share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes) + trained * t.accumulation_bytes
     return parts, busiest, exposed, passed / hardware.bandwidth
-
-
-def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
-    """The computes of each stage in a step."""
-    p, microbatches = config.parallel, config.num_microbatches(world_size)
-    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
-    return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
 
 
 def step_time(

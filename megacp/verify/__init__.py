@@ -1,1 +1,1 @@
-"""Two grids compared; GPU report."""
+"""Comparison of two grids, fake steps, and the report of a GPU machine."""

@@ -21,10 +21,10 @@ from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.engine.models import costs
 from megacp.engine.pipeline_parallel.schedules import Kind
-from megacp.engine.pipeline_parallel.timeline import timeline
+from megacp.engine.pipeline_parallel.timeline import orders, timeline
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware, hardware
 from megacp.plan.search import fullest
-from megacp.plan.times import orders, stage_parts, step_time
+from megacp.plan.times import stage_parts, step_time
 
 # nanotron, of each token: inputs and outputs of both norms, q, k and v in one and apart, what attention gave, its
 # product's input; gate, up, the activation and its product. A logit is there in bfloat16, in float32, as a probability

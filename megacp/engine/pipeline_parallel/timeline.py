@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megacp.engine.pipeline_parallel.schedules import Action, Kind, virtual_stage
+from megacp.engine.config.run import RunConfig
+from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind, virtual_stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +67,10 @@ def bubble(spans: Sequence[Sequence[Span]]) -> float:
     """Idle time over work, of the busiest stage: 0 is a perfect pipeline."""
     work = max(sum(span.stop - span.start for span in stage) for stage in spans)
     return max(stage[-1].stop for stage in spans) / work - 1
+
+
+def orders(config: RunConfig, world_size: int) -> list[list[Action]]:
+    """Return the computes of each stage in a step, in the order of the schedule."""
+    p, microbatches = config.parallel, config.num_microbatches(world_size)
+    stages, chunks = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
+    return [SCHEDULES[p.pipeline_schedule](stage, stages, microbatches, chunks) for stage in range(stages)]
