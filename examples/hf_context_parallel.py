@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megacp.attention.context_parallel.attention import TRANSPORTS
 from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.distributed.collectives import all_reduce
 from megacp.distributed.grid import Axis
 from megacp.distributed.shape import GridShape
@@ -103,7 +103,9 @@ def main() -> int:
     parser.add_argument(
         "--seq-length", type=int, default=250, metavar="S", help="filled up where ranks do not divide it"
     )
-    parser.add_argument("--transport", choices=[name for name in TRANSPORTS if name != "a2a+p2p"], default="p2p")
+    parser.add_argument(
+        "--transport", choices=[row.name for row in TRANSPORTS.values() if not row.needs_sizes], default="p2p"
+    )
     parser.add_argument("--layout", choices=list(LAYOUTS), default="zigzag")
     options = parser.parse_args()
     world = world_from_environment()

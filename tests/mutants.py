@@ -529,8 +529,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("metadata.cost_within(reach) * layers", "metadata.cost * layers", "the balance knows no window"),
         ("error <= max(AREA_SLACK", "error >= max(AREA_SLACK", "ranks take stretches of another area"),
     ],
-    ("engine/rows/choose.py", "tests/attention/context_parallel/test_layout.py"): [
-        ("if needed <= FEW_ROWS:", "if needed > FEW_ROWS:", "auto takes the exchange for dense masks"),
+    ("attention/context_parallel/transports.py", "tests/attention/context_parallel/test_layout.py"): [
+        ("if needed <= FEW_KEYS:", "if needed > FEW_KEYS:", "auto takes the exchange for dense masks"),
         ("heads % cp == 0 and", "", "auto takes a2a where heads do not divide"),
     ],
     ("engine/rows/shard.py", LAYOUT): [

@@ -16,7 +16,7 @@ __getattr__ = exports(
         "LAYOUTS": "context_parallel.layout",
         "Metadata": "ops.mask",
         "Reach": "ops.mask",
-        "TRANSPORTS": "context_parallel.attention",
+        "TRANSPORTS": "context_parallel.transports",
         "allowed": "ops.mask",
         "context_parallel_attention": "context_parallel.attention",
         "select_transport": "context_parallel.attention",

@@ -14,7 +14,7 @@ from megacp.attention.ops.mask import Metadata, tile_table
 from megacp.attention.ops.once import once
 from megacp.engine.config.blend import named_folders
 from megacp.engine.config.run import RunConfig
-from megacp.engine.layers.attention import heads_group
+from megacp.engine.layers.attention import heads_group, transport_of
 from megacp.engine.models.costs import causal_area
 from megacp.engine.rows.mix import mix_of
 from megacp.training.data.collate import collate
@@ -81,7 +81,8 @@ class PackSample:
         """
         p, packs = config.parallel, config.training.micro_batch_size
         ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
-        return self._shared(p.cp_layout, ranks, min(heads_group(config), ranks), p.cp_comm_type == "kv_exchange")
+        only_needed = transport_of(config).keys == "needed"
+        return self._shared(p.cp_layout, ranks, min(heads_group(config), ranks), only_needed)
 
     @once
     def _shared(self, name: str, ranks: int, group: int, exchanging: bool) -> tuple[float, float]:

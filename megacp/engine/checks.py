@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.engine.config.blend import named_folders, path_problems, shown_path
 from megacp.engine.config.model import LINEARS, LORA_KINDS, ModelConfig, parse_lora_targets
 from megacp.engine.config.ranges import MAX_EXPERTS_IN_ALL
 from megacp.engine.config.run import RunConfig, fields, flag, flatten
+from megacp.engine.layers.attention import heads_group, transport_of
 from megacp.engine.layers.moe import MOE
 from megacp.engine.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
 from megacp.storage.place import place_of
@@ -273,15 +275,20 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
             f"--attention-kernel dense is a reference for one cp rank and rows of at most {MAX_DENSE_ROW_TOKENS} "
             f"tokens; this run has --context-parallel-size {cp}, rows of {tokens} and --cp-comm-type {comm}"
         )
-    if p.dynamic_context_parallel and (comm, p.cp_layout) != ("kv_exchange", "balanced"):
-        needed = "--cp-layout balanced and --cp-comm-type kv_exchange"
-        yield f"--dynamic-context-parallel takes {needed}, this run has {p.cp_layout} and {comm}"
+    transport = transport_of(config)
+    # a search for packs of all replicas needs a layout that any number of ranks can take
+    fits_replicas = comm == transport.name and transport.spans_replicas and p.cp_layout == transport.best_layout
+    if p.dynamic_context_parallel and not fits_replicas:
+        needed = [row for row in TRANSPORTS.values() if row.spans_replicas]
+        allowed = " or ".join(f"--cp-layout {row.best_layout} and --cp-comm-type {row.name}" for row in needed)
+        yield f"--dynamic-context-parallel takes {allowed}, this run has {p.cp_layout} and {comm}"
     sizes, name = p.hierarchical_context_parallel_sizes, "--hierarchical-context-parallel-sizes"
-    if comm == "a2a+p2p" and cp > 1 and (sizes is None or sizes[0] * sizes[1] != cp):
-        yield f"--cp-comm-type a2a+p2p needs {name} A B with A x B = {cp}, got {sizes}"
-    elif comm != "a2a+p2p" and sizes is not None:
-        yield f"{name} {sizes[0]} {sizes[1]} acts only with --cp-comm-type a2a+p2p, this run has {comm}"
-    dealt = {"a2a": cp, "a2a+p2p": sizes[0] if sizes else 1}.get(comm, 1)
+    if transport.needs_sizes and cp > 1 and (sizes is None or sizes[0] * sizes[1] != cp):
+        yield f"--cp-comm-type {comm} needs {name} A B with A x B = {cp}, got {sizes}"
+    elif not transport.needs_sizes and sizes is not None:
+        users = " or ".join(row.name for row in TRANSPORTS.values() if row.needs_sizes)
+        yield f"{name} {sizes[0]} {sizes[1]} acts only with --cp-comm-type {users}, this run has {comm}"
+    dealt = heads_group(config)
     heads = config.model.num_attention_heads // tp
     if heads % dealt > 0:
         yield (

@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megacp.attention.context_parallel.attention import TRANSPORTS, select_transport
+from megacp.attention.context_parallel.attention import select_transport
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.transport import Transport
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.device import to_device
 from megacp.attention.ops.kernels import auto_kernel
 from megacp.attention.ops.mask import Reach

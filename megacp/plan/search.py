@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from typing import Any
 
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.dry_run.memory import RankMemory, stage_kind, stage_memory
 from megacp.dry_run.packs import PackSample
 from megacp.engine.checks import check
@@ -32,13 +33,6 @@ Choice = Mapping[str, Value]
 
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EP = "expert_model_parallel_size"
-_TRANSPORTS: tuple[Choice, ...] = (
-    {"cp_comm_type": "kv_exchange", "cp_layout": "balanced"},
-    {"cp_comm_type": "p2p", "cp_layout": "zigzag_document"},
-    {"cp_comm_type": "p2p", "cp_layout": "balanced"},
-    {"cp_comm_type": "all_gather", "cp_layout": "zigzag_document"},
-    {"cp_comm_type": "a2a", "cp_layout": "contiguous"},
-)
 _GROUPS = (2, 4, 8)
 """Ranks that swap heads under `a2a+p2p`."""
 _SCHEDULES: tuple[Choice, ...] = tuple(
@@ -74,16 +68,28 @@ def _sizes(config: RunConfig, world_size: int) -> list[Sequence[Choice]]:
     ]
 
 
+def _transports(cp: int) -> list[Choice]:
+    """Return the transports, each with its layouts, and with its sizes where ranks form groups."""
+    found: list[Choice] = []
+    for row in TRANSPORTS.values():
+        for layout in row.layouts:
+            choice: Choice = {"cp_comm_type": row.name, "cp_layout": layout}
+            if not row.needs_sizes:
+                found.append(choice)
+                continue
+            for group in _GROUPS:
+                if cp % group == 0 and group < cp:
+                    found.append({**choice, "hierarchical_context_parallel_sizes": (group, cp // group)})
+    return found
+
+
 def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
     """What is tried of all else on a grid, but for `_SAVINGS`; nothing of what does not act there."""
     p = base.parallel
     cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
-    swapping: Choice = {"cp_comm_type": "a2a+p2p", "cp_layout": "zigzag_document"}
-    pairs = [(group, cp // group) for group in _GROUPS if cp % group == 0 and group < cp]
-    hierarchies: list[Choice] = [{**swapping, "hierarchical_context_parallel_sizes": pair} for pair in pairs]
     return [
         _SCHEDULES if p.pipeline_model_parallel_size > 1 else _NOTHING,
-        [*_TRANSPORTS, *hierarchies] if cp > 1 else _NOTHING,
+        _transports(cp) if cp > 1 else _NOTHING,
         _STRATEGIES if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size else _NOTHING,
         [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
         [{"micro_batch_size": size} for size in (1, 2, 4)] if cp == 1 else _NOTHING,  # ranks of cp share a row already

@@ -20,7 +20,7 @@ from megacp.dry_run.memory import shared_parts, stage_kind, stage_parameters
 from megacp.dry_run.packs import PackSample
 from megacp.engine.checks import packs_in_a_row
 from megacp.engine.config.run import RunConfig, with_values
-from megacp.engine.layers.attention import heads_group
+from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, planned_load
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
@@ -170,8 +170,10 @@ def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: 
     tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
     if cp == 1:
         return 0.0, 0.0, 0.0
-    heads = heads_group(config)
-    ring = cp // heads
+    transport = transport_of(config)
+    sizes = p.hierarchical_context_parallel_sizes or ()
+    heads = transport.head_ranks(cp, sizes)
+    ring = transport.key_ranks(cp, sizes)
     groups = model.query_groups // tp
     key_values = 2 * tokens * math.lcm(groups, heads) * model.head_dim * size  # copied until heads divide
     queries = tokens * model.num_attention_heads * model.head_dim // tp * size
@@ -179,11 +181,10 @@ def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: 
     if heads > 1:  # q, k and v, and the output back
         swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.exchange(heads, tp) + 2 * hardware.latency
     if ring > 1:
-        blocks = sample.shared(config)[1] if p.cp_comm_type == "kv_exchange" else ring - 1
-        messages = ring - 1 if p.cp_comm_type.endswith("p2p") else 2
-        link = {"kv_exchange": hardware.exchange, "all_gather": hardware.ring}.get(p.cp_comm_type, hardware.link)
-        sent = key_values * blocks / link(ring, tp * heads) + messages * hardware.latency
-    return swap, sent, 1 - 1 / ring if p.cp_comm_type.endswith("p2p") else 0.0
+        blocks = sample.shared(config)[1] if transport.keys == "needed" else ring - 1
+        rate = {"ring": hardware.link, "gathered": hardware.ring, "needed": hardware.exchange}[transport.keys]
+        sent = key_values * blocks / rate(ring, tp * heads) + transport.messages(cp, sizes) * hardware.latency
+    return swap, sent, transport.hidden_share(cp, sizes)
 
 
 def _stage(

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.distributed.grid import build_grid
 from megacp.engine.backends.apex import describe_apex
 from megacp.engine.backends.select import backend_problems
@@ -166,9 +167,16 @@ def ranks_on_one_device(device: str, sizes: Sizes, worlds: Sequence[int] = (2,))
     findings = []
     for ranks in worlds:
         with RankPool(ranks) as pool:  # one for all transports: kernels are compiled once in a process
-            for transport in ("p2p", "a2a", "all_gather", "kv_exchange"):
-                layout = "balanced" if transport == "kv_exchange" else "zigzag_document"
-                parallel = {"context_parallel_size": ranks, "cp_comm_type": transport, "cp_layout": layout}
+            for row in TRANSPORTS.values():
+                if row.needs_sizes:
+                    continue
+                transport = row.name
+                layout = row.best_layout or "zigzag_document"
+                parallel: dict[str, Value] = {
+                    "context_parallel_size": ranks,
+                    "cp_comm_type": transport,
+                    "cp_layout": layout,
+                }
                 name = f"{ranks} ranks on one device, {transport}"
                 try:
                     found = pool.run(losses, config_of(sizes, "float32", **parallel), device, timeout=150.0)

@@ -129,7 +129,6 @@ MODELS: dict[str, dict[str, Value]] = {
 experts, those of gpt-oss, every bias, a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
-    "cp_comm_type": "p2p",
     "cp_layout": "contiguous",
     "vision_shards": "contiguous",
     "recompute_granularity": "none",

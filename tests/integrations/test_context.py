@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megacp.attention.context_parallel.attention import TRANSPORTS, select_transport
+from megacp.attention.context_parallel.attention import select_transport
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.transport import DenseAttention
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.flex import FlexKernel
 from megacp.attention.ops.mask import Metadata
 from megacp.attention.ops.tile_kernels import MathKernel, dense_attention

@@ -27,8 +27,7 @@ from megacp.distributed.grid import Axis
 class HeadsForSequence:
     """Transports `a2a` and `a2a+p2p`: `axis` are neighbouring cp ranks, `inner` attends over the tokens of them all."""
 
-    def __init__(self, name: str, axis: Axis, inner: Transport) -> None:
-        self.name = name
+    def __init__(self, axis: Axis, inner: Transport) -> None:
         self.axis = axis
         self.inner = inner
 

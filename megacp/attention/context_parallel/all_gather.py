@@ -40,8 +40,6 @@ def _places_of_others(plan: AttentionPlan, device: torch.device) -> torch.Tensor
 class AllGatherAttention(KeysToQueries):
     """Transport `all_gather`."""
 
-    name = "all_gather"
-
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         return [plan.table(plan.cp_rank), _table_of_others(plan)]
 

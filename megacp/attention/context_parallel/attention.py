@@ -1,21 +1,15 @@
-"""Attention over context-parallel ranks: the function to call, and the table of transports that it chooses from."""
+"""Attention over context-parallel ranks: the function to call, and the transport that it calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from megacp.attention.context_parallel.a2a import HeadsForSequence
-from megacp.attention.context_parallel.all_gather import AllGatherAttention
-from megacp.attention.context_parallel.kv_exchange import KVExchange
 from megacp.attention.context_parallel.plan import AttentionPlan
-from megacp.attention.context_parallel.ring import RingAttention
-from megacp.attention.context_parallel.transport import DenseAttention, LocalAttention, Transport, WholeAttention
-from megacp.attention.ops.kernel import Kernel, WholeKernel
+from megacp.attention.context_parallel.transport import DenseAttention, Transport, of_one_rank
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.kernels import Tell, auto_kernel, select_kernel
 from megacp.attention.ops.once import once
-from megacp.distributed.grid import Axis, split_axis
+from megacp.distributed.grid import Axis
 
 
 def context_parallel_attention(
@@ -49,30 +43,6 @@ def context_parallel_attention(
     return chosen.attend(q, k, v, plan, q.shape[-1] ** -0.5 if scale is None else scale, sinks)
 
 
-def _of_one_rank(kernel: Kernel) -> Transport:
-    return WholeAttention(kernel) if isinstance(kernel, WholeKernel) else LocalAttention(kernel)
-
-
-def _a2a_p2p(axis: Axis, kernel: Kernel, hierarchy: tuple[int, ...]) -> Transport:
-    if len(hierarchy) != 2 or hierarchy[0] * hierarchy[1] != axis.size:
-        given = " ".join(map(str, hierarchy)) or "none"
-        raise ValueError(f"the transport a2a+p2p needs two sizes whose product is {axis.size}, got {given}")
-    # neighbours, often on one machine, change heads; ranks a whole inner group apart form the ring
-    inner, outer = split_axis(axis, hierarchy[0])
-    ring = RingAttention(outer, kernel) if outer.size > 1 else LocalAttention(kernel)
-    return HeadsForSequence("a2a+p2p", inner, ring)
-
-
-TRANSPORTS: dict[str, Callable[[Axis, Kernel, tuple[int, ...]], Transport]] = {
-    "p2p": lambda axis, kernel, hierarchy: RingAttention(axis, kernel),
-    "all_gather": lambda axis, kernel, hierarchy: AllGatherAttention(axis, kernel),
-    "a2a": lambda axis, kernel, hierarchy: HeadsForSequence("a2a", axis, _of_one_rank(kernel)),
-    "a2a+p2p": _a2a_p2p,
-    "kv_exchange": lambda axis, kernel, hierarchy: KVExchange(axis, kernel),
-}
-"""Transports by name: each is built from an axis, a kernel, and the sizes of `a2a+p2p`."""
-
-
 def select_transport(
     name: str,
     kernel: str,
@@ -93,7 +63,7 @@ def select_transport(
     if name not in TRANSPORTS:
         raise ValueError(f"transport {name} is unknown; choose {', '.join(TRANSPORTS)}")
     chosen = select_kernel(kernel, device, cap, tell)
-    return _of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[name](axis, chosen, hierarchy)
+    return of_one_rank(chosen) if axis.size == 1 else TRANSPORTS[name].build(axis, chosen, hierarchy)
 
 
 @once

@@ -75,8 +75,6 @@ def exchange_of(plan: AttentionPlan) -> Exchange | None:
 class KVExchange(KeysToQueries):
     """Transport `kv_exchange`."""
 
-    name = "kv_exchange"
-
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         exchange = exchange_of(plan)
         return [plan.table(plan.cp_rank), *([exchange.table] if exchange else [])]

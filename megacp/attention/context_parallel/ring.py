@@ -31,8 +31,6 @@ def _steps(plan: AttentionPlan) -> int:
 class RingAttention(KeysToQueries):
     """Transport `p2p`."""
 
-    name = "p2p"
-
     def tables(self, plan: AttentionPlan) -> list[TileTable]:
         return [plan.table((self.axis.rank - step) % self.axis.size) for step in range(_steps(plan))]
 

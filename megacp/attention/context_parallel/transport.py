@@ -43,8 +43,6 @@ gradient of this rank's keys and values, `[t, 2, groups, d]`. In forward both ar
 class Transport(Protocol):
     """Attention over the tokens of a cp axis; tensors are sharded over it by the plan."""
 
-    name: str
-
     def attend(
         self,
         q: torch.Tensor,
@@ -71,8 +69,6 @@ class KeysToQueries(ABC):
 
     Forward saves `q, k, v, out, lse` of this rank's tokens; keys of other ranks travel again in backward.
     """
-
-    name: str
 
     def __init__(self, axis: Axis, kernel: Kernel) -> None:
         self.axis = axis
@@ -156,8 +152,6 @@ class _AttendBlocks(torch.autograd.Function):
 class LocalAttention(KeysToQueries):
     """One rank that holds the whole row: no message, one tile table, the kernels of context parallelism."""
 
-    name = "local"
-
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
@@ -189,10 +183,13 @@ class WholeAttention(LocalAttention):
         return self.kernel.whole(q, k, v, plan.table_of_row, scale, call)
 
 
+def of_one_rank(kernel: Kernel) -> Transport:
+    """Return the attention of a rank that holds the whole row."""
+    return WholeAttention(kernel) if isinstance(kernel, WholeKernel) else LocalAttention(kernel)
+
+
 class DenseAttention:
     """The reference for one process: an explicit bool mask from the rule itself, differentiated by autograd."""
-
-    name = "dense"
 
     def __init__(self, axis: Axis, cap: float = 0.0) -> None:
         if axis.size != 1:

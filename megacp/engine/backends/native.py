@@ -26,6 +26,7 @@ from megacp.distributed.heap import keep_in_heap
 from megacp.engine.backends.mlp import NormLinear, NormMLP, TiledMLP
 from megacp.engine.config.model import VOCABULARY_MULTIPLE
 from megacp.engine.config.run import RunConfig
+from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.table import Cut, Tensor, layer_norm_tensors
 from megacp.engine.rows.shard import row_axis
 from megacp.engine.tensor_parallel.linear import ColumnNorm, ColumnParallelLinear, LinearSpec, RowParallelLinear
@@ -130,10 +131,10 @@ class NativeBackend:
         self._untold: list[str] = []
         to = (self.row_axis, grid.device, hierarchy)
         self.transport = select_transport(parallel.cp_comm_type, kernel, *to, tell=self.tell)
-        self.local_transport = select_transport("p2p", kernel, single_axis("one"), grid.device)
+        self.local_transport = select_transport(parallel.cp_comm_type, kernel, single_axis("one"), grid.device)
         """Transport of tokens that a rank has to itself: patches."""
         keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
-        self._states_by_heads = parallel.cp_comm_type == "a2a" and ranks > 1 and keys % ranks == 0
+        self._states_by_heads = transport_of(config).whole_row and ranks > 1 and keys % ranks == 0
         self._taps = model.linear_conv_kernel_dim
         self._state_transports = list[StateTransport]()
         self.tile_rows = training.mlp_chunk_tokens

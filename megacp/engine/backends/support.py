@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.cudnn import WIDEST_HEAD
 from megacp.engine.config.run import RunConfig
+from megacp.engine.layers.attention import heads_group, transport_of
 
-COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
-"""Transports of Transformer Engine; a cp axis of one rank needs none."""
 FP8_MULTIPLES = {"off": 1, "delayed": 16, "current": 16, "blockwise": 128}
 """Both sides of every 8-bit product, tokens included, are multiples of this. Other widths of `blockwise` would be
 gathered and multiplied in 16 bits.
@@ -31,10 +31,10 @@ def attention_reasons(config: RunConfig) -> Iterator[str]:
         yield f"--softmax-type {m.softmax_type} is asked of ours alone"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
-    if p.cp_comm_type not in COMM_TYPES:
-        yield f"--cp-comm-type {p.cp_comm_type} is ours alone; Transformer Engine has {', '.join(COMM_TYPES)}"
-    inner = (p.hierarchical_context_parallel_sizes or (1, 1))[0]
-    dealt_over = {"a2a": p.context_parallel_size, "a2a+p2p": inner}.get(p.cp_comm_type, 1)
+    if transport_of(config).engine is None or p.cp_comm_type == "auto":
+        known = ", ".join(row.name for row in TRANSPORTS.values() if row.engine is not None)
+        yield f"--cp-comm-type {p.cp_comm_type} is native only; Transformer Engine has {known}"
+    dealt_over = heads_group(config)
     heads, groups = (n // p.tensor_model_parallel_size for n in (m.num_attention_heads, m.query_groups))
     if heads % dealt_over or groups % dealt_over:
         yield (

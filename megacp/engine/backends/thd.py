@@ -16,6 +16,7 @@ import torch
 
 from megacp.attention.context_parallel.layout import document_bounds, zigzag_slices
 from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.device import to_device
 from megacp.attention.ops.kernel import Caller, at_once
 from megacp.attention.ops.mask import Metadata, Reach
@@ -158,20 +159,22 @@ class PackedAttention:
         """Places that a sequence fills at least, and a multiple of which it fills."""
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
         """What the selector of its kernels is given about context parallelism."""
-        self.windows = cp.size == 1 or comm_type in ("a2a", "all_gather")
+        row = TRANSPORTS[comm_type]
+        assert row.engine is not None, f"Transformer Engine has no transport {comm_type}"
+        self.windows = cp.size == 1 or row.engine.windows
         """Whether rows may have a sliding window."""
-        self.keeps = cp.size == 1 or comm_type in ("p2p", "all_gather")
+        self.keeps = cp.size == 1 or row.engine.saves_own_tokens
         """Whether it saves tensors of this rank's tokens; under a2a heads of all tokens are more than its result."""
         if cp.size == 1:
             return
         groups: Any = cp.group
-        if comm_type == "a2a+p2p":
+        if row.needs_sizes:
             parts = split_axis(cp, inner)
             if parts[0].group is None or parts[1].group is None:  # one of the two has a single rank
                 comm_type = "p2p" if parts[0].group is None else "a2a"
             else:
                 groups = [part.group for part in parts]
-        self.cp |= {"cp_comm_type": comm_type, "cp_size_a2a": inner if comm_type == "a2a+p2p" else 1}
+        self.cp |= {"cp_comm_type": comm_type, "cp_size_a2a": inner if TRANSPORTS[comm_type].needs_sizes else 1}
         self.attention.set_context_parallel_group(
             cp_group=groups,
             cp_global_ranks=list(cp.global_ranks),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from megacp.attention.context_parallel.transports import TRANSPORTS, TransportRow
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.table import Flops, LayerKind, Linear, Share, Tensor, norm_weight, output_std
@@ -54,11 +55,20 @@ def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     return Flops(0.0, 4.0 * area * model.num_attention_heads * model.head_dim)
 
 
+UNDECIDED = "all_gather"
+"""The transport that a plan assumes for `auto`, which is chosen at the start of a run: it holds the most."""
+
+
+def transport_of(config: RunConfig) -> TransportRow:
+    """Return the row of `--cp-comm-type`."""
+    name = config.parallel.cp_comm_type
+    return TRANSPORTS[UNDECIDED if name == "auto" else name]
+
+
 def heads_group(config: RunConfig) -> int:
-    """Ranks that swap tokens for heads: cp under a2a, the first size under a2a+p2p, else 1."""
+    """Return the number of ranks that exchange tokens for heads; 1 if the transport does not."""
     p = config.parallel
-    sizes = p.hierarchical_context_parallel_sizes or (1, p.context_parallel_size)
-    return {"a2a": p.context_parallel_size, "a2a+p2p": sizes[0]}.get(p.cp_comm_type, 1)
+    return transport_of(config).head_ranks(p.context_parallel_size, p.hierarchical_context_parallel_sizes or ())
 
 
 def _key_value_share(config: RunConfig) -> float:
@@ -102,8 +112,7 @@ def _held(share: Share) -> int:
 def _work(share: Share) -> int:
     """K/V of others, and gradients.
 
-    p2p holds the K/V at hand and the next, with their gradients likewise; all_gather holds the whole row's, and so may
-    kv_exchange under a mask that needs all of them; a2a holds the row's keys for its own heads. The kernels `flex` and
+    The row of the transport knows how many blocks of K/V a rank holds, with their gradients. The kernels `flex` and
     `cudnn`, which `auto` takes on CUDA, have what one part among several adds to the queries' gradient, also in the
     wide dtype, and no sums where a rank has all keys; `math`, which `auto` takes there for float64, the scores, weights
     and their gradients of one block of queries.
@@ -111,18 +120,20 @@ def _work(share: Share) -> int:
     config, model, p = share.config, share.model, share.config.parallel
     tp, size, wide, tokens, cp = share.tp, share.size, share.wide_size, share.tokens, p.context_parallel_size
     key_values = 2 * tokens * model.query_groups * model.head_dim // tp
-    ring = {"p2p": cp, "a2a": 1, "a2a+p2p": cp // heads_group(config)}.get(p.cp_comm_type)
-    copies = cp if ring is None else min(ring, 2) * _key_value_share(config)  # of the K/V of a rank's own tokens
+    transport = transport_of(config)
+    # of the K/V of a rank's own tokens
+    sizes = p.hierarchical_context_parallel_sizes or ()
+    copies = transport.blocks_held(cp, sizes) * _key_value_share(config)
     queries = tokens * model.num_attention_heads * model.head_dim // tp
     kernel, double = config.training.attention_kernel, config.training.dtype == "float64"
     scores = part = 0
     flex = kernel in ("cudnn", "flex", "flex_flash") or (kernel == "auto" and not double)
-    if flex and (cp == 1 or p.cp_comm_type == "a2a") and model.softmax_type == "vanilla":
+    if flex and (cp == 1 or transport.whole_row) and model.softmax_type == "vanilla":
         wide = size  # one call, which adds nothing up
     elif flex:
         part = queries * (size + wide)
     if kernel == "math" or (kernel == "auto" and double):
-        keys = tokens * (1 if p.cp_comm_type == "p2p" else cp)
+        keys = tokens * transport.blocks_at_once(cp, sizes)
         scores = 3 * (model.num_attention_heads // tp) * min(MATH_BLOCK, tokens) * keys * wide
     # under a2a the output's gradient and that of the queries exist on both sides
     swapped = queries * (size + wide) if heads_group(config) > 1 else 0

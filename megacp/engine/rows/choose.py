@@ -2,15 +2,10 @@
 
 What decides is `needed`: the share of the other ranks' K/V rows that a rank's queries see, under the balanced layout.
 
-1. Rows of many documents need little of it: `kv_exchange` sends just that.
-2. Rows that need most of it send everything anyway. Heads move fewer bytes than K/V from
-   `(cp - 1) * needed > 2/3 (1 + H / Hkv)` on, counting forward and backward (H query heads, Hkv K/V heads of a tensor
-   rank): `a2a`, where heads divide by the ranks.
-3. Else `p2p`, which hides its messages under attention.
-
-The layout is `balanced` unless zigzag gives all ranks the same area, as it does for one long document; under `a2a`
-every rank has the whole row, so the row stays contiguous. The rule is a function of packs and config alone: all ranks
-come to the same answer without a message. From then on it stands in the config, as if it had been flags.
+`choose_transport` of the table of transports decides from this share. The layout is the best one of the transport, if
+it has one. Otherwise it is `balanced`, unless zigzag gives all ranks the same area, as it does for one long document.
+The rule depends only on packs and config, so all ranks choose alike without a message. From then on the config holds
+the choice, as if flags had given it.
 """
 
 from __future__ import annotations
@@ -23,14 +18,15 @@ from megacp.attention.context_parallel.balance import row_area
 from megacp.attention.context_parallel.kv_exchange import needed_rows
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.transports import TRANSPORTS, choose_transport
 from megacp.attention.ops.mask import Metadata
+from megacp.engine.config.parallel import ParallelConfig
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.mix import mix_of
 from megacp.engine.rows.shard import padded_row
 
-FEW_ROWS = 0.5
-"""Share of the other ranks' K/V up to which `kv_exchange` is taken."""
+DEFAULT = ParallelConfig()
 EVEN = 1.05
 """Largest area of a rank over the mean up to which zigzag is taken: its tiles are larger."""
 
@@ -48,28 +44,23 @@ def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatc
     line = None
     if p.context_parallel_size == 1:
         # one rank ignores both: the defaults of the flags stand for auto, and no row is read
-        comm = "p2p" if comm == "auto" else comm
-        layout = "zigzag" if layout == "auto" else layout
+        comm = DEFAULT.cp_comm_type if comm == "auto" else comm
+        layout = DEFAULT.cp_layout if layout == "auto" else layout
     else:
         rows = first_rows()
         needed = float(np.mean([needed_share(_dealt(config, row, "balanced")) for row in rows]))
         comm = transport_for(config, needed) if comm == "auto" else comm
         if layout == "auto":
-            # a2a makes the row whole again; kv_exchange was chosen for what ranks need under balanced
-            layout = {"a2a": "contiguous", "kv_exchange": "balanced"}.get(comm) or _even_layout(config, rows)
+            layout = TRANSPORTS[comm].best_layout or _even_layout(config, rows)
         line = f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' keys"
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
 
 
 def transport_for(config: RunConfig, needed: float) -> str:
-    """The transport for rows in which a rank needs the share `needed` of the other ranks' K/V rows."""
+    """Return the transport for rows in which a rank needs the share `needed` of the other ranks' K/V rows."""
     cp = config.parallel.context_parallel_size
     tp = config.parallel.tensor_model_parallel_size
-    heads = config.model.num_attention_heads // tp  # of a tensor rank, as all that cp sees
-    groups = config.model.query_groups // tp
-    if needed <= FEW_ROWS:
-        return "kv_exchange"
-    return "a2a" if heads % cp == 0 and (cp - 1) * needed > 2 / 3 * (1 + heads / groups) else "p2p"
+    return choose_transport(needed, cp, config.model.num_attention_heads // tp, config.model.query_groups // tp)
 
 
 def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:

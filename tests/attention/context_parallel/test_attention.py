@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megacp.attention.context_parallel import ring
-from megacp.attention.context_parallel.attention import TRANSPORTS, select_transport
+from megacp.attention.context_parallel.attention import select_transport
 from megacp.attention.context_parallel.kv_exchange import KVExchange, exchange_of
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.ring import RingAttention
 from megacp.attention.context_parallel.transport import LocalAttention
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.kernel import KV, QKV, Heads, Partial, Saved
 from megacp.attention.ops.mask import Metadata, Reach, TileTable, allowed
 from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
@@ -315,7 +316,7 @@ def counted(rank: int, world_size: int, case: Case) -> tuple[int, int, int, tupl
     cp = grid(cp=world_size).cp
     kernel = CountingKernel()
     batch = shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
-    transport = TRANSPORTS[case.transport](cp, kernel, case.hierarchy)
+    transport = TRANSPORTS[case.transport].build(cp, kernel, case.hierarchy)
     cp.traffic.clear()
     attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size), case)
     plan = batch.plan.within(case.reach)
@@ -382,7 +383,7 @@ def prepared(rank: int, world_size: int, cases: list[Case]) -> list[int]:
     cp, found = grid(cp=world_size).cp, []
     for case in cases:
         kernel, batch = PreparedKernel(), shard_batch(batch_of(case), cp, LAYOUTS[case.layout])
-        transport = TRANSPORTS[case.transport](cp, kernel, case.hierarchy)
+        transport = TRANSPORTS[case.transport].build(cp, kernel, case.hierarchy)
         transport.prepare(batch.plan, Heads(*case.heads, DIM))
         attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
         found.append(len(kernel.prepared))

@@ -289,7 +289,7 @@ def copies_on_rank(rank: int, world_size: int) -> torch.Tensor:
     batch = shard_batch(batch_of(Case("", "", "one-token documents", 4)), cp, LAYOUTS["contiguous"])
     q, k, v = (torch.ones(1, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 1, 1))
     dout = torch.tensor([256.0, 0, 1, 0, 1, 0, 1, 0], dtype=torch.bfloat16)[None, :, None].expand(1, 8, 8)
-    transport = HeadsForSequence("a2a", cp, WholeAttention(FlexKernel((Once(), flex_backward), 8)))
+    transport = HeadsForSequence(cp, WholeAttention(FlexKernel((Once(), flex_backward), 8)))
     return torch.autograd.grad(transport.attend(q, k, v, batch.plan, 1.0), v, dout)[0]
 
 
@@ -309,7 +309,7 @@ def whole_on_ranks(rank: int, world_size: int, cases: list[Case]) -> list[tuple[
     found, cp = [], grid(cp=world_size).cp
     for case in cases:
         batch, kernel = shard_batch(batch_of(case), cp, LAYOUTS[case.layout]), Once()
-        transport = HeadsForSequence("a2a", cp, WholeAttention(FlexKernel((kernel, flex_backward), 8)))
+        transport = HeadsForSequence(cp, WholeAttention(FlexKernel((kernel, flex_backward), 8)))
         results = attend(batch, transport, qkv_and_gradient(case, batch.num_tokens * world_size))
         found.append(([(batch.plan.local, results)], kernel.calls))
     return found

@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.attention.ops.kernel import Heads
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.backends import thd
 from megacp.engine.backends.select import select_backend
-from megacp.engine.backends.support import COMM_TYPES, attention_reasons
+from megacp.engine.backends.support import attention_reasons
 from megacp.engine.backends.thd import PackedAttention
 from megacp.engine.backends.transformer_engine import selector_problem
 from megacp.engine.config.run import RunConfig, with_values
 from tests.engine.backends.engine_math import UTILS, selecting
 from tests.engine.backends.engine_stub import NEWEST, OLDER, needs_engine, needs_release
+
+COMM_TYPES = [row.name for row in TRANSPORTS.values() if row.engine is not None]
 
 RELEASES = [pytest.param(release, marks=(needs_release(release), pytest.mark.slow)) for release in OLDER]
 RELEASES += [pytest.param(NEWEST, marks=needs_engine)]

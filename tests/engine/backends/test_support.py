@@ -10,14 +10,17 @@ from unittest import mock
 import pytest
 import torch
 
+from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.backends import select
 from megacp.engine.backends.apex import apex_status, describe_apex
 from megacp.engine.backends.select import backend_problems, engine_reasons, select_backend
-from megacp.engine.backends.support import COMM_TYPES, attention_reasons, layer_reasons
+from megacp.engine.backends.support import attention_reasons, layer_reasons
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.train import REFUSED, main
+
+COMM_TYPES = [row.name for row in TRANSPORTS.values() if row.engine is not None]
 
 TP, CP, SIZES = "tensor_model_parallel_size", "context_parallel_size", "hierarchical_context_parallel_sizes"
 WIDE = {"dtype": "bfloat16", "hidden_size": 512, "num_attention_heads": 8, CP: 4, SIZES: (2, 2)}
