@@ -102,7 +102,8 @@ def layer_activations(config: RunConfig, granularity: str, layer: int = 0) -> in
         return share.residual * share.size + held
     tiled = share.tiled and described.mlp is not MOE
     # norms keep their inputs, their outputs and a number a token; but for that of a tiled MLP
-    after, both = (share.model.norm_position == word for word in ("after", "both"))
+    after = not share.model.has_input_norms
+    both = share.model.has_input_norms and share.model.has_output_norms
     count = 4 if after else 2 * both + (4 - tiled if share.cheap else 2)
     norms = count * share.residual, (2 + 2 * both - (tiled and not after)) * share.rows
     parts = (norms, *(kind.kept(share) for kind in described.kinds))
@@ -140,7 +141,7 @@ def block_work(config: RunConfig, layer: int = 0) -> int:
     mlps = described.kinds[1:]
     gone = 0 if share.tiled else (sum(kind.kept(share)[0] for kind in mlps) + share.residual) * share.size
     attention = described.mixer.work(share) + share.residual * share.size - gone
-    if described.has_state and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
+    if described.has_state and config.parallel.sharding.parameters:
         # gradients of the MLP's weights leave with those of all the block; the terms of attention hold enough for them
         linears = [linear for kind in mlps for linear in kind.linears(config.model).values()]
         attention += sum(linear.inputs * linear.outputs for linear in linears) // share.tp * share.size

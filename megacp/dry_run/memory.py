@@ -201,9 +201,9 @@ def stage_state(
     ranks, tp = parts[0][2:]
     kinds = max(len(STATE_KINDS[rule]) for rule in STEPPED_BY.values())  # as if one rule stepped all
     copies = 2 * share * wide if instances > 1 else 0  # joined for the sum, and summed
-    strategy = config.parallel.data_parallel_sharding_strategy
+    sharding = config.parallel.sharding
     shares = any(count and ranks > 1 for count, _, ranks, _ in parts)  # else a rank keeps them whole
-    if strategy == "optim_grads_params" and shares:
+    if sharding.parameters and shares:
         gathered, head = _gathered(config, chunks)
         gathering = [part for layers in chunks for part in chunk_parts(config, layers)]
         block, table = (max((p.trained for p in gathering if p.role == role), default=0) for role in ("block", "head"))
@@ -227,7 +227,7 @@ def stage_state(
     largest = max(2 * _last_weight(config), vocabulary_rows(model, model.embedding_rows, tp) * model.hidden_size)
     bucket = min(trained, max(config.parallel.ddp_bucket_size, largest))  # gate and up are one, or it is a table
     two = min(trained, 2 * bucket)
-    apart = strategy != "optim"
+    apart = sharding.gradients
     arriving = bucket // ranks * wide if ranks > 1 else 0
     return RankMemory(
         weights=parameters * size,

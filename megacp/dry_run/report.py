@@ -135,7 +135,8 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"
-    kind += ", deferred weight gradients" * (config.parallel.pipeline_schedule == "zero_bubble")
+    if config.parallel.defers_weight_gradients:
+        kind += ", deferred weight gradients"
     return _section(f"Pipeline stages ({kind}; in flight: activations of a chunk held at once)", rows, left=3)
 
 

@@ -116,14 +116,15 @@ def _grid(config: RunConfig, world: int) -> Iterator[str]:
     if virtual > 1 and pp == 1:
         yield f"{chunks} needs --pipeline-model-parallel-size above 1"
     strategy, instances = p.data_parallel_sharding_strategy, p.num_distributed_optimizer_instances
-    whole = ["--pipeline-schedule zero_bubble"] if p.pipeline_schedule == "zero_bubble" else []
+    deferring = f"--pipeline-schedule {p.pipeline_schedule}"
+    whole = [deferring] if p.defers_weight_gradients else []
     for name in whole + (["--gradient-accumulation-fusion"] if t.gradient_accumulation_fusion else []):
-        if strategy != "optim":
+        if p.sharding.gradients:
             yield f"{name} adds to whole gradients, --data-parallel-sharding-strategy {strategy} keeps none"
         if config.model.lora_rank > 0:
             yield f"{name} with --lora-rank {config.model.lora_rank}: the weights of those gradients are frozen"
-    if p.pipeline_schedule == "zero_bubble" and t.mlp_chunk_tokens > 0:
-        yield f"--pipeline-schedule zero_bubble keeps what --mlp-chunk-tokens {t.mlp_chunk_tokens} is to free"
+    if p.defers_weight_gradients and t.mlp_chunk_tokens > 0:
+        yield f"{deferring} keeps what --mlp-chunk-tokens {t.mlp_chunk_tokens} is to free"
     dp = config.data_parallel_size(world)
     if dp % instances > 0:
         usable = f"use {math.gcd(dp, instances)}"

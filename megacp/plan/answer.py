@@ -157,11 +157,13 @@ def words(config: RunConfig, world_size: int) -> str:
     found = [f"{name} {size}" for name, size in axes.items() if size > 1] or ["one rank"]
     chunks, copies = p.num_virtual_stages_per_pipeline_rank, p.num_distributed_optimizer_instances
     found += [f"{chunks} chunks"] * (chunks > 1)
-    found += ["zero bubble"] * (p.pipeline_schedule == "zero_bubble")
+    if p.defers_weight_gradients:
+        found.append(p.pipeline_schedule.replace("_", " "))
     if p.context_parallel_size > 1:
         sizes = p.hierarchical_context_parallel_sizes
         found.append(f"{p.cp_comm_type}{f' {sizes[0]} x {sizes[1]}' if sizes else ''} {p.cp_layout}")
-    found += ["all sharded"] * (p.data_parallel_sharding_strategy == "optim_grads_params")
+    if p.sharding.parameters:
+        found.append("all sharded")
     found += [f"{copies} copies of the optimizer"] * (copies > 1)
     found.append(f"{t.recompute_granularity} recompute" if t.recompute_granularity != "none" else "no recompute")
     found += [f"offload {t.activation_offload:g}"] * (t.activation_offload > 0)

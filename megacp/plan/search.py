@@ -17,6 +17,7 @@ from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.dry_run.memory import RankMemory, stage_kind, stage_memory
 from megacp.dry_run.packs import PackSample
 from megacp.engine.checks import check
+from megacp.engine.config.parallel import SHARDINGS
 from megacp.engine.config.run import RunConfig, Value, flatten, with_values
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.engine.models.costs import stage_layers
@@ -41,7 +42,7 @@ _SCHEDULES: tuple[Choice, ...] = tuple(
     for chunks in counts
 )
 _STRATEGIES: tuple[Choice, ...] = tuple(
-    {"data_parallel_sharding_strategy": name} for name in ("optim", "optim_grads_params")
+    {"data_parallel_sharding_strategy": name} for name, sharding in SHARDINGS.items() if sharding.searched
 )
 _SAVINGS: tuple[Choice, ...] = tuple(
     {"recompute_granularity": granularity, "activation_offload": offload, "mlp_chunk_tokens": tile}
@@ -187,7 +188,7 @@ def fullest_stage(config: RunConfig, world_size: int) -> tuple[int, RankMemory]:
     for stage, chunks in enumerate(stage_layers(config, world_size)):
         kind = stage_kind(config, stage, chunks)
         # of stages alike the first has the most microbatches in flight, the last the most weight gradients that wait
-        if kind not in seen or config.parallel.pipeline_schedule == "zero_bubble":
+        if kind not in seen or config.parallel.defers_weight_gradients:
             found[stage] = stage_memory(config, stage, chunks, world_size)
         seen.add(kind)
     return max(found.items(), key=lambda one: one[1].total)

@@ -220,9 +220,9 @@ def _stage(
         moved = kept * sum(costs.offloaded_blocks(config, chunks)) / alike.total() / hardware.host
         forward += _Part(offload=hardware.exposed(moved, forward.total))
         backward += _Part(offload=hardware.exposed(moved, backward.total))
-    if p.data_parallel_sharding_strategy != "optim":
+    if p.sharding.gradients:
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        if p.data_parallel_sharding_strategy == "optim_grads":
+        if not p.sharding.parameters:
             gather = 0.0  # once a step
         elif p.pipeline_model_parallel_size > 1:  # chunks stay for all they do in turn, the only one for all of a step
             turns = 1 - 1 / len(chunks)
@@ -246,7 +246,7 @@ def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Seq
     p, t = config.parallel, config.training
     gather = scatter = 0.0
     for parameters, trained, ranks, stride in shared_parts(config, chunks, world_size):
-        moved = parameters if p.data_parallel_sharding_strategy == "optim_grads_params" else trained
+        moved = parameters if p.sharding.parameters else trained
         away = (ranks - 1) / ranks / hardware.ring(ranks, stride)
         # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
         hops = (ranks - 1) * hardware.latency / 4 * -(-moved // p.ddp_bucket_size)
@@ -269,7 +269,7 @@ def in_lockstep(config: RunConfig, world_size: int) -> int:
     p, dp = config.parallel, config.data_parallel_size(world_size)
     # a schedule gathers the one chunk of a stage once a step
     again = p.pipeline_model_parallel_size == 1 or p.num_virtual_stages_per_pipeline_rank > 1
-    gathers = again and p.data_parallel_sharding_strategy == "optim_grads_params"
+    gathers = again and p.sharding.parameters
     exchanging = p.expert_model_parallel_size // (p.tensor_model_parallel_size * p.context_parallel_size)
     return math.gcd(dp, max(1, exchanging, dp // p.num_distributed_optimizer_instances * gathers))
 
@@ -290,10 +290,10 @@ def stage_parts(
     trained = stage_parameters(config, layers[busiest], trained=True)
     share = sum(count / ranks for _, count, ranks, _ in shared_parts(config, layers[busiest], world_size))
     exposed = 0.0
-    if p.data_parallel_sharding_strategy != "optim_grads_params":
+    if not p.sharding.parameters:
         gather, scatter = _sharded(config, world_size, hardware, layers[busiest])
         exposed = hardware.exposed(gather, forward.total)
-        if p.data_parallel_sharding_strategy == "optim":
+        if not p.sharding.gradients:
             exposed += hardware.exposed(scatter, backward.total)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
@@ -347,6 +347,6 @@ def _turns(spans: Sequence[Sequence[Span]], cores: float) -> float:
 
 def kind_seconds(config: RunConfig, forward: _Part, backward: _Part) -> Mapping[Kind, float]:
     """What the timeline asks of a stage; the products of weights are a third of the work of a backward."""
-    defers = config.parallel.pipeline_schedule == "zero_bubble"
+    defers = config.parallel.defers_weight_gradients
     weights = min(forward.work, backward.work / 2) if defers else 0.0
     return {Kind.FORWARD: forward.total, Kind.BACKWARD: backward.total - weights, Kind.WEIGHTS: weights}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from megacp.attention.ops.kernel import Kernel
     from megacp.distributed.grid import Axis
 
-Sizes = tuple[int, ...]
+GroupSizes = tuple[int, ...]
 """Ranks of the inner all-to-all and of the outer ring, for the row that needs them; else empty."""
 
 
@@ -34,7 +34,7 @@ class TransportRow:
     """A transport, and what follows from choosing it. `cp` is the number of ranks that share a row."""
 
     name: str
-    build: Callable[[Axis, Kernel, Sizes], Transport]
+    build: Callable[[Axis, Kernel, GroupSizes], Transport]
     """Return the transport over an axis of two ranks or more. Collective if the row needs sizes."""
     heads: Literal["kept", "all", "inner"] = "kept"
     """Whether heads are exchanged for tokens: not at all, over all ranks, or over the inner ranks only."""
@@ -61,7 +61,7 @@ class TransportRow:
         """Whether the ranks of all replicas may share their rows (dynamic context parallelism)."""
         return self.keys == "needed"
 
-    def head_ranks(self, cp: int, sizes: Sizes = ()) -> int:
+    def head_ranks(self, cp: int, sizes: GroupSizes = ()) -> int:
         """Return the number of ranks over which the heads of a row are split."""
         if self.heads == "all":
             return cp
@@ -69,11 +69,11 @@ class TransportRow:
             return sizes[0] if sizes else 1
         return 1
 
-    def key_ranks(self, cp: int, sizes: Sizes = ()) -> int:
+    def key_ranks(self, cp: int, sizes: GroupSizes = ()) -> int:
         """Return the number of ranks (or of groups with split heads) between which K/V travel."""
         return cp // self.head_ranks(cp, sizes)
 
-    def blocks_held(self, cp: int, sizes: Sizes = ()) -> int:
+    def blocks_held(self, cp: int, sizes: GroupSizes = ()) -> int:
         """Return how many blocks of K/V a rank holds at once, at most; a block belongs to one of `key_ranks`.
 
         A ring holds the current and the next block. `needed` may need all of them under a dense mask.
@@ -81,47 +81,47 @@ class TransportRow:
         blocks = self.key_ranks(cp, sizes)
         return min(blocks, 2) if self.keys == "ring" else blocks
 
-    def blocks_at_once(self, cp: int, sizes: Sizes = ()) -> int:
+    def blocks_at_once(self, cp: int, sizes: GroupSizes = ()) -> int:
         """Return how many blocks of K/V one call of the kernel attends to, at most."""
         return 1 if self.keys == "ring" else self.key_ranks(cp, sizes)
 
-    def messages(self, cp: int, sizes: Sizes = ()) -> int:
+    def messages(self, cp: int, sizes: GroupSizes = ()) -> int:
         """Return the number of K/V messages of a forward."""
         return self.key_ranks(cp, sizes) - 1 if self.keys == "ring" else 2
 
-    def hidden_share(self, cp: int, sizes: Sizes = ()) -> float:
+    def hidden_share(self, cp: int, sizes: GroupSizes = ()) -> float:
         """Return the share of attention's time under which K/V messages are hidden: all blocks of a ring but one."""
         if self.keys != "ring":
             return 0.0
         return 1 - 1 / self.key_ranks(cp, sizes)
 
 
-def _ring(axis: Axis, kernel: Kernel, sizes: Sizes) -> Transport:
+def _ring(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
     from megacp.attention.context_parallel.ring import RingAttention
 
     return RingAttention(axis, kernel)
 
 
-def _all_gather(axis: Axis, kernel: Kernel, sizes: Sizes) -> Transport:
+def _all_gather(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
     from megacp.attention.context_parallel.all_gather import AllGatherAttention
 
     return AllGatherAttention(axis, kernel)
 
 
-def _kv_exchange(axis: Axis, kernel: Kernel, sizes: Sizes) -> Transport:
+def _kv_exchange(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
     from megacp.attention.context_parallel.kv_exchange import KVExchange
 
     return KVExchange(axis, kernel)
 
 
-def _a2a(axis: Axis, kernel: Kernel, sizes: Sizes) -> Transport:
+def _a2a(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
     from megacp.attention.context_parallel.a2a import HeadsForSequence
     from megacp.attention.context_parallel.transport import of_one_rank
 
     return HeadsForSequence(axis, of_one_rank(kernel))
 
 
-def _a2a_p2p(axis: Axis, kernel: Kernel, sizes: Sizes) -> Transport:
+def _a2a_p2p(axis: Axis, kernel: Kernel, sizes: GroupSizes) -> Transport:
     from megacp.attention.context_parallel.a2a import HeadsForSequence
     from megacp.attention.context_parallel.transport import LocalAttention
     from megacp.distributed.grid import split_axis

@@ -69,7 +69,7 @@ def select_backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
 
 def _weight_gradients(config: RunConfig, grid: ProcessGrid) -> WeightGradients | None:
     """What takes the weight gradients of native linears to the buckets; None leaves them to autograd."""
-    asked = config.parallel.pipeline_schedule == "zero_bubble"
+    asked = config.parallel.defers_weight_gradients
     if not (asked or config.training.gradient_accumulation_fusion):
         return None
     later = asked and defers(grid.pp.rank, config.parallel.num_virtual_stages_per_pipeline_rank)

@@ -57,8 +57,9 @@ def layer_reasons(
         yield package
     if eight_bits is not None:
         yield f"--fp8 {t.fp8}: {eight_bits}"
-    if config.parallel.pipeline_schedule == "zero_bubble":
-        yield "--pipeline-schedule zero_bubble defers weight gradients, which native layers alone do"
+    if config.parallel.defers_weight_gradients:
+        schedule = config.parallel.pipeline_schedule
+        yield f"--pipeline-schedule {schedule} defers weight gradients, which only native layers support"
     if t.dtype != "bfloat16":
         yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
     twice = {

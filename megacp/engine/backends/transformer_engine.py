@@ -212,7 +212,7 @@ class TransformerEngineBackend(NativeBackend):
     def __init__(self, grid: ProcessGrid, config: RunConfig) -> None:
         training, parallel = config.training, config.parallel
         # its linears have a kernel that adds to gradients which stay; this switches it on
-        adds = WeightGradients() if parallel.data_parallel_sharding_strategy == "optim" else None
+        adds = None if parallel.sharding.gradients else WeightGradients()
         super().__init__(grid, config, adds)
         self.adamw = fused_adam
         self.fp8, self.token_multiple = training.fp8, FP8_MULTIPLES[training.fp8]
@@ -239,7 +239,7 @@ class TransformerEngineBackend(NativeBackend):
             connect([amax], grid.device)  # in no step of another run
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
         self.norms = {"normalization": "RMSNorm", "zero_centered_gamma": config.model.apply_layernorm_1p}
-        after = config.model.norm_position == "after"
+        after = not config.model.has_input_norms
         why = "--lora-rank" if self.lora else "--recompute-granularity selective" if self.apart else "--norm-position"
         if self.apart or after:
             self.tell(f"layers: Transformer Engine's RMSNorm and Linear apart, by {why}")

@@ -335,6 +335,16 @@ class ModelConfig:
         return PairSize(self.lora_rank, alpha)
 
     @property
+    def has_input_norms(self) -> bool:
+        """Whether a norm precedes attention and MLP."""
+        return self.norm_position != "after"
+
+    @property
+    def has_output_norms(self) -> bool:
+        """Whether a norm follows attention and MLP, before the residual sum."""
+        return self.norm_position != "before"
+
+    @property
     def head_dim(self) -> int:
         """Width of one head: `kv_channels`, or hidden size / heads."""
         return self.kv_channels if self.kv_channels is not None else self.hidden_size // self.num_attention_heads

@@ -13,6 +13,31 @@ from megacp.engine.config.ranges import AboveZero, Count, Positive
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """What data-parallel ranks share in addition to the optimizer's state."""
+
+    gradients: bool
+    parameters: bool
+    searched: bool
+    """Whether a search for a layout tries it; sharing only gradients is never faster than sharing nothing more."""
+
+    @property
+    def shared(self) -> str:
+        """The largest thing that is shared, in a word; empty for the optimizer's state alone."""
+        if self.parameters:
+            return "parameters"
+        return "gradients" if self.gradients else ""
+
+
+SHARDINGS = {
+    "optim": Sharding(gradients=False, parameters=False, searched=True),
+    "optim_grads": Sharding(gradients=True, parameters=False, searched=False),
+    "optim_grads_params": Sharding(gradients=True, parameters=True, searched=True),
+}
+"""Rows of `--data-parallel-sharding-strategy`."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """The grid of ranks. Data parallelism takes what remains: dp = world size / (tp x pp x cp)."""
 
@@ -80,3 +105,13 @@ class ParallelConfig:
     distributed_timeout_minutes: AboveZero[float] = 10.0
     """Minutes after which a collective that a rank did not join ends the run; six times as many for its part of a
     checkpoint."""
+
+    @property
+    def sharding(self) -> Sharding:
+        """The row of the sharding strategy."""
+        return SHARDINGS[self.data_parallel_sharding_strategy]
+
+    @property
+    def defers_weight_gradients(self) -> bool:
+        """Whether the pipeline schedule computes weight gradients later than the gradients that other stages need."""
+        return self.pipeline_schedule == "zero_bubble"

@@ -28,7 +28,7 @@ class MixtureOfExperts(nn.Module):
         self.layer = layer
         self.axis, self.experts, self.count = backend.ep, config.num_experts, config.moe_router_topk
         norm = NormSpec(f"layers.{layer}.mlp_norm", config.hidden_size, config.norm_epsilon)
-        self.norm = backend.norm(norm) if config.norm_position != "after" else None
+        self.norm = backend.norm(norm) if config.has_input_norms else None
         self.score = SCORES[config.moe_router_score_function]
         self.weigh, self.factor = self.score.weigh[config.moe_router_pre_softmax], config.moe_router_topk_scaling_factor
         self.groups = config.moe_router_num_groups, config.moe_router_group_topk

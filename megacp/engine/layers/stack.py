@@ -55,7 +55,8 @@ class Layer:
 
     def tensors(self, model: ModelConfig) -> Iterator[Tensor]:
         """All but low-rank pairs."""
-        places = ("", "_output") if model.norm_position == "both" else ("",)
+        both = model.has_input_norms and model.has_output_norms
+        places = ("", "_output") if both else ("",)
         for part, kind in itertools.zip_longest(("attention", "mlp"), self.kinds):
             for place in places if part else ():
                 yield norm_weight(model, f"{self.name}.{part}{place}_norm", model.hidden_size)

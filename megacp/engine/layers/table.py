@@ -182,7 +182,7 @@ class Share:
 
     def unread(self, part: str, product: Sequence[str]) -> int:
         """Elements of the input of a part's first product that its norm would keep, where nothing reads them again."""
-        kept = self.cheap or self.model.norm_position == "after"
+        kept = self.cheap or not self.model.has_input_norms
         return self.residual if kept and not self.reads_again(part, product) else 0
 
 

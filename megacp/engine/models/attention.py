@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
         self.scale, self.reach = config.attention_scale, Reach(described.window)
         epsilon = config.norm_epsilon
         self.qkv = backend.norm_column_linear(
-            NormSpec(f"{prefix}_norm", config.hidden_size, epsilon) if config.norm_position != "after" else None,
+            NormSpec(f"{prefix}_norm", config.hidden_size, epsilon) if config.has_input_norms else None,
             LinearSpec.of(prefix, linears, *ATTENTION_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in ATTENTION_PROJECTED]

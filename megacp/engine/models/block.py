@@ -64,18 +64,22 @@ class Block(nn.Module):
         self.dropout = config.hidden_dropout
         self.attention = MIXERS[described.mixer](layer, config, backend)
         hidden, linears = config.hidden_size, described.mlp.linears(config)
-        position, epsilon = config.norm_position, config.norm_epsilon
-        after = [f"{prefix}.{n}{'_output' * (position == 'both')}_norm" for n in ("attention", "mlp")]
-        self.attention_norm, self.mlp_norm = (
-            nn.Identity() if position == "before" else backend.norm(NormSpec(name, hidden, epsilon)) for name in after
-        )
+        epsilon = config.norm_epsilon
+        ending = "_output_norm" if config.has_input_norms else "_norm"
+
+        def output_norm(part: str) -> nn.Module:
+            if not config.has_output_norms:
+                return nn.Identity()
+            return backend.norm(NormSpec(f"{prefix}.{part}{ending}", hidden, epsilon))
+
+        self.attention_norm, self.mlp_norm = output_norm("attention"), output_norm("mlp")
         """Norms of the outputs, where they stand after attention and MLP."""
         self.is_routed = described.mlp is MOE
         if self.is_routed:
             self.mlp: nn.Module = MixtureOfExperts(layer, config, backend)
         else:
             self.mlp = backend.norm_mlp(
-                None if position == "after" else NormSpec(f"{prefix}.mlp_norm", hidden, epsilon),
+                NormSpec(f"{prefix}.mlp_norm", hidden, epsilon) if config.has_input_norms else None,
                 *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
             )
         self.precision = backend.precision if recompute == "full" else contextlib.nullcontext

@@ -62,9 +62,9 @@ def build_sharded(
     parallel = config.parallel
     reduced = {DATA: grid.over("dp", "cp")} | ({EXPERTS: grid.edp} if config.model.num_experts > 0 else {})
     partial = {"tp": grid.tp, "embedding": grid.embedding}
-    strategy, instances = parallel.data_parallel_sharding_strategy, parallel.num_distributed_optimizer_instances
+    instances = parallel.num_distributed_optimizer_instances
     # one rank has nothing to share
-    if strategy == "optim_grads_params" and any(axis.size > instances for axis in reduced.values()):
+    if parallel.sharding.parameters and any(axis.size > instances for axis in reduced.values()):
         # it imports torch.distributed.fsdp: a second, which only a fully sharded run should take
         from megacp.engine.data_parallel.full_shard import FullShards
 
@@ -79,7 +79,7 @@ def build_sharded(
         reduced,
         partial,
         parallel.ddp_bucket_size,
-        each_microbatch=strategy != "optim",
+        each_microbatch=parallel.sharding.gradients,
         instances=instances,
         parts=_parts(chunks) if grid.device.type == "cuda" else (),  # CPU ranks send with the cores that compute
     )

@@ -34,7 +34,7 @@ class GatedDeltaNet(nn.Module):
         linears = GATED_DELTA.linears(config)
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
-            norm if config.norm_position != "after" else None,
+            norm if config.has_input_norms else None,
             LinearSpec.of(prefix, linears, *DELTA_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in DELTA_PROJECTED]

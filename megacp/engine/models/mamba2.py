@@ -34,7 +34,7 @@ class Mamba2(nn.Module):
         self.groups, self.epsilon = config.linear_num_key_heads // backend.tp.size, config.norm_epsilon
         norm = NormSpec(f"layers.{layer}.attention_norm", config.hidden_size, config.norm_epsilon)
         self.project = backend.norm_column_linear(
-            norm if config.norm_position != "after" else None,
+            norm if config.has_input_norms else None,
             LinearSpec.of(prefix, linears, *MAMBA_PROJECTED),
         )
         self.widths = [linears[name].outputs // backend.tp.size for name in MAMBA_PROJECTED]

@@ -59,8 +59,7 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
     """One line: what runs where."""
     shape, training, parallel = grid.shape, config.training, config.parallel
     ranks = shape.dp * shape.cp // parallel.num_distributed_optimizer_instances
-    strategy = parallel.data_parallel_sharding_strategy
-    what = {"optim_grads": "gradients", "optim_grads_params": "parameters"}.get(strategy)
+    what = parallel.sharding.shared
     shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
     batch = counted(training.global_batch_size, "pack")
     return (
