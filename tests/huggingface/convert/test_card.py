@@ -23,7 +23,7 @@ hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not inst
         ("models--some--model/snapshots/01", "no table\n---\nlicense: mit\n---\n", None, "some/model", None),
         ("model", "", "some/other", "some/other", None),
         ("model", "", "../other", None, None),
-        ("model", "", "megacp/core", None, None),  # which is a folder here
+        ("model", "", "megacp/engine", None, None),  # which is a folder here
     ],
 )
 def test_a_card_says_what_made_the_model_and_nothing_of_the_machine(
