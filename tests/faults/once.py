@@ -573,6 +573,8 @@ class Run:
             if not difference <= TOLERANCE:
                 problems.append(f"{name} differ by {difference:.1e}, more than {TOLERANCE:.0e}")
         deaths = [life for life in self.lives if life.plan.fault and life.status != 0]
+        if len(deaths) < self.deaths:
+            problems.append(f"the run came to its end after {len(deaths)} of {self.deaths} deaths: take another seed")
         early = sum(not life.events("trained") for life in deaths)
         lived = f"{len(deaths)} deaths ({early} before a step) in {len(self.lives)} lives, {self.steps} steps"
         seen = f"{sum(times.values())} samples, {lost} lost, {twice} twice"
@@ -699,6 +701,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--keep", type=Path, help="keep logs, checkpoints and what ranks said in this folder")
     given = parser.parse_args(arguments)
     logging.disable()  # checkpoints that this process passes over
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and a terminal that hangs up is a kind of death
     for module in preloaded():  # ranks are forked: what is imported here costs none of them a second
         importlib.import_module(module)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

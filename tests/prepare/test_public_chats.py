@@ -78,8 +78,8 @@ def test_a_chat_is_learned_as_a_reader_would_mark_it(
     found = [[text.removesuffix("\n") for text in texts] for texts in learned(tmp_path / "d")]
     assert found == LEARNED[name]
     said, (empty, real, none) = capsys.readouterr().out, COUNTS.get(name, (1, 0, 1))
-    assert ("2 answers are context, not learned" in said) == (name == "thoughts.jsonl")
-    told = f"{empty} answers are learned without a thought, {real} with one, {none} right after the prompt"
+    assert ("2 answers not learned, but context" in said) == (name == "thoughts.jsonl")
+    told = f"learned answers: {empty} without a thought, {real} with one, {none} right after the prompt"
     # the line belongs to thoughts, and is not printed about ordinary chats
     assert (told in said) == (name == "thoughts.jsonl") and "1 step of an epoch at --global-batch-size 8" in said
     kept = DatasetManifest.read(tmp_path / "d").chat_template
@@ -91,7 +91,7 @@ def test_answers_are_counted_in_parts_of_a_build_and_in_a_blend(model: Path, tmp
         assert build(model, tmp_path / "a", CHATS / "thoughts.jsonl", chat_template="auto", unit_bytes=100, **part) == 0
     assert build(model, tmp_path / "b", CHATS / "trl.jsonl", chat_template="auto") == 0
     blend = PackBlend([PackedDataset(tmp_path / name) for name in "ab"], [Fraction(1)] * 2)
-    assert thoughts_told(Sources(blend, None, "").chat_template).startswith("2 answers are learned without a thought")
+    assert thoughts_told(Sources(blend, None, "").chat_template).startswith("learned answers: 2 without a thought")
 
 
 @pytest.mark.parametrize("name", WITH_IMAGES)

@@ -261,6 +261,7 @@ def test_stages_that_train_nothing_equal_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "first_trained", "models"), ON_MORE_RANKS)
 def test_stages_that_train_nothing_equal_one_process_on_more_ranks(
     shape: Shape, first_trained: int, models: list[tuple[str, Values]]

@@ -121,7 +121,7 @@ class BuildSummary:
         in_context = sum(result.in_context for result in self.results)
         if in_context:
             lines.append(
-                f"{in_context:,} answers are context, not learned: the chat template leaves out their thoughts"
+                f"{counted(in_context, 'answer')} not learned, but context: the chat template leaves out the thought"
             )
         told = thoughts_told(manifest.chat_template)
         if told:

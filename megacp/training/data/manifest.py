@@ -199,7 +199,7 @@ def thoughts_told(chat_template: dict[str, Any] | None) -> str:
     opens = before != "" and _THOUGHT not in before
     if not counts[1] and not (counts[0] and opens):
         return ""
-    sentence = "{:,} answers are learned without a thought, {:,} with one, {:,} right after the prompt"
+    sentence = "learned answers: {:,} without a thought, {:,} with one, {:,} right after the prompt"
     return sentence.format(*counts)
 
 

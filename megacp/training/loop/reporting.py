@@ -62,8 +62,9 @@ def heading(config: RunConfig, grid: ProcessGrid) -> str:
     what = parallel.sharding.shared
     shared = f" (each {ranks} of dp x cp share {what})" if what and ranks > 1 else ""
     batch = counted(training.global_batch_size, "pack")
+    ranks_in_all = counted(shape.world_size, "rank")
     return (
-        f"{shape.world_size} ranks = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
+        f"{ranks_in_all} = pp {shape.pp} x dp {shape.dp} x cp {shape.cp} x tp {shape.tp}{shared} on "
         f"{grid.device.type}, {human_count(run_parameters(config))} parameters{_trained(config)} in "
         f"{training.dtype}, {batch} of up to {config.data.seq_length} tokens a step"
     )

@@ -219,6 +219,7 @@ def test_equal_rows_of_the_router_are_chosen_alike_on_two_ranks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_equal_rows_of_the_router_are_chosen_alike_on_four_ranks() -> None:
     check_equal_rows(4, ON_MORE)
 

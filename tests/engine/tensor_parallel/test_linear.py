@@ -431,4 +431,4 @@ def test_a_weight_with_several_products_is_told_once_after_the_last() -> None:
 def test_transformer_engines_layers_are_refused_by_name() -> None:
     asked = {"transformer_impl": "transformer_engine", "dtype": "bfloat16", "pipeline_schedule": "zero_bubble"}
     (reason,) = backend_problems(config_of({"pp": 2}, asked), None)
-    assert "--pipeline-schedule zero_bubble defers weight gradients, which native layers alone do" in reason
+    assert "--pipeline-schedule zero_bubble defers weight gradients, which only native layers support" in reason

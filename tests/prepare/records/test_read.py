@@ -305,6 +305,7 @@ def test_a_folder_is_refused_with_what_to_give_in_its_place(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_for_datasets_folders_and_arrow_files_work(tmp_path: Path) -> None:
     """As the message prints them, in an interpreter of their own."""
     datasets = pytest.importorskip("datasets")
