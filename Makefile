@@ -26,7 +26,7 @@ help:
 	@echo 'make demo       train a model that sees on 8 CPU ranks, ask it about digits it never saw (4 minutes on two cores)'
 	@echo 'make demo-chat  fine-tune SmolLM2 with 100 chats on 2 CPU ranks, beside transformers (4 minutes on two cores)'
 	@echo 'make demo-text  train a language model on 8 CPU ranks, stop it, resume it on another grid, sample text (2 minutes)'
-	@echo 'make test       all tests but long ones, faults and the fences (9 minutes on two quiet cores)'
+	@echo 'make test       all tests but long ones, faults and the fences (about 12 minutes on two cores)'
 	@echo 'make test-all   these, the long ones and the faults (about 25 minutes)'
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
