@@ -204,8 +204,10 @@ class WrittenTalk:
     @cached_property
     def _left_out(self) -> set[int]:
         """Learned answers whose thoughts a template leaves out that writes thoughts."""
+        if not self._template.writes_thoughts:
+            return set()
         thoughtless = {}
-        for i in self._learned_messages() if self._template.writes_thoughts else ():
+        for i in self._learned_messages():
             thought, without = thought_apart(self._messages[i])
             if thought:
                 thoughtless[i] = without
@@ -220,8 +222,11 @@ class WrittenTalk:
     def _thoughts_inside(self) -> dict[int, tuple[dict[str, Any], ...]]:
         """Learned answers whose contents begin with a thought: with it by its own key, without it, and as they are."""
         inside: dict[int, tuple[dict[str, Any], ...]] = {}
-        for i in self._learned_messages() if self._template.writes_thoughts else ():
-            message, words = self._messages[i], message_words(self._messages[i])
+        if not self._template.writes_thoughts:
+            return inside
+        for i in self._learned_messages():
+            message = self._messages[i]
+            words = message_words(message)
             # an empty thought is also looked for, and is not empty then
             told = {**message, "content": words.replace(THOUGHT_END, PLACE + THOUGHT_END, 1)}
             thought, thoughtless = thought_apart(told)
