@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megacp.distributed.grid import Axis
+from megacp.distributed.grid import Axis, HostGroup, WorldAxis
 from megacp.distributed.large_blocks import empty
 from megacp.distributed.same_host import LocalChannel, Operation
 
@@ -199,10 +199,13 @@ def all_to_all(x: torch.Tensor, axis: Axis, *splits: Sequence[int] | None) -> to
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Small picklable objects of all ranks, in axis order; over gloo where the axis has such a group."""
+    """Return the small picklable objects of all ranks, in axis order; the world uses its host group, if it has one."""
     values: list[Any] = [value] * axis.size
     if axis.size > 1:
-        dist.all_gather_object(values, value, group=axis.host_group or axis.group)
+        group = axis.group
+        if isinstance(axis, WorldAxis) and axis.host is not None:
+            group = axis.host.group
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
@@ -222,13 +225,12 @@ def barrier(axis: Axis) -> None:
         dist.barrier(group=axis.group, device_ids=devices)
 
 
-def await_all(axis: Axis) -> None:
-    """A barrier of the world for `axis.file_timeout` seconds; RuntimeError, which on the first rank names a late one.
+def await_all(host: HostGroup) -> None:
+    """Return once every rank has arrived; a killed rank ends the wait at once.
 
-    A killed rank ends the wait at once.
+    Raises RuntimeError after `host.seconds`. On the first rank it names a late rank.
     """
-    if axis.host_group is not None:
-        dist.monitored_barrier(axis.host_group, datetime.timedelta(seconds=axis.file_timeout))
+    dist.monitored_barrier(host.group, datetime.timedelta(seconds=host.seconds))
 
 
 def isend(x: torch.Tensor, axis: Axis, peer: int) -> Pending:

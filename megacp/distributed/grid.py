@@ -38,10 +38,23 @@ class Axis:
     """What `split_axis` has made of it, by the ranks of an inner part."""
     local: LocalChannel | None = field(default=None, compare=False, repr=False)
     """Messages of CPU tensors where all ranks of a gloo axis are on one machine and can read each other."""
-    host_group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
-    """Gloo group of the world with its own timeout (`file_timeout`), for ranks whose own work may take long."""
-    file_timeout: float = field(default=0.0, compare=False, repr=False)
-    """Seconds that the ranks of `host_group` wait for one another."""
+
+
+@dataclass(frozen=True)
+class HostGroup:
+    """A gloo group of all ranks with a timeout of its own, for ranks that read or write files (checkpoints)."""
+
+    group: dist.ProcessGroup
+    seconds: float
+    """How long its ranks wait for one another."""
+
+
+@dataclass(frozen=True)
+class WorldAxis(Axis):
+    """The axis over all ranks of a grid."""
+
+    host: HostGroup | None = field(default=None, compare=False, repr=False)
+    """None: ranks wait for a slow file as long as for any other message."""
 
 
 def single_axis(name: str, global_rank: int = 0) -> Axis:
@@ -59,7 +72,7 @@ class ProcessGrid:
     axes: Mapping[tuple[str, ...], Axis] = field(repr=False)
     embedding: Axis = field(repr=False)
     channels: Mapping[tuple[str, int], Axis] = field(repr=False)
-    world: Axis = field(repr=False)
+    world: WorldAxis = field(repr=False)
 
     @property
     def tp(self) -> Axis:
@@ -160,15 +173,29 @@ def build_grid(
         new_group((rank,), timeout)
     embedding = axis("embedding", ends) if rank in ends and len(stages) > 1 else single_axis("embedding", rank)
     everyone = tuple(range(shape.world_size))
-    world = _axis("world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None)
-    if file_timeout is not None and world.size > 1:
-        host = new_group(world.global_ranks, file_timeout, "gloo")
-        world = dataclasses.replace(world, host_group=host, file_timeout=file_timeout.total_seconds())
-    for name, members in zip(("ep", "edp"), shape.experts(rank), strict=True) if shape.ep else ():
-        # an axis of the same ranks lends its group, on all ranks or on none
-        lender = next((one for one in (*axes.values(), world) if one.global_ranks == members), None)
-        made = axis(name, members) if lender is None else dataclasses.replace(lender, name=name, traffic=Counter())
-        axes[name,] = made
+    all_ranks = _axis("world", everyone, rank, near, timeout, dist.group.WORLD if shape.world_size > 1 else None)
+    host = None
+    if file_timeout is not None and all_ranks.size > 1:
+        host = HostGroup(new_group(everyone, file_timeout, "gloo"), file_timeout.total_seconds())
+    if shape.ep:
+        for name, members in zip(("ep", "edp"), shape.experts(rank), strict=True):
+            # an axis of the same ranks lends its group, on all ranks or on none
+            lender = next((one for one in (*axes.values(), all_ranks) if one.global_ranks == members), None)
+            if lender is None:
+                axes[name,] = axis(name, members)
+            else:
+                axes[name,] = dataclasses.replace(lender, name=name, traffic=Counter())
+    world = WorldAxis(
+        all_ranks.name,
+        all_ranks.size,
+        all_ranks.rank,
+        all_ranks.global_ranks,
+        all_ranks.group,
+        all_ranks.backend,
+        parts=all_ranks.parts,
+        local=all_ranks.local,
+        host=host,
+    )
     return ProcessGrid(shape, rank, torch.device(device), axes, embedding, channels, world)
 
 

@@ -12,32 +12,25 @@ from pathlib import Path
 from typing import TypeVar
 
 from megacp.distributed.collectives import await_all, gather_objects
-from megacp.distributed.grid import Axis
+from megacp.distributed.grid import Axis, HostGroup, WorldAxis
 from megacp.storage.place import Place
 
 _T = TypeVar("_T")
 
 
 def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) -> list[_T]:
-    """Run `action` on every rank; its results in rank order, or `error` on all ranks when it raised on any."""
+    """Run `action` on every rank and return its results in rank order.
+
+    Raises `error` on all ranks if the action raised on any of them, or if a rank is lost or late.
+    """
     result: _T | None = None
     own: Exception | None = None
     try:
         result = action()
     except Exception as raised:  # whatever it is, the other ranks wait to hear of it
         own = raised
-    if world.host_group is not None:
-        # for ranks that are slower than the group's timeout allows; not in the run's store, which may have gone with
-        # torchrun's agent: its ranks go on, and save
-        begun = time.monotonic()
-        try:
-            await_all(world)
-        except RuntimeError as missed:
-            why, lost = str(missed).partition("\n")[0], time.monotonic() - begun < world.file_timeout
-            raise error(
-                f"a {'rank was lost' if lost else 'rank, disk or network is slow'}: not all ranks have read or written "
-                f"their part of a checkpoint within {world.file_timeout:g} s (6 x --distributed-timeout-minutes): {why}"
-            ) from missed
+    if isinstance(world, WorldAxis) and world.host is not None:
+        _await_files(world.host, error)
     outcomes = gather_objects((result, None if own is None else reason_of(own)), world)
     failures: dict[str, list[int]] = {}
     for rank, (_, why) in enumerate(outcomes):
@@ -47,6 +40,23 @@ def on_all_ranks(world: Axis, action: Callable[[], _T], error: type[Exception]) 
         lines = (f"rank {', '.join(map(str, ranks))}: {why}" for why, ranks in failures.items())
         raise error("; ".join(lines)) from own
     return [value for value, _ in outcomes]
+
+
+def _await_files(host: HostGroup, error: type[Exception]) -> None:
+    """Wait for ranks whose files take longer than the timeout of collectives; `error` says which rank did not come.
+
+    The wait does not use the run's store, which may have gone with torchrun's agent while its ranks continue and save.
+    """
+    begun = time.monotonic()
+    try:
+        await_all(host)
+    except RuntimeError as missed:
+        why = str(missed).partition("\n")[0]
+        is_lost = time.monotonic() - begun < host.seconds
+        raise error(
+            f"a {'rank was lost' if is_lost else 'rank, disk or network is slow'}: not all ranks have read or written "
+            f"their part of a checkpoint within {host.seconds:g} s (6 x --distributed-timeout-minutes): {why}"
+        ) from missed
 
 
 def on_rank_0(world: Axis, action: Callable[[], _T], error: type[Exception]) -> _T:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -18,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacp.distributed.grid import Axis, build_grid, single_axis
+from megacp.distributed.grid import Axis, HostGroup, WorldAxis, build_grid, single_axis
 from megacp.distributed.shape import GridShape
 from megacp.engine.data_parallel.boxes import TensorBox
 from megacp.storage.files import sha256_of
@@ -237,10 +236,10 @@ def test_a_rank_beyond_the_limit_of_saving_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_died_beside_a_save_is_no_slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(world: Axis) -> None:
+    def broken(host: HostGroup) -> None:
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr(outcome, "await_all", broken)
-    world = dataclasses.replace(single_axis("world"), host_group=object(), file_timeout=60.0)
+    world = WorldAxis("world", 1, 0, (0,), host=HostGroup(object(), 60.0))
     with pytest.raises(SaveError, match="a rank was lost: .*Connection closed by peer"):
         outcome.on_all_ranks(world, lambda: None, SaveError)
