@@ -988,7 +988,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
-    ("huggingface/convert/decoder.py", "tests/huggingface/convert/test_families.py"): [
+    ("huggingface/convert/words.py", "tests/huggingface/convert/test_families.py"): [
         (
             'values["num_experts"]\n        return',
             'values["num_experts"] - 1\n        return',

@@ -24,7 +24,6 @@ from megacp.engine.data_parallel.boxes import MODEL
 from megacp.huggingface.convert import hf_files, processor
 from megacp.huggingface.convert.card import CARD, model_card
 from megacp.huggingface.convert.chat import other_form, write_chat_template
-from megacp.huggingface.convert.decoder import NATIVE
 from megacp.huggingface.convert.hf_files import files_of, mine, on_each, on_first
 from megacp.huggingface.convert.lora import write_adapter
 from megacp.huggingface.convert.source import (
@@ -44,6 +43,7 @@ from megacp.huggingface.convert.source import (
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.text_part import PROCESSORS
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
+from megacp.huggingface.convert.words import NATIVE
 from megacp.prepare.records.chat_template import THINKS, templates_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.kept import own_tokenizer

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacp.huggingface.convert.config_json import Values
-from megacp.huggingface.convert.decoder import TEXT_FAMILIES, Family
 from megacp.huggingface.convert.gpt_oss import GPT_OSS
 from megacp.huggingface.convert.moe import EXPERT_FAMILIES
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.qwen3_5 import QWEN3_5_MOE_VL, QWEN3_5_VL
 from megacp.huggingface.convert.text_part import TEXT_PARTS
+from megacp.huggingface.convert.words import TEXT_FAMILIES, Family
 
 _ALL = (*TEXT_FAMILIES, *EXPERT_FAMILIES, GPT_OSS, MOLMO2, QWEN3_5_VL, QWEN3_5_MOE_VL)
 FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
-from megacp.huggingface.convert.decoder import DECODER, OLMO2_SIZES, Table, experts_of
 from megacp.huggingface.convert.moe import TRAINING, ExpertFamily, ExpertWords, stacked
 from megacp.huggingface.convert.tensors import BIASES, PACKED, STACKS, Info, Joined, Link, Source, is_finite, whole
+from megacp.huggingface.convert.words import DECODER, OLMO2_SIZES, Table, experts_of
 from megacp.storage.wording import listed
 
 _OWN = {

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from megacp.engine.config.ranges import MAX_EXPERTS
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
-from megacp.huggingface.convert.decoder import (
+from megacp.huggingface.convert.tensors import BIASES, STACKS, Info, Link
+from megacp.huggingface.convert.words import (
     DECODER,
     NATIVE,
     NO_WINDOW,
@@ -28,7 +29,6 @@ from megacp.huggingface.convert.decoder import (
     resolved,
     routed_layers,
 )
-from megacp.huggingface.convert.tensors import BIASES, STACKS, Info, Link
 
 _COUNTS = ("num_local_experts", "num_experts")
 _STACKED = "stacked"

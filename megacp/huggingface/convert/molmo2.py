@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
-from megacp.huggingface.convert.decoder import (
+from megacp.huggingface.convert.tensors import Info, Link, Named
+from megacp.huggingface.convert.words import (
     DECODER,
     NATIVE,
     RELEASED,
@@ -22,7 +23,6 @@ from megacp.huggingface.convert.decoder import (
     sizes_from_hf,
     sizes_to_hf,
 )
-from megacp.huggingface.convert.tensors import Info, Link, Named
 from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 _TOKEN_FIELDS = {

@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from megacp.huggingface.convert.config_json import GENERAL, ConfigJson, Values, same, shown
-from megacp.huggingface.convert.decoder import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Family, Qwen35Words, Table
 from megacp.huggingface.convert.moe import QWEN3_5_MOE, QWEN3_5_MOE_SILENT, QWEN3_5_MOE_WORDS, ExpertFamily
+from megacp.huggingface.convert.words import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Family, Qwen35Words, Table
 
 _MODULES = {
     "patch_embed.proj": "vision.patch_embedding",

@@ -22,7 +22,6 @@ from megacp.engine.config.run import RunConfig, fields, flag, flatten, with_valu
 from megacp.engine.config.vision import VISION_FAMILIES
 from megacp.engine.layers.stack import lora_kinds, pair_tensors
 from megacp.huggingface.convert.adapter import Adapter
-from megacp.huggingface.convert.decoder import EMBEDDING, HEAD, shapes_of
 from megacp.huggingface.convert.molmo2 import MOLMO2
 from megacp.huggingface.convert.source import (
     ADAPTER_CONFIG,
@@ -33,6 +32,7 @@ from megacp.huggingface.convert.source import (
     read_hf,
 )
 from megacp.huggingface.convert.tensors import Source, in_dtype
+from megacp.huggingface.convert.words import EMBEDDING, HEAD, shapes_of
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 from megacp.storage.place import Place
 from megacp.storage.url import Url

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megacp.huggingface.convert.config_json import Values, shown
-from megacp.huggingface.convert.decoder import SIZES
 from megacp.huggingface.convert.tensors import Info, Source
+from megacp.huggingface.convert.words import SIZES
 
 _TEXT_NAMES = (
     ("language_model.model.", "model."),

@@ -25,10 +25,10 @@ from megacp.engine.models.build import build_chunks
 from megacp.engine.models.language import LanguageModelChunk
 from megacp.engine.rows.batch import PackedBatch, VisionInputs
 from megacp.engine.rows.shard import shard_batch
-from megacp.huggingface.convert.decoder import resolved
 from megacp.huggingface.convert.source import Loaded, in_brief
 from megacp.huggingface.convert.tensors import Source, in_dtype, whole
 from megacp.huggingface.convert.tokenizer import Given, refuse_difference
+from megacp.huggingface.convert.words import resolved
 from megacp.prepare.tokenize.tokenizer import PROBE
 from megacp.training.data.images import joined, position_axes
 from megacp.training.data.vision.molmo2 import Molmo2Rules, frame_layout

@@ -15,9 +15,9 @@ from megacp.engine.data_parallel.parameter import spec_of
 from megacp.engine.layers import stack, vision
 from megacp.engine.models.build import build_chunks
 from megacp.engine.models.costs import run_parameters
-from megacp.huggingface.convert.decoder import NAMINGS, RELEASED
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tensors import WIDE, Cast, Info, Mapped, whole
+from megacp.huggingface.convert.words import NAMINGS, RELEASED
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, packed, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
