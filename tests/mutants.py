@@ -59,7 +59,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("if best.gib > here.memory:", "if False:", "--parallel auto starts a layout that does not fit"),
         ("memory=gib or here.memory", "memory=here.memory", "an A100 of 40 GB is planned as one of 80"),
     ],
-    ("engine/backends/native.py", STATES): [
+    ("engine/backends/recurrent.py", STATES): [
         ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
     ],
     ("training/start/launch.py", "tests/distributed/test_large_blocks.py"): [
@@ -988,7 +988,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
         ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
     ],
-    ("huggingface/convert/words.py", "tests/huggingface/convert/test_families.py"): [
+    ("huggingface/convert/family.py", "tests/huggingface/convert/test_families.py"): [
         (
             'values["num_experts"]\n        return',
             'values["num_experts"] - 1\n        return',
@@ -996,7 +996,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
-        ('"moe_shared_expert_gate": True', '"moe_shared_expert_gate": False', "the gate of a shared expert is open"),
+        ('"moe_shared_expert_gate": True}', '"moe_shared_expert_gate": False}', "the gate of a shared expert is open"),
         ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
         ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
         ("c.only(router_jitter_noise=0.0, clip_qkv=None)", "pass", "queries are not clipped, in silence"),

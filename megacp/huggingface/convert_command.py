@@ -30,7 +30,7 @@ from megacp.distributed.shape import GridShape
 from megacp.engine.config.cli import OneLineParser, path_texts
 from megacp.huggingface.convert.chat import CHOICES
 from megacp.huggingface.convert.export import OtherModelError, Request, convert
-from megacp.huggingface.convert.words import NAMINGS
+from megacp.huggingface.convert.tables import NAMINGS
 from megacp.storage.wording import for_terminal
 from megacp.training.monitor.console import to_nowhere, warn
 from megacp.training.start.launch import World, join, rendezvous, stop, world_from_environment

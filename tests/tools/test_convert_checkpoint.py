@@ -17,7 +17,7 @@ from megacp.distributed.grid import single_axis
 from megacp.engine.config.yaml_file import to_yaml
 from megacp.engine.data_parallel.boxes import boxes_to_save
 from megacp.engine.step.step import ParallelModel
-from megacp.huggingface.convert import decoder, verify
+from megacp.huggingface.convert import family, verify, words
 from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import read_checkpoint, read_hf
 from megacp.huggingface.convert.tensors import STACKS, WIDE
@@ -183,13 +183,13 @@ def test_a_difference_ends_verify_with_status_1_and_no_folder(
 ) -> None:
     save("llama 3 tied", tmp_path / "a")
     assert convert("hf", "megacp", tmp_path / "a", tmp_path / "b") == 0
-    write = decoder.rope_fields
-    monkeypatch.setattr(decoder, "rope_fields", lambda values: write({**values, "rotary_base": 10_000.0}))
+    write = words.rope_fields
+    monkeypatch.setattr(words, "rope_fields", lambda values: write({**values, "rotary_base": 10_000.0}))
 
     def unchecked(self: Any, values: Any, layout: str = "native") -> dict[str, Any]:
         return {"architectures": [self.cls], "model_type": self.name, **self.to_hf(values)}
 
-    monkeypatch.setattr(decoder.Family, "config", unchecked)
+    monkeypatch.setattr(family.Family, "config", unchecked)
     assert convert("megacp", "hf", tmp_path / "b", tmp_path / "c", "--verify") == 1
     captured = capsys.readouterr()
     assert "would be another model" in captured.err and "--rotary-base is 500.0 in what was read" in captured.out

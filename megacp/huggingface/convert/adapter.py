@@ -27,9 +27,9 @@ from megacp.engine.layers.table import A, B, lora_kind
 from megacp.engine.models.pair_words import layers_in_words
 from megacp.huggingface.convert.adapter_config import NAME, AdapterConfig, TargetSaid
 from megacp.huggingface.convert.config_json import Values, shown
+from megacp.huggingface.convert.family import Family
 from megacp.huggingface.convert.lora import experts_in_link, modules_of_stacks, stacks_beside
 from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named
-from megacp.huggingface.convert.words import Family
 from megacp.storage import files
 from megacp.storage.wording import listed
 

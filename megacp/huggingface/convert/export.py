@@ -40,10 +40,10 @@ from megacp.huggingface.convert.source import (
     refuse_other_input,
     require_all,
 )
+from megacp.huggingface.convert.tables import NATIVE
 from megacp.huggingface.convert.tensors import Info, Mapped, in_dtype, num_bytes, one_dtype
 from megacp.huggingface.convert.text_part import PROCESSORS
 from megacp.huggingface.convert.tokenizer import Given, write_tokenizer
-from megacp.huggingface.convert.words import NATIVE
 from megacp.prepare.records.chat_template import THINKS, templates_of
 from megacp.prepare.records.conversation import answer_ends
 from megacp.prepare.tokenize.kept import own_tokenizer

@@ -12,8 +12,10 @@ import torch
 
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
 from megacp.huggingface.convert.moe import TRAINING, ExpertFamily, ExpertWords, stacked
+from megacp.huggingface.convert.tables import DECODER, Table
 from megacp.huggingface.convert.tensors import BIASES, PACKED, STACKS, Info, Joined, Link, Source, is_finite, whole
-from megacp.huggingface.convert.words import DECODER, OLMO2_SIZES, Table, experts_of
+from megacp.huggingface.convert.text_families import OLMO2_SIZES
+from megacp.huggingface.convert.words import experts_of
 from megacp.storage.wording import listed
 
 _OWN = {
@@ -211,6 +213,19 @@ _WORDS = GptOssWords(
     },
 )
 GPT_OSS = GptOss(
-    *("gpt_oss", "GptOssForCausalLM", _SIZES, _WORDS.from_hf, _WORDS.to_hf, TABLE),
-    TRAINING | {"initial_context_length"},
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _SIZES,
+    _WORDS.from_hf,
+    _WORDS.to_hf,
+    TABLE,
+    fits=(
+        {
+            "vision_num_layers": False,
+            "num_experts": True,
+            "softmax_type": "learnable",
+            "moe_router_score_function": "softmax",
+        },
+    ),
+    harmless=TRAINING | {"initial_context_length"},
 )

@@ -25,8 +25,8 @@ from megacp.engine.models.pair_words import describe_pairs
 from megacp.engine.tensor_parallel.lora import is_of_a_pair
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import Values
+from megacp.huggingface.convert.family import Family
 from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named, Source, whole
-from megacp.huggingface.convert.words import Family
 
 _PREFIX = "base_model.model."
 """Prefix of names in an adapter: peft's model around the library's."""

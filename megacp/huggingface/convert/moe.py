@@ -9,26 +9,20 @@ from dataclasses import dataclass
 
 from megacp.engine.config.ranges import MAX_EXPERTS
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
+from megacp.huggingface.convert.family import WITH_EXPERTS, Family
+from megacp.huggingface.convert.tables import DECODER, NATIVE, Table
 from megacp.huggingface.convert.tensors import BIASES, STACKS, Info, Link
-from megacp.huggingface.convert.words import (
-    DECODER,
-    NATIVE,
+from megacp.huggingface.convert.text_families import (
     NO_WINDOW,
     OLMO2_SIZES,
-    QWEN2,
+    QWEN2_SIZES,
     QWEN3_5,
     QWEN3_5_SILENT,
     QWEN3_5_SIZES,
     QWEN3_5_WORDS,
-    Family,
     Qwen35Words,
-    Table,
-    Words,
-    expert_pattern,
-    layer_pattern,
-    resolved,
-    routed_layers,
 )
+from megacp.huggingface.convert.words import Words, expert_pattern, layer_pattern, resolved, routed_layers
 
 _COUNTS = ("num_local_experts", "num_experts")
 _STACKED = "stacked"
@@ -183,8 +177,9 @@ class Glm4MoeWords(ExpertWords):
         routed, width = routed_layers(v), resolved(v)["moe_ffn_hidden_size"]
         content = super().to_hf(v) | {theirs: v[ours] for theirs, ours in _GROUPS.items()}
         content |= {"intermediate_size": v["ffn_hidden_size"], "moe_intermediate_size": width}
-        content |= {"first_k_dense_replace": routed.index(True), "num_nextn_predict_layers": 0}
-        content["n_shared_experts"] = (v["moe_shared_expert_intermediate_size"] or 0) // width
+        first = routed.index(True) if any(routed) else len(routed)
+        content |= {"first_k_dense_replace": first, "num_nextn_predict_layers": 0}
+        content["n_shared_experts"] = (v["moe_shared_expert_intermediate_size"] or 0) // (width or 1)
         content |= {"norm_topk_prob": not v["moe_router_pre_softmax"], "attention_bias": v["add_qkv_bias"]}
         content["routed_scaling_factor"] = v["moe_router_topk_scaling_factor"]
         return content | {"use_qk_norm": v["qk_layernorm"] == "head"}
@@ -195,7 +190,7 @@ _MIXTRAL_SIZES = OLMO2_SIZES | {"intermediate_size": 14336, "num_key_value_heads
 _MIXTRAL_SIZES |= {"max_position_embeddings": 131072}
 _OLMOE_SIZES = OLMO2_SIZES | {"num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048}
 _OLMOE_SIZES |= {"hidden_size": 2048, "max_position_embeddings": 4096}
-_QWEN3_SIZES = QWEN2 | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144}
+_QWEN3_SIZES = QWEN2_SIZES | {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 6144}
 _QWEN3_SIZES |= {"num_key_value_heads": 4}
 _MIXTRAL_WORDS = ExpertWords(
     _MIXTRAL_SIZES, 1e6, window="sliding_window", experts=("num_local_experts", 8), chosen=2, has_norm=False
@@ -232,17 +227,49 @@ QWEN3_5_MOE_SILENT = QWEN3_5_SILENT | TRAINING | {"intermediate_size"}
 """There is no dense MLP that would have the width."""
 
 
-def _family(name: str, cls: str, words: ExpertWords, table: Table = _EACH, more: frozenset[str] = TRAINING) -> Family:
-    return ExpertFamily(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, more)
+def _family(
+    name: str,
+    cls: str,
+    words: ExpertWords,
+    fits: Values,
+    table: Table = _EACH,
+    harmless: frozenset[str] = TRAINING,
+    kind: type[ExpertFamily] = ExpertFamily,
+) -> Family:
+    return kind(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, (fits,), harmless)
 
 
 EXPERT_FAMILIES = (
-    _family("mixtral", "Mixtral", _MIXTRAL_WORDS, _MIXTRAL),
-    _family("olmoe", "Olmoe", _OLMOE_WORDS),
-    _family("qwen3_moe", "Qwen3Moe", _QWEN3_WORDS, more=TRAINING | NO_WINDOW),
-    _family("qwen3_5_moe_text", "Qwen3_5Moe", QWEN3_5_MOE_WORDS, QWEN3_5_MOE, QWEN3_5_MOE_SILENT),
-    Glm4Moe(
-        *("glm4_moe", "Glm4MoeForCausalLM", _GLM_SIZES, _GLM_WORDS.from_hf, _GLM_WORDS.to_hf, _GLM),
-        TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
+    _family("mixtral", "Mixtral", _MIXTRAL_WORDS, fits=WITH_EXPERTS, table=_MIXTRAL),
+    _family("olmoe", "Olmoe", _OLMOE_WORDS, fits=WITH_EXPERTS | {"qk_layernorm": "all_heads"}),
+    _family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        _QWEN3_WORDS,
+        fits=WITH_EXPERTS | {"qk_layernorm": "head"},
+        harmless=TRAINING | NO_WINDOW,
+    ),
+    _family(
+        "qwen3_5_moe_text",
+        "Qwen3_5Moe",
+        QWEN3_5_MOE_WORDS,
+        fits={
+            "vision_num_layers": False,
+            "num_experts": True,
+            "moe_shared_expert_gate": True,
+            "softmax_type": "vanilla",
+            "moe_router_score_function": "softmax",
+        },
+        table=QWEN3_5_MOE,
+        harmless=QWEN3_5_MOE_SILENT,
+    ),
+    _family(
+        "glm4_moe",
+        "Glm4Moe",
+        _GLM_WORDS,
+        fits={"vision_num_layers": False, "num_experts": True, "moe_router_score_function": "sigmoid"},
+        table=_GLM,
+        harmless=TRAINING | {"num_nextn_predict_layers", "num_mtp_layers"},
+        kind=Glm4Moe,
     ),
 )

@@ -10,19 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megacp.huggingface.convert.config_json import ConfigJson, Values, shown
+from megacp.huggingface.convert.family import Family
+from megacp.huggingface.convert.tables import DECODER, NATIVE, RELEASED, links_of, shapes_of
 from megacp.huggingface.convert.tensors import Info, Link, Named
-from megacp.huggingface.convert.words import (
-    DECODER,
-    NATIVE,
-    RELEASED,
-    SIZES,
-    Family,
-    links_of,
-    model_of,
-    shapes_of,
-    sizes_from_hf,
-    sizes_to_hf,
-)
+from megacp.huggingface.convert.words import SIZES, UNWRITTEN, model_of, sizes_from_hf, sizes_to_hf
 from megacp.training.data.vision.molmo2 import Molmo2Rules
 
 _TOKEN_FIELDS = {
@@ -105,10 +96,9 @@ _TOWER = {
 
 
 def _from_hf(c: ConfigJson) -> Values:
-    v = sizes_from_hf(c, _TEXT, "text_config.")
-    v |= {"untie_embeddings_and_output_weights": True, "norm_position": "before", "num_experts": 0}
-    v |= {"qk_layernorm": "head", "no_rope_freq": None, "add_attention_output_bias": False, "add_mlp_bias": False}
-    v |= {"image_attention": "example", "add_qkv_bias": c.switch("text_config.attention_bias")}
+    v = UNWRITTEN | sizes_from_hf(c, _TEXT, "text_config.")
+    v |= {"untie_embeddings_and_output_weights": True, "qk_layernorm": "head", "image_attention": "example"}
+    v["add_qkv_bias"] = c.switch("text_config.attention_bias")
     v["additional_vocab_size"] = c.number("text_config.additional_vocab_size", 128)
     for path, (ours, default) in _TOWER.items():
         v[ours] = c.number(path, default, high=4096 if ours == "vision_num_layers" else 2**31 - 1)
@@ -247,9 +237,15 @@ class Molmo2(Family):
 
 
 MOLMO2 = Molmo2(
-    *("molmo2", "Molmo2ForConditionalGeneration", _TEXT, _from_hf, _to_hf, NATIVE_TABLE),
-    frozenset({"float32_attention", "use_frame_special_tokens"}),
-    ("text_config", "vision_config", "adapter_config"),
-    _TOKEN_FIELDS,
-    tuple(Molmo2Rules.token_texts),
+    "molmo2",
+    "Molmo2ForConditionalGeneration",
+    _TEXT,
+    _from_hf,
+    _to_hf,
+    NATIVE_TABLE,
+    fits=({"vision_num_layers": True, "vision_family": "molmo2", "moe_shared_expert_gate": False},),
+    harmless=frozenset({"float32_attention", "use_frame_special_tokens"}),
+    sections=("text_config", "vision_config", "adapter_config"),
+    token_fields=_TOKEN_FIELDS,
+    token_order=tuple(Molmo2Rules.token_texts),
 )

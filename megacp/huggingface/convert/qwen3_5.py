@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any
 
 from megacp.huggingface.convert.config_json import GENERAL, ConfigJson, Values, same, shown
+from megacp.huggingface.convert.family import Family
 from megacp.huggingface.convert.moe import QWEN3_5_MOE, QWEN3_5_MOE_SILENT, QWEN3_5_MOE_WORDS, ExpertFamily
-from megacp.huggingface.convert.words import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Family, Qwen35Words, Table
+from megacp.huggingface.convert.tables import Table
+from megacp.huggingface.convert.text_families import QWEN3_5, QWEN3_5_SILENT, QWEN3_5_WORDS, Qwen35Words
 
 _MODULES = {
     "patch_embed.proj": "vision.patch_embedding",
@@ -122,16 +124,43 @@ class Qwen35Moe(Qwen35, ExpertFamily):
 
 
 def _family(
-    kind: type[Qwen35], name: str, cls: str, words: Qwen35Words, decoder: Table, silent: frozenset[str]
+    kind: type[Qwen35],
+    name: str,
+    cls: str,
+    words: Qwen35Words,
+    decoder: Table,
+    fits: Values,
+    silent: frozenset[str],
 ) -> Qwen35:
     return kind(
-        *(name, f"{cls}ForConditionalGeneration", words.sizes, partial(_from_hf, words), partial(_to_hf, words)),
+        name,
+        f"{cls}ForConditionalGeneration",
+        words.sizes,
+        partial(_from_hf, words),
+        partial(_to_hf, words),
         _with_tower(decoder),
-        silent | {"language_model_only"},
-        ("vision_config",),
-        _TOKEN_FIELDS,
+        fits=(fits,),
+        harmless=silent | {"language_model_only"},
+        sections=("vision_config",),
+        token_fields=_TOKEN_FIELDS,
     )
 
 
-QWEN3_5_VL = _family(Qwen35, "qwen3_5", "Qwen3_5", QWEN3_5_WORDS, QWEN3_5, QWEN3_5_SILENT)
-QWEN3_5_MOE_VL = _family(Qwen35Moe, "qwen3_5_moe", "Qwen3_5Moe", QWEN3_5_MOE_WORDS, QWEN3_5_MOE, QWEN3_5_MOE_SILENT)
+QWEN3_5_VL = _family(
+    Qwen35,
+    "qwen3_5",
+    "Qwen3_5",
+    QWEN3_5_WORDS,
+    QWEN3_5,
+    {"vision_num_layers": True, "vision_family": "qwen3_5", "moe_shared_expert_gate": False},
+    QWEN3_5_SILENT,
+)
+QWEN3_5_MOE_VL = _family(
+    Qwen35Moe,
+    "qwen3_5_moe",
+    "Qwen3_5Moe",
+    QWEN3_5_MOE_WORDS,
+    QWEN3_5_MOE,
+    {"vision_num_layers": True, "moe_shared_expert_gate": True},
+    QWEN3_5_MOE_SILENT,
+)

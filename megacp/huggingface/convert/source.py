@@ -22,8 +22,10 @@ from megacp.engine.data_parallel.boxes import MODEL, TensorBox
 from megacp.huggingface.convert import hf_files
 from megacp.huggingface.convert.config_json import ABSENT, Values, shown
 from megacp.huggingface.convert.families import IGNORED_TENSORS, of_config, of_values
+from megacp.huggingface.convert.family import Family
 from megacp.huggingface.convert.hf_files import on_each
 from megacp.huggingface.convert.lora import Pairs, folded
+from megacp.huggingface.convert.tables import EMBEDDING, HEAD
 from megacp.huggingface.convert.tensors import (
     Info,
     Link,
@@ -37,7 +39,6 @@ from megacp.huggingface.convert.tensors import (
     tensor_problems,
 )
 from megacp.huggingface.convert.text_part import NOT_TEXT, TEXT_PARTS, TextTensors, left_out, text_content
-from megacp.huggingface.convert.words import EMBEDDING, HEAD, Family
 from megacp.prepare.media import processor_files
 from megacp.prepare.media.processor_files import FolderRules
 from megacp.prepare.tokenize.beside import OLDER_NAME, TEMPLATE_FOLDER, TEMPLATE_NAMES, read_object

@@ -31,8 +31,8 @@ from megacp.huggingface.convert.source import (
     model_dtype,
     read_hf,
 )
+from megacp.huggingface.convert.tables import EMBEDDING, HEAD, shapes_of
 from megacp.huggingface.convert.tensors import Source, in_dtype
-from megacp.huggingface.convert.words import EMBEDDING, HEAD, shapes_of
 from megacp.prepare.tokenize.tokenizer import load_tokenizer, tokenizer_files
 from megacp.storage.place import Place
 from megacp.storage.url import Url

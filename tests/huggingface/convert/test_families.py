@@ -16,8 +16,8 @@ from megacp.engine.layers import stack, vision
 from megacp.engine.models.build import build_chunks
 from megacp.engine.models.costs import run_parameters
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
+from megacp.huggingface.convert.tables import NAMINGS, RELEASED
 from megacp.huggingface.convert.tensors import WIDE, Cast, Info, Mapped, whole
-from megacp.huggingface.convert.words import NAMINGS, RELEASED
 from megacp.verify.parity import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, packed, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
@@ -322,6 +322,50 @@ def test_a_flag_that_the_library_has_no_word_for_is_refused_by_its_name(
     with pytest.raises(ValueError, match="this model is no ") as refused:
         (of_values(values) if wanted == "auto" else FAMILIES[wanted]).config(values)
     assert flag in str(refused.value)
+
+
+NEAREST: list[tuple[dict[str, Any], str]] = [
+    ({"qk_layernorm": "head", "norm_position": "after"}, "olmo2: --qk-layernorm is 'head'"),
+    ({"window_size": 9, "qk_layernorm": "all_heads"}, "mistral: --qk-layernorm is 'all_heads'"),
+    ({"num_experts": 4, "norm_position": "after", "qk_layernorm": "all_heads"}, "olmoe: --norm-position is 'after'"),
+    ({"no_rope_freq": "2", "qk_layernorm": "head"}, "smollm3: --qk-layernorm is 'head'"),
+    ({"linear_attention_freq": "2"}, "llama: --linear-attention-freq is '2'"),
+    ({"window_size": 9, "add_qkv_bias": True, "add_attention_output_bias": True}, "llama: --window-size is 9"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), NEAREST, ids=str)
+def test_a_model_of_no_family_is_told_the_nearest_and_what_misfits(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match="^this model is no architecture .* the nearest is ") as refused:
+        of_values(values_of(changes))
+    assert f"the nearest is {told}" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if "hf_model_type" not in OURS[name]])
+def test_a_model_fits_one_family_only(name: str) -> None:
+    values = values_of(OURS[name])
+    assert [one.name for one in FAMILIES.values() if one.distance(values) == (0, 0)] == [of_values(values).name]
+
+
+LOST_IN_VISION = [
+    ({"window_size": 9}, "--window-size"),
+    ({"mlp_activation": "geglu"}, "--mlp-activation"),
+    ({"apply_layernorm_1p": True}, "--apply-layernorm-1p"),
+    ({"softmax_scale": 0.3}, "--softmax-scale"),
+]
+
+
+@pytest.mark.parametrize(("changes", "told"), LOST_IN_VISION, ids=str)
+def test_a_vision_model_whose_text_part_its_class_cannot_compute_is_refused(changes: dict[str, Any], told: str) -> None:
+    """The class would load such a folder and compute something else."""
+    values = values_of({**OURS["molmo2"], **changes})
+    with pytest.raises(ValueError, match=f"this model is no molmo2: {told} is "):
+        FAMILIES["molmo2"].config(values)
+
+
+def test_a_dense_model_that_is_named_as_one_with_experts_is_refused_by_its_flag() -> None:
+    with pytest.raises(ValueError, match="this model is no glm4_moe: .*--moe-router-score-function is 'softmax'"):
+        FAMILIES["glm4_moe"].config(values_of({}))
 
 
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,0 +1,347 @@
+"""The families of text without experts: tables of names, sizes, words of their own, and their rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megacp.engine.layers.stack import layers_of
+from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, shown
+from megacp.huggingface.convert.family import PLAIN_DECODER, WITH_WINDOWS, Family
+from megacp.huggingface.convert.tables import DECODER, Table
+from megacp.huggingface.convert.words import OFF_SWITCH, SIZES, Words, layer_pattern, model_of, resolved
+
+_SLIDING, _FULL = LAYER_TYPES
+_STATE = "linear_attention"
+NO_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+"""Fields without a meaning while `use_sliding_window` is false."""
+QWEN3_5_SILENT = frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype"})
+"""Fields of layers that predict further tokens, which the library leaves out as well, and of a dtype that is ours."""
+
+# Names of tensors, of classes that differ from DECODER.
+
+OLMO2 = {
+    {
+        "model.layers.{i}.input_layernorm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "model.layers.{i}.post_attention_layernorm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
+    }.get(theirs, theirs): ours
+    for theirs, ours in DECODER.items()
+}
+GEMMA3 = DECODER | {
+    "model.layers.{i}.post_attention_layernorm.weight": "layers.{i}.attention_output_norm.weight",
+    "model.layers.{i}.pre_feedforward_layernorm.weight": "layers.{i}.mlp_norm.weight",
+    "model.layers.{i}.post_feedforward_layernorm.weight": "layers.{i}.mlp_output_norm.weight",
+}
+_DELTA = {
+    "in_proj_z.weight": "z.weight",
+    "in_proj_b.weight": "b.weight",
+    "in_proj_a.weight": "a.weight",
+    "dt_bias": "dt_bias",
+    "A_log": "A_log",
+    "norm.weight": "norm.weight",
+    "out_proj.weight": "output.weight",
+}
+QWEN3_5: dict[str, str | tuple[str, ...]] = {
+    **DECODER,
+    **{f"model.layers.{{i}}.linear_attn.{x}": f"layers.{{i}}.linear_attention.{ours}" for x, ours in _DELTA.items()},
+    "model.layers.{i}.linear_attn.in_proj_qkv.weight": (
+        "layers.{i}.linear_attention.q.weight",
+        "layers.{i}.linear_attention.k.weight",
+        "layers.{i}.linear_attention.v.weight",
+    ),
+    "model.layers.{i}.linear_attn.conv1d.weight": (
+        "layers.{i}.linear_attention.convolution_q.weight",
+        "layers.{i}.linear_attention.convolution_k.weight",
+        "layers.{i}.linear_attention.convolution_v.weight",
+    ),
+}
+PHI3 = {
+    **{theirs: ours for theirs, ours in DECODER.items() if "_proj" not in theirs},
+    "model.layers.{i}.self_attn.qkv_proj.weight": (
+        "layers.{i}.attention.q.weight",
+        "layers.{i}.attention.k.weight",
+        "layers.{i}.attention.v.weight",
+    ),
+    "model.layers.{i}.self_attn.o_proj.weight": "layers.{i}.attention.output.weight",
+    "model.layers.{i}.mlp.gate_up_proj.weight": ("layers.{i}.mlp.gate.weight", "layers.{i}.mlp.up.weight"),
+    "model.layers.{i}.mlp.down_proj.weight": "layers.{i}.mlp.down.weight",
+}
+
+# Sizes that absent fields mean to the library.
+
+_NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+_MISTRAL_SIZES = SIZES | {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+_PHI3_SIZES = _NO_HEAD_DIM | {
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "vocab_size": 32064,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+OLMO2_SIZES = _NO_HEAD_DIM | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
+_SMOLLM3_SIZES = _NO_HEAD_DIM | {
+    "num_hidden_layers": 36,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "vocab_size": 128256,
+    "max_position_embeddings": 32768,
+}
+_QWEN3_SIZES = SIZES | {
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+}
+QWEN2_SIZES = {name: value for name, value in _QWEN3_SIZES.items() if name != "head_dim"}
+_GEMMA3_SIZES = SIZES | {
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "head_dim": 256,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+QWEN3_5_SIZES = SIZES | {
+    "intermediate_size": 12288,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "vocab_size": 248_320,
+    "max_position_embeddings": 32768,
+}
+_DELTA_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+
+# Words of classes that say more than `Words` can read or write.
+
+
+@dataclass(frozen=True)
+class LlamaWords(Words):
+    """Words of a class that asks for whole heads."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        if v["hidden_size"] % v["num_attention_heads"]:
+            c.faults.append(f"hidden_size {v['hidden_size']} is no multiple of num_attention_heads")
+        return v
+
+
+@dataclass(frozen=True)
+class Olmo3Words(Words):
+    """Words of a class that names each kind of layer's rotary embedding; older configs stretch only full ones."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        if v["rope_scaling"] != "none" and not isinstance(c.get("rope_parameters"), dict):
+            v["window_rotary_base"] = v["rotary_base"]
+        return v
+
+    def to_hf(self, v: Values) -> Values:
+        content = super().to_hf(v)
+        far = content["rope_parameters"]
+        near = {"rope_type": "default", "rope_theta": v["window_rotary_base"]} if v["window_rotary_base"] else far
+        return content | {"rope_parameters": {_SLIDING: near, _FULL: far}}
+
+
+@dataclass(frozen=True)
+class Gemma3Words(Olmo3Words):
+    """Words of a class that scales its embedding, says its scale of scores, and gates by GELU."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        if not isinstance(c.get("rope_parameters"), dict):
+            v["window_rotary_base"] = c.number("rope_local_base_freq", 1e4, float, 1.0, 1e12)
+        c.only(hidden_activation="gelu_pytorch_tanh", use_bidirectional_attention=False)
+        c.only(final_logit_softcapping=None, attn_logit_softcapping=None)
+        scale = c.number("query_pre_attn_scalar", 256) ** -0.5
+        return v | {"softmax_scale": scale, "embedding_multiplier": v["hidden_size"] ** 0.5}
+
+    def to_hf(self, v: Values) -> Values:
+        content = super().to_hf(v) | {"hidden_activation": "gelu_pytorch_tanh"}
+        del content["hidden_act"]
+        content["rope_local_base_freq"] = v["window_rotary_base"] or v["rotary_base"]
+        return content | {"query_pre_attn_scalar": round(resolved(v)["softmax_scale"] ** -2)}
+
+
+@dataclass(frozen=True)
+class Qwen35Words(Words):
+    """Words of a class whose layers may have a gated delta rule instead of attention."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        layers, every = v["num_layers"], c.number("full_attention_interval", 4)
+        c.only(attn_output_gate=True, mlp_only_layers=[])
+        if (gate := c.get("output_gate_type", "silu")) not in ("silu", "swish"):
+            c.faults.append(f"output_gate_type is {shown(gate)}, megacp can only express silu")
+        kinds = c.get("layer_types") or [_FULL if (i + 1) % every == 0 else _STATE for i in range(layers)]
+        if not isinstance(kinds, list) or len(kinds) != layers or not {*map(str, kinds)} <= {_STATE, _FULL}:
+            c.faults.append(f"layer_types is {shown(kinds)}, expected {_STATE} or {_FULL} for each of {layers} layers")
+        elif _STATE in kinds:
+            full = [kind == _FULL for kind in kinds]
+            v["linear_attention_freq"] = layer_pattern(full, "01") or "[1]"
+        return v | {name: c.number(name, default) for name, default in _DELTA_SIZES.items()}
+
+    def windows_of(self, c: ConfigJson, layers: int, positions: int, own_rotary: float | None) -> Values:
+        return {}
+
+    def to_hf(self, v: Values) -> Values:
+        kinds = [_STATE if layer.has_state else _FULL for layer in layers_of(model_of(v))]
+        return super().to_hf(v) | {"layer_types": kinds} | {name: v[name] for name in _DELTA_SIZES}
+
+
+@dataclass(frozen=True)
+class SmolLM3Words(Words):
+    """Words of a class with layers that have no rotary embedding."""
+
+    def from_hf(self, c: ConfigJson) -> Values:
+        v = super().from_hf(c)
+        every, count = c.number("no_rope_layer_interval", 4), v["num_layers"]
+        rotates = c.get("no_rope_layers")  # 1 is a layer with a rotary embedding
+        if rotates is None:
+            rotates = [int((layer + 1) % every != 0) for layer in range(count)]
+        if isinstance(rotates, list) and len(rotates) >= count and all(x in (0, 1) for x in rotates):
+            v["no_rope_freq"] = layer_pattern([x == 0 for x in rotates[:count]])
+        else:
+            c.faults.append(f"no_rope_layers is {shown(rotates)}, expected 0 or 1 for each of {count} layers")
+        return v
+
+    def to_hf(self, v: Values) -> Values:
+        without = [not layer.rotates for layer in layers_of(model_of(v))]
+        content = super().to_hf(v) | {"no_rope_layers": [int(not one) for one in without]}
+        every = layer_pattern(without)
+        if every is not None and every.isdigit():
+            content["no_rope_layer_interval"] = int(every)
+        return content
+
+
+# The rows.
+
+
+def _text(
+    name: str,
+    cls: str,
+    words: Words,
+    fits: tuple[Values, ...],
+    table: Table = DECODER,
+    harmless: frozenset[str] = frozenset(),
+) -> Family:
+    return Family(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, fits, harmless)
+
+
+_LLAMA = _text(
+    "llama",
+    "Llama",
+    LlamaWords(head_dim=True, attention_bias=True, mlp_bias=True),
+    fits=(
+        PLAIN_DECODER | {"add_qkv_bias": False},
+        PLAIN_DECODER | {"add_qkv_bias": True, "add_attention_output_bias": True},
+    ),
+)
+_MISTRAL = _text(
+    "mistral",
+    "Mistral",
+    Words(_MISTRAL_SIZES, head_dim=True, window="sliding_window"),
+    fits=(PLAIN_DECODER | {"window_size": True, "add_qkv_bias": False},),
+)
+_PHI3 = _text(
+    "phi3",
+    "Phi3",
+    Words(_PHI3_SIZES, rope_kinds=("default",), window="sliding_window"),
+    fits=(),  # as llama or mistral, but for the names of its tensors
+    table=PHI3,
+    harmless=frozenset({"original_max_position_embeddings"}),  # of scaled rotary embeddings, which are refused
+)
+_OLMO_NORMS: Values = {"norm_position": "after", "qk_layernorm": "all_heads"}
+_OLMO2 = _text(
+    "olmo2",
+    "Olmo2",
+    Words(OLMO2_SIZES, attention_bias=True, fixed=_OLMO_NORMS),
+    fits=(PLAIN_DECODER | _OLMO_NORMS,),
+    table=OLMO2,
+)
+_OLMO3 = _text(
+    "olmo3",
+    "Olmo3",
+    Olmo3Words(
+        OLMO2_SIZES | {"sliding_window": 4096},
+        5e5,
+        attention_bias=True,
+        window="layer_types",
+        fixed=_OLMO_NORMS,
+    ),
+    fits=(PLAIN_DECODER | _OLMO_NORMS | {"window_size": True},),
+    table=OLMO2,
+)
+_GEMMA3 = _text(
+    "gemma3_text",
+    "Gemma3",
+    Gemma3Words(
+        _GEMMA3_SIZES,
+        1e6,
+        tied=True,
+        head_dim=True,
+        attention_bias=True,
+        window="layer_types",
+        has_pattern=True,
+        fixed={
+            "norm_position": "both",
+            "qk_layernorm": "head",
+            "apply_layernorm_1p": True,
+            "mlp_activation": "geglu",
+        },
+    ),
+    fits=(WITH_WINDOWS | {"norm_position": "both", "qk_layernorm": "head"},),
+    table=GEMMA3,
+    harmless=frozenset({"_sliding_window_pattern", "rope_local_base_freq"}),
+)
+_SMOLLM3 = _text(
+    "smollm3",
+    "SmolLM3",
+    SmolLM3Words(_SMOLLM3_SIZES, 2e6, tied=True, attention_bias=True, mlp_bias=True, window=OFF_SWITCH),
+    fits=(WITH_WINDOWS | {"no_rope_freq": True},),
+    harmless=NO_WINDOW,
+)
+QWEN3_5_WORDS = Qwen35Words(
+    QWEN3_5_SIZES,
+    head_dim=True,
+    attention_bias=True,
+    rotary_part=0.25,
+    fixed={"qk_layernorm": "head", "apply_layernorm_1p": True, "attention_output_gate": True},
+)
+_QWEN3_5 = _text(
+    "qwen3_5_text",
+    "Qwen3_5",
+    QWEN3_5_WORDS,
+    fits=(PLAIN_DECODER | {"linear_attention_freq": True, "qk_layernorm": "head"},),
+    table=QWEN3_5,
+    harmless=QWEN3_5_SILENT,
+)
+_QWEN2 = _text(
+    "qwen2",
+    "Qwen2",
+    Words(QWEN2_SIZES, window=OFF_SWITCH, fixed={"add_qkv_bias": True}),
+    fits=(WITH_WINDOWS | {"add_qkv_bias": True, "add_attention_output_bias": False},),
+    harmless=NO_WINDOW,
+)
+_QWEN3 = _text(
+    "qwen3",
+    "Qwen3",
+    Words(_QWEN3_SIZES, head_dim=True, attention_bias=True, window=OFF_SWITCH, fixed={"qk_layernorm": "head"}),
+    fits=(WITH_WINDOWS | {"qk_layernorm": "head"},),
+    harmless=NO_WINDOW,
+)
+TEXT_FAMILIES = (_LLAMA, _MISTRAL, _PHI3, _OLMO2, _OLMO3, _GEMMA3, _SMOLLM3, _QWEN3_5, _QWEN2, _QWEN3)
