@@ -29,7 +29,7 @@ from megacp.distributed.grid import build_grid
 from megacp.distributed.heap import keep_in_heap
 from megacp.distributed.shape import GridShape
 from megacp.dry_run.report import table
-from megacp.engine.backends.native import STATE_TEMPORARIES
+from megacp.engine.backends.recurrent import STATE_TEMPORARIES
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.shard import mask_metadata, shard_batch
 from megacp.training.data.mock import MockRules, mock_batch

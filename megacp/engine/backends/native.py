@@ -14,19 +14,18 @@ import torch
 from torch import nn
 
 from megacp.attention.context_parallel.attention import select_transport
-from megacp.attention.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.state_transport import StateTransport
 from megacp.attention.ops.kernel import Caller, Heads, at_once
 from megacp.attention.ops.kernels import kernel_name
 from megacp.attention.ops.pointwise import ACTIVATIONS, gated_norm, rms_norm
 from megacp.attention.ops.recurrence import Rule
-from megacp.distributed.grid import ProcessGrid, single_axis
-from megacp.distributed.heap import keep_in_heap
+from megacp.distributed.grid import Axis, ProcessGrid, single_axis
 from megacp.engine.backends.mlp import NormLinear, NormMLP, TiledMLP
+from megacp.engine.backends.notes import Notes
+from megacp.engine.backends.recurrent import RecurrentStates
 from megacp.engine.config.model import VOCABULARY_MULTIPLE
 from megacp.engine.config.run import RunConfig
-from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.table import Cut, Tensor, layer_norm_tensors
 from megacp.engine.rows.shard import row_axis
 from megacp.engine.tensor_parallel.linear import ColumnNorm, ColumnParallelLinear, LinearSpec, RowParallelLinear
@@ -35,8 +34,6 @@ from megacp.engine.tensor_parallel.parameters import LinearOptions, parameter_sp
 from megacp.engine.tensor_parallel.vocabulary import TableSpec, VocabularyTable
 from megacp.engine.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
 
-STATE_TEMPORARIES = 32 << 20
-"""Bytes below which what a rule with a state makes on its way stays in a CPU's heap: the most that glibc takes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
@@ -81,6 +78,17 @@ def layer_norm(norm: NormSpec, options: LinearOptions) -> nn.Module:
     return layer
 
 
+@dataclass(frozen=True)
+class ExpertBalance:
+    """How evenly experts are to be used: the factors of two terms of the loss, and the axes whose tokens they count."""
+
+    document: float
+    """Of the balance within each document (--moe-aux-loss-coeff)."""
+    z: float
+    """Of large scores (--moe-z-loss-coeff)."""
+    axes: tuple[Axis, Axis]
+
+
 VisionPart = Literal["vision", "connector"]
 AdamWEngine = Callable[[list[dict[str, Any]], tuple[float, float], float], torch.optim.Optimizer]
 """`(groups, betas, epsilon)`: AdamW over groups of 1-D `params` with their `weight_decay`.
@@ -104,44 +112,53 @@ class NativeBackend:
     """The fused AdamW of this backend; None leaves the choice to the optimizer."""
 
     def __init__(self, grid: ProcessGrid, config: RunConfig, weight_gradients: WeightGradients | None = None) -> None:
-        parallel, training = config.parallel, config.training
+        model, parallel, training = config.model, config.parallel, config.training
         self.tp = grid.tp
-        self.ep = grid.ep if config.model.num_experts > 0 else single_axis("ep")
-        self.balance_terms = training.moe_aux_loss_coeff, training.moe_z_loss_coeff
-        self.sequence_parallel = parallel.sequence_parallel and grid.tp.size > 1
-        self.dtype = DTYPES[training.dtype]
-        self.vision, self.frozen = config.vision, config.frozen_parts
-        trained = "text" not in self.frozen
-        model = config.model
-        self.activation, self.norm_init = model.mlp_activation, "zeros" if model.apply_layernorm_1p else "ones"
-        self.lora = LoraSpec(model.lora_pairs, model.lora_dropout) if model.lora_pairs else None
+        self.ep = grid.ep if model.num_experts > 0 else single_axis("ep")
+        self.notes = Notes()
         self.options = LinearOptions(
             grid.tp,
-            self.sequence_parallel,
-            self.dtype,
+            parallel.sequence_parallel and grid.tp.size > 1,
+            DTYPES[training.dtype],
             grid.device,
-            trained,
+            "text" not in config.frozen_parts,
             weight_gradients=weight_gradients,
         )
-        self.deferred = weight_gradients if isinstance(weight_gradients, DeferredWeightGradients) else None
-        hierarchy = parallel.hierarchical_context_parallel_sizes or ()
-        kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
-        self.row_axis = row_axis(grid, parallel)
-        self._told: set[str] = set()
-        self._untold: list[str] = []
-        to = (self.row_axis, grid.device, hierarchy)
-        self.transport = select_transport(parallel.cp_comm_type, kernel, *to, tell=self.tell)
-        self.local_transport = select_transport(parallel.cp_comm_type, kernel, single_axis("one"), grid.device)
-        """Transport of tokens that a rank has to itself: patches."""
-        keys, ranks = model.linear_num_key_heads // grid.tp.size, self.row_axis.size
-        self._states_by_heads = transport_of(config).whole_row and ranks > 1 and keys % ranks == 0
-        self._taps = model.linear_conv_kernel_dim
-        self._state_transports = list[StateTransport]()
+        # what layers are made of
+        self.activation = model.mlp_activation
+        self.norm_init = "zeros" if model.apply_layernorm_1p else "ones"
+        self.lora = LoraSpec(model.lora_pairs, model.lora_dropout) if model.lora_pairs else None
+        self.vision, self.frozen = config.vision, config.frozen_parts
         self.tile_rows = training.mlp_chunk_tokens
         if self.sequence_parallel and self.tile_rows:  # each tp rank gathers its part of a tile
             self.tile_rows = max(1, self.tile_rows // grid.tp.size)
+        # what crosses the ranks of a row
+        row = row_axis(grid, parallel)
+        kernel = kernel_name(training.attention_kernel, grid.device.type, training.dtype)
+        name, hierarchy = parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes or ()
+        self.transport = select_transport(name, kernel, row, grid.device, hierarchy, tell=self.notes.tell)
+        self.local_transport = select_transport(name, kernel, single_axis("one"), grid.device)
+        """Transport of tokens that a rank has to itself: patches."""
         heads, groups = model.num_attention_heads // grid.tp.size, model.query_groups // grid.tp.size
-        self._heads = Heads(heads, groups, model.head_dim)
+        self.heads = Heads(heads, groups, model.head_dim)
+        self.recurrent = RecurrentStates(config, row, self.options)
+        self.balance = ExpertBalance(training.moe_aux_loss_coeff, training.moe_z_loss_coeff, (grid.tp, row))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of parameters and activations."""
+        return self.options.dtype
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tp ranks have different tokens between two tensor-parallel layers."""
+        return self.options.sequence_parallel
+
+    @property
+    def deferred(self) -> DeferredWeightGradients | None:
+        """The weight gradients that wait for a later action of the schedule; None if none does."""
+        gradients = self.options.weight_gradients
+        return gradients if isinstance(gradients, DeferredWeightGradients) else None
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         """Module of `x[t/tp, h] -> y[t, f/tp]`, each tensor cut by rows."""
@@ -186,7 +203,7 @@ class NativeBackend:
         multipliers = {"vision": self.vision.vision_lr_multiplier, "connector": self.vision.connector_lr_multiplier}
         frozen, multiplier = name in self.frozen, multipliers[name]
         other = copy.copy(self)
-        other.sequence_parallel, other.lora = False, None
+        other.lora = None
         sink = self.options.weight_gradients
         other.options = dataclasses.replace(
             self.options,
@@ -215,40 +232,25 @@ class NativeBackend:
         return self.transport.attend(q, k, v, plan, scale, sinks, call)
 
     def states(self, rule: Rule) -> StateTransport:
-        """What moves the states of a layer over the ranks of a row."""
-        device = self.options.device
-        if device.type == "cpu":
-            keep_in_heap(STATE_TEMPORARIES)
-        fused = fused_mover(rule, device.type, self.dtype)
-        if fused:
-            self.tell("states: flash-linear-attention's")
-        elif (rule, device.type, self.dtype) in FUSED:
-            self.tell(f"states: torch's, because {linear_attention_problem()}")
-        found = StateTransport(rule, self.row_axis, self._states_by_heads, self._taps, device, fused)
-        self._state_transports.append(found)
-        return found
+        """Return what moves the states of a layer over the ranks of a row."""
+        return self.recurrent.transport(rule, self.notes)
 
     def prepare(self, plan: AttentionPlan) -> None:
         """Make on the host what `attention` will ask of a plan; called from the loader's threads."""
-        self.transport.prepare(plan, self._heads)
+        self.transport.prepare(plan, self.heads)
 
     def prepare_states(self, plan: AttentionPlan) -> None:
         """Make on the host what layers with a state will ask of a plan, likewise."""
-        for states in self._state_transports[:1]:  # all layers ask the same
-            states.prepare(plan)
+        self.recurrent.prepare(plan)
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context in which blocks run forward; a block that is computed again in backward opens it again."""
         return contextlib.nullcontext()
 
     def tell(self, line: str) -> None:
-        """Add a line to `warnings`, where it was not told before."""
-        if line not in self._told:
-            self._told.add(line)
-            self._untold.append(line)
+        """Add a line to `warnings`, unless it was told before."""
+        self.notes.tell(line)
 
     def warnings(self) -> list[str]:
         """Lines that a person should read, each once: which layers run, and why not others."""
-        lines = list(self._untold)
-        self._untold.clear()  # shared with the towers' copies
-        return lines
+        return self.notes.take()

@@ -218,33 +218,47 @@ class TransformerEngineBackend(NativeBackend):
         self.fp8, self.token_multiple = training.fp8, FP8_MULTIPLES[training.fp8]
         self.apart = training.recompute_granularity == "selective" or self.lora is not None
         self.in_tower = False
+        self.norms = {"normalization": "RMSNorm", "zero_centered_gamma": config.model.apply_layernorm_1p}
         amax = grid.over("tp", "cp")
         self.amax_group = amax.group
         self.recipe = None if self.fp8 == "off" else fp8_recipe(self.fp8, amax.size > 1)
-        self.packed: PackedAttention | None = None
+        self.packed = self._packed_attention(grid, config)
+        if self.fp8 == "delayed":
+            connect([amax], grid.device)  # in no step of another run
+            self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
+        self._tell_of_norms(config.model)
+
+    def _packed_attention(self, grid: ProcessGrid, config: RunConfig) -> PackedAttention | None:
+        """Return the engine's attention; None, with a line that says why, if it cannot run for this config."""
+        parallel = config.parallel
         reasons = "; ".join(attention_reasons(config))
         if not reasons:
             inner = (parallel.hierarchical_context_parallel_sizes or (1, 1))[0]
             packed = packed_attention(config.model, grid.tp, grid.cp, parallel.cp_comm_type, inner, grid.device)
             pack = config.data.seq_length
-            tokens = pack * training.micro_batch_size
+            tokens = pack * config.training.micro_batch_size
             windows = {layer.window for layer in layers_of(config.model)}
-            asked = (packed, self._heads, self.dtype, tokens, pack)
+            asked = (packed, self.heads, self.dtype, tokens, pack)
             refusals = {selector_problem(*asked, window) for window in windows if not window or packed.windows}
             reasons = "; ".join(filter(None, refusals))
-            self.packed = None if reasons else packed
-        if reasons:
-            self.tell(f"attention: ours for every row, {reasons}")
-        if self.fp8 == "delayed":
-            connect([amax], grid.device)  # in no step of another run
-            self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
-        self.norms = {"normalization": "RMSNorm", "zero_centered_gamma": config.model.apply_layernorm_1p}
-        after = not config.model.has_input_norms
-        why = "--lora-rank" if self.lora else "--recompute-granularity selective" if self.apart else "--norm-position"
-        if self.apart or after:
-            self.tell(f"layers: Transformer Engine's RMSNorm and Linear apart, by {why}")
-        if config.model.qk_layernorm == "all_heads":
+            if not reasons:
+                return packed
+        self.tell(f"attention: ours for every row, {reasons}")
+        return None
+
+    def _tell_of_norms(self, model: ModelConfig) -> None:
+        """Say which norms are not fused with a linear, or are ours, and by which flag."""
+        if self.lora:
+            self._tell_apart("--lora-rank")
+        elif self.apart:
+            self._tell_apart("--recompute-granularity selective")
+        elif not model.has_input_norms:
+            self._tell_apart("--norm-position")
+        if model.qk_layernorm == "all_heads":
             self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
+
+    def _tell_apart(self, why: str) -> None:
+        self.tell(f"layers: Transformer Engine's RMSNorm and Linear apart, by {why}")
 
     def column_linear(self, linear: LinearSpec) -> nn.Module:
         return adapted(self._linear("column", linear), linear, ColumnPairs, self.lora, self.options)

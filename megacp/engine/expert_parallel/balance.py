@@ -69,8 +69,8 @@ class LayerBalance(nn.Module):
     def __init__(self, prefix: str, config: ModelConfig, backend: NativeBackend) -> None:
         super().__init__()
         self.score, self.topk = SCORES[config.moe_router_score_function], config.moe_router_topk
-        self.document, self.z = backend.balance_terms
-        self.axes = backend.tp, backend.row_axis
+        wanted = backend.balance
+        self.document, self.z, self.axes = wanted.document, wanted.z, wanted.axes
         device = backend.options.device
         self.counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
         """Tokens given to each expert."""

@@ -1,0 +1,48 @@
+"""Transports of recurrent states for the layers of a run: their kernel is chosen here, once per rule."""
+
+from __future__ import annotations
+
+from megacp.attention.context_parallel.fused_states import FUSED, fused_mover, linear_attention_problem
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.context_parallel.state_transport import StateTransport
+from megacp.attention.ops.recurrence import Rule
+from megacp.distributed.grid import Axis
+from megacp.distributed.heap import keep_in_heap
+from megacp.engine.backends.notes import Notes
+from megacp.engine.config.run import RunConfig
+from megacp.engine.layers.attention import transport_of
+from megacp.engine.tensor_parallel.parameters import LinearOptions
+
+STATE_TEMPORARIES = 32 << 20
+"""Bytes up to which temporaries of a rule with a state stay in a CPU's heap: the most that glibc takes."""
+
+
+class RecurrentStates:
+    """The transports that layers with a state have asked for, over the ranks of a row."""
+
+    def __init__(self, config: RunConfig, row_axis: Axis, options: LinearOptions) -> None:
+        keys = config.model.linear_num_key_heads // options.tp.size
+        ranks = row_axis.size
+        self._axis, self._device, self._dtype = row_axis, options.device, options.dtype
+        self._by_heads = transport_of(config).whole_row and ranks > 1 and keys % ranks == 0
+        self._taps = config.model.linear_conv_kernel_dim
+        self._transports = list[StateTransport]()
+
+    def transport(self, rule: Rule, notes: Notes) -> StateTransport:
+        """Return a transport for a layer of this rule; `notes` are told which kernel it has."""
+        kind = self._device.type
+        if kind == "cpu":
+            keep_in_heap(STATE_TEMPORARIES)
+        fused = fused_mover(rule, kind, self._dtype)
+        if fused:
+            notes.tell("states: flash-linear-attention's")
+        elif (rule, kind, self._dtype) in FUSED:
+            notes.tell(f"states: torch's, because {linear_attention_problem()}")
+        found = StateTransport(rule, self._axis, self._by_heads, self._taps, self._device, fused)
+        self._transports.append(found)
+        return found
+
+    def prepare(self, plan: AttentionPlan) -> None:
+        """Make on the host what layers with a state will ask of a plan."""
+        for states in self._transports[:1]:  # all layers ask the same
+            states.prepare(plan)
