@@ -358,6 +358,23 @@ def test_a_joined_linear_without_a_trained_pair_has_none(tmp_path: Path) -> None
     exports_the_same(tmp_path, base, adapter, tmp_path / "again")
 
 
+def test_pairs_that_were_joined_for_an_export_are_read_apart(tmp_path: Path) -> None:
+    """Pairs on q, k and v of Phi-3 are exported as one: their A below each other, their B in blocks on the diagonal."""
+    base = made_by_peft(tmp_path, "phi3", target_modules=["qkv_proj"], r=6, lora_alpha=9)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if "lora_B" in name:
+            rows = tensor.split([48, 24, 24])  # of q, k and v
+            tensors[name] = torch.block_diag(*(part[:, 2 * i : 2 * i + 2] for i, part in enumerate(rows)))
+    save_file(tensors, path)
+    adapter = read(tmp_path, base, ["attention.q", "attention.k", "attention.v"])
+    assert (adapter.flags["lora_rank"], adapter.flags["lora_alpha"]) == (2, 3.0)
+    of_k = tensors[f"{PREFIX}model.layers.1.self_attn.qkv_proj.lora_A.weight"][2:4]
+    assert torch.equal(whole(adapter, "layers.1.attention.k.lora_A.weight"), of_k)
+    exports_the_same(tmp_path, base, adapter, tmp_path / "again")
+
+
 def test_a_run_continues_the_pairs_of_an_adapter_and_exports_no_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
