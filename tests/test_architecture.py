@@ -46,27 +46,48 @@ GUESTS = {"transformer_engine": 2, "apex": 1}
 TRAINING = ("attention", "distributed", "engine", "storage", "train", "training")
 """Packages that train, without an extra."""
 EXTRAS = {"transformers", "tokenizers", "sentencepiece", "pyarrow", "PIL", "av", "jinja2", "ray", "fsspec", "s3fs"}
+MAY_HIDE_IMPORTS = {
+    "megacp/public.py": "public names of a package, whose homes are in its own table",
+    "megacp/training/monitor/log.py": "wandb or trackio, as the flag names it",
+    # leaves: remove it with the entry's own imports of the converter
+    "megacp/train.py": "the converter, an extra, if --load-hf asks for it",
+    "megacp/plan/command.py": "the converter, a stored config and the calibration, which import torch",
+}
+"""Files that import by a name that the contracts in pyproject.toml cannot see, and why."""
 CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"} | {
     "is_infra_mode",
     "ignore_compile_internals",
 }
 """Methods that classes of Python and torch call."""
 
-VISION_FAMILY = re.compile("molmo|qwen", re.IGNORECASE)
-SHARED_ROOMS = tuple(
-    f"megacp/{name}"
-    for name in ("attention", "distributed", "dry_run", "engine", "plan", "prepare", "storage", "training", "verify")
+FAMILY = re.compile(
+    # llama3 is also a way to scale rotary embeddings, and is_llama_config a field of any config
+    r"qwen|(?<!is_)llama(?!3)|llava|olmo|gemma|gpt_?oss|molmo|mi[sx]tral|smollm|smolvlm|phi3|glm\d|nemotron|internvl|idefics",
+    re.IGNORECASE,
 )
-NAME_VISION_FAMILIES = (
-    "megacp/engine/config/vision.py",
-    *(f"megacp/training/data/vision/{name}.py" for name in ("decoding", "molmo2", "qwen3_5")),
-    "megacp/engine/layers/vision.py",
-    "megacp/engine/models/multimodal.py",
-    "megacp/verify/parity.py",
-    "megacp/prepare/records/conversation.py",
-    "megacp/prepare/media/processor_files.py",
-)
-"""A family's own files in the shared rooms, the tables with a row for each, and who names a chat template."""
+NAME_FAMILIES = {
+    # in the converter: the rows, and two tables of image rules
+    **{
+        f"megacp/huggingface/convert/{name}.py": "its rows"
+        for name in ("text_families", "moe", "gpt_oss", "molmo2", "qwen3_5", "text_part")
+    },
+    "megacp/huggingface/convert/families.py": "the list of all rows",
+    "megacp/huggingface/convert/processor.py": "a function for each vision family that writes its processor files",
+    "megacp/huggingface/convert/verify.py": "videos as the rules of one vision family cut them",
+    # elsewhere: a vision family's own files, and one table each in four packages
+    "megacp/training/data/vision/molmo2.py": "its image rules",
+    "megacp/training/data/vision/qwen3_5.py": "its image rules",
+    "megacp/training/data/vision/decoding.py": "the list of these rules",
+    "megacp/engine/config/vision.py": "a row for each vision family: its flags",
+    "megacp/engine/layers/vision.py": "a row for each vision family: its layers",
+    "megacp/engine/models/multimodal.py": "a row for each vision family: its modules",
+    "megacp/prepare/media/processor_files.py": "a row for each vision family: its processor files",
+    # names that are not of our families
+    "megacp/integrations/model_rules.py": "model types of transformers that need special care",
+    "megacp/verify/cases.py": "tiny models of parity, named after what they are like",
+    "megacp/prepare/records/conversation.py": "a chat template of ours in a message",
+}
+"""Files that name a family, and why they may."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -88,6 +109,59 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
+
+
+def relative_imports(tree: ast.AST) -> list[int]:
+    """Lines of imports that `imports` cannot read."""
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level > 0]
+
+
+def hidden_imports(tree: ast.Module) -> list[str]:
+    """Imports by a name in a string that is ours, or that may be: its beginning is not written where it is used."""
+    constants = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            constants |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = ast.unparse(node.func).rpartition(".")[2]
+        if function not in ("import_module", "__import__", "exec", "eval", "run_module", "resolve_name"):
+            continue
+        if function in ("exec", "eval") and isinstance(node.func, ast.Attribute):
+            continue  # `model.eval()`
+        for choice in choices_of(node.args[0]):
+            name = constants.get(choice.id, choice) if isinstance(choice, ast.Name) else choice
+            if isinstance(name, ast.JoinedStr):
+                name = name.values[0]
+            known = isinstance(name, ast.Constant) and not str(name.value).startswith(("megacp", "."))
+            if not known:
+                found.append(ast.unparse(node))
+    return found
+
+
+def choices_of(node: ast.expr) -> list[ast.expr]:
+    """The branches of a conditional expression, or the expression."""
+    if isinstance(node, ast.IfExp):
+        return [*choices_of(node.body), *choices_of(node.orelse)]
+    return [node]
+
+
+def names_from_elsewhere(tree: ast.AST) -> list[str]:
+    """Names of ours that are imported from another module than the one that defines them."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or not is_within(node.module or "", "megacp"):
+            continue
+        home = str(node.module).replace(".", "/")
+        path = f"{home}/__init__.py" if (ROOT / home).is_dir() else f"{home}.py"
+        defined_there = set(names_of_body(tree_of(path)))
+        for alias in node.names:
+            is_module = (ROOT / home / f"{alias.name}.py").exists() or (ROOT / home / alias.name).is_dir()
+            if alias.name not in defined_there and not is_module:
+                found.append(f"{node.module}.{alias.name}")
+    return found
 
 
 def dotted_uses(tree: ast.AST) -> Iterator[str]:
@@ -221,14 +295,16 @@ def private_names(tree: ast.AST) -> list[str]:
     return sorted(name for name in names if any(part.startswith("_") for part in name.split(".")))
 
 
-def vision_families(tree: ast.AST) -> list[str]:
-    """Identifiers, imports and strings that name a vision family; a docstring may."""
+def family_names(tree: ast.AST) -> list[str]:
+    """Identifiers, imports and strings that name a family; a docstring may."""
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     named = [name for name, _ in imports(tree)]
     for node in ast.walk(tree):
-        kinds = ("id", "attr", "arg", "name", "value")
-        named += [word for kind in kinds if id(node) not in docs and isinstance(word := getattr(node, kind, None), str)]
-    return sorted({name for name in named if VISION_FAMILY.search(name)})
+        for kind in ("id", "attr", "arg", "name", "value"):
+            word = getattr(node, kind, None)
+            if isinstance(word, str) and id(node) not in docs:
+                named.append(word)
+    return sorted({name for name in named if FAMILY.search(name)})
 
 
 def disk_uses(tree: ast.AST) -> list[str]:
@@ -295,9 +371,15 @@ RULES: dict[str, tuple[Callable[[ast.Module], object], list[str]]] = {
         [path for path in sources("megacp") if path.endswith("__init__.py") and path not in PUBLIC],
     ),
     "tests import no private names": (private_names, sources("tests")),
-    "shared rooms name no vision family": (
-        vision_families,
-        [path for path in sources(*SHARED_ROOMS) if path not in NAME_VISION_FAMILIES],
+    "imports are absolute": (relative_imports, sources(*CODE)),
+    "no import of ours hides behind a string": (
+        hidden_imports,
+        [path for path in sources("megacp") if path not in MAY_HIDE_IMPORTS],
+    ),
+    "a name of ours is imported from its home": (names_from_elsewhere, sources(*CODE, "tests")),
+    "a family is named in its own files only": (
+        family_names,
+        [path for path in sources("megacp") if path not in NAME_FAMILIES],
     ),
 }
 
@@ -327,8 +409,18 @@ def test_no_file_breaks_the_rule(name: str) -> None:
         (global_statements, "def f():\n    global x\n    x = 1"),
         (too_many_parameters, "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ..."),
         (private_names, "from megacp.attention.ops.mask import _runs"),
-        (vision_families, "if config.vision_family == 'qwen3_5': ..."),
-        (vision_families, "from megacp.training.data.vision.molmo2 import crop_origins"),
+        (relative_imports, "from . import grid"),
+        (hidden_imports, "import importlib\nimportlib.import_module('megacp.plan.search')"),
+        (hidden_imports, "from importlib import import_module\nimport_module(f'{package}.a')"),
+        (hidden_imports, "NAME = 'megacp.train'\ndef f():\n    import_module(NAME)"),
+        (hidden_imports, "import_module('torch' if x else 'megacp.train')"),
+        (hidden_imports, "__import__(name)"),
+        (names_from_elsewhere, "from megacp.attention import Metadata"),
+        (names_from_elsewhere, "from megacp.engine.step.step import RunConfig"),
+        (family_names, "if config.vision_family == 'qwen3_5': ..."),
+        (family_names, "from megacp.huggingface.convert.moe import GPT_OSS"),
+        (family_names, "class Gemma3Words: ..."),
+        (family_names, "f(rotary='llama')"),
         (lambda tree: circles(import_graph({"a": tree, "b": ast.parse("import a.c")})), "def f():\n    import b"),
         (lambda tree: unused_names([tree], [tree]), "def f(): ..."),
         (lambda tree: unused_names([tree], [tree]), "class A:\n    def unread(self): ...\nA()"),
@@ -343,6 +435,21 @@ def test_rules_let_lawful_code_pass() -> None:
     assert too_many_parameters(ast.parse("class A:\n    def f(self, a, b, c, d, e, f, g, h): ...")) == []
     assert disk_uses(ast.parse("text.replace('a', 'b')\nreplace(x, a=1)\nfiles.rename(a, b)")) == []
     assert torch_distributed(ast.parse("# torch.distributed\nx = 'torch.distributed'")) == []
+    assert (
+        hidden_imports(ast.parse("NAME = 'apex'\nimport_module(NAME)\nmodel.eval()\nimport_module(f'PIL.{x}')")) == []
+    )
+    assert names_from_elsewhere(ast.parse("from megacp.storage import files\nfrom megacp import __version__")) == []
+    assert family_names(ast.parse("def f():\n    'As in Qwen3.'\n    return 'llama3', 'is_llama_config'")) == []
+
+
+@pytest.mark.parametrize("path", MAY_HIDE_IMPORTS)
+def test_a_file_that_may_hide_an_import_does(path: str) -> None:
+    assert hidden_imports(tree_of(path)), MAY_HIDE_IMPORTS[path]
+
+
+@pytest.mark.parametrize("path", NAME_FAMILIES)
+def test_a_file_that_may_name_a_family_does(path: str) -> None:
+    assert family_names(tree_of(path)), NAME_FAMILIES[path]
 
 
 @pytest.mark.parametrize("guest", GUESTS)
@@ -378,8 +485,10 @@ def test_every_public_name_of_a_package_is_there(package: str) -> None:
     name = module_name(package)
     (call,) = (node for node in ast.walk(tree_of(package)) if isinstance(node, ast.Call))
     module = importlib.import_module(name)
-    for public in ast.literal_eval(call.args[1]):
+    for public, home in ast.literal_eval(call.args[1]).items():
         assert getattr(module, public) is not None
+        path = f"{name}.{home}".replace(".", "/") + ".py"
+        assert public in names_of_body(tree_of(path)), f"{path} does not define {public}"
 
 
 def test_no_module_has_a_vague_name() -> None:

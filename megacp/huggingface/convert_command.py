@@ -69,7 +69,9 @@ def convert_parser() -> argparse.ArgumentParser:
         help="messages: that of records with `messages`; auto: the tokenizer's own, else messages for a vision model "
         "that was trained here (default)",
     )
-    parser.add_argument("--layout", choices=NAMINGS, help="names of a Molmo2's tensors in --output (default: native)")
+    parser.add_argument(
+        "--layout", choices=NAMINGS, help="names of tensors in --output, for a family that has two (default: native)"
+    )
     parser.add_argument(
         "--max-shard-size", type=int, default=5000, dest="max_shard_mib", metavar="MIB", help="of a weight file (5000)"
     )

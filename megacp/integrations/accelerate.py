@@ -23,7 +23,7 @@ from megacp.distributed.grid import Axis, axis_of_mesh
 from megacp.integrations.context import context_parallel
 from megacp.integrations.loop import shift_labels
 from megacp.integrations.mask import DocumentIds, documents_of, trees_of
-from megacp.integrations.model_rules import stock_model
+from megacp.integrations.model_rules import HANDS_ON, SEES_WITHIN_IMAGES, stock_model
 from megacp.integrations.multimodal import cut_multimodal, find_towers
 from megacp.integrations.transformers import register_with_transformers
 
@@ -32,11 +32,6 @@ _PAD |= {"token_type_ids": 0}
 """Inputs of a model that lie along the sequence, and what padding gets."""
 _OF_PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What collators say of packed documents for other kernels; the position ids say it too."""
-_HANDS_ON: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-_HANDS_ON += ("gemma3", "gemma4", "paligemma", "glm4v", "glm46v")
-"""Model types that say `accepts_loss_kwargs = False`, and yet hand options to the library's loss of shifted labels: the
-Trainer gives them no number of tokens, takes the mean of each batch, and divides by the accumulated steps."""
-
 _Block = Callable[..., contextlib.AbstractContextManager[Any]]
 """`context_parallel` with axis, transport and layout."""
 
@@ -211,7 +206,7 @@ def _documents_with_images(model: torch.nn.Module, inputs: Mapping[str, Any]) ->
     if positions is not None and positions.dim() == 3:
         positions = positions[0] if len(positions) == 4 else None
     config: Any = model.config
-    kinds = inputs.get("token_type_ids") if getattr(config, "model_type", "") == "gemma3" else None
+    kinds = inputs.get("token_type_ids") if getattr(config, "model_type", "") in SEES_WITHIN_IMAGES else None
     if getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision":  # Gemma 4
         kinds = inputs.get("mm_token_type_ids")
     ids = inputs["input_ids"]
@@ -236,7 +231,7 @@ def _shard_trainer(trainer: Any, axis: Axis, block: _Block, trees: bool) -> None
     of_trl = hasattr(trainer, "_total_train_tokens")
     if trees and find_towers(accelerator.unwrap_model(trainer.model)):
         raise ValueError("trees are rows of text: for those with images give context_parallel a Metadata")
-    if counted and accelerator.unwrap_model(trainer.model).config.model_type not in _HANDS_ON:
+    if counted and accelerator.unwrap_model(trainer.model).config.model_type not in HANDS_ON:
         raise ValueError(
             f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over one rank's tokens"
         )

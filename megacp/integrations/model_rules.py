@@ -23,6 +23,13 @@ _STATEFUL = {
     **dict.fromkeys(("lfm2", "lfm2_moe"), {"conv"}),
 }
 """Models whose layers of other kinds call the functions of `recurrent`, and those kinds."""
+HANDS_ON: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+HANDS_ON += ("gemma3", "gemma4", "paligemma", "glm4v", "glm46v")
+"""Model types that say `accepts_loss_kwargs = False`, and yet hand options to the library's loss of shifted labels: the
+Trainer gives them no number of tokens, takes the mean of each batch, and divides by the accumulated steps.
+"""
+SEES_WITHIN_IMAGES = ("gemma3",)
+"""Model types in which the tokens of an image see each other, as `token_type_ids` say."""
 _MIXING = (torch.nn.RNNBase, torch.nn.Conv1d, torch.nn.MultiheadAttention)
 """Layers that mix tokens beside the registered attention, in models whose config names no types."""
 _ONE_ANSWER: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """examples:
   tools/preprocess_data.py build --input corpus.jsonl --output data/corpus --tokenizer tokenizer.json --seq-length 4096
-  tools/preprocess_data.py build --input part-*.jsonl.zst --output data/big --tokenizer llama.model \\
+  tools/preprocess_data.py build --input part-*.jsonl.zst --output data/big --tokenizer tok.model \\
       --seq-length 32768 --oversize split --workers 16 --on-error skip --max-errors 100
   tools/preprocess_data.py build --input pairs.jsonl --output data/pairs --tokenizer tokenizer.json \\
       --seq-length 16384 --image-root photos --max-crops-per-pack 64 --cp-degrees 1,2,4,8

@@ -28,7 +28,8 @@ from megacp.storage.wording import human_count
 from megacp.training.data.mock import MASKS
 from megacp.training.loop.sources import open_sources
 from megacp.training.monitor.console import say, warn
-from megacp.verify.parity import MODELS, TOLERANCE, ParitySetup, compare, microbatches, prepare, train_rank
+from megacp.verify.cases import MODELS
+from megacp.verify.parity import TOLERANCE, ParitySetup, compare, microbatches, prepare, train_rank
 from megacp.verify.spawn import RankFailure, run_ranks
 
 

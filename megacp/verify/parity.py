@@ -43,6 +43,7 @@ from megacp.training.data.mock import MockDecoder, MockRules, mock_batch
 from megacp.training.loop.denominator import agree_on_step
 from megacp.training.loop.images import image_loading, mock_images
 from megacp.training.loop.sources import Sources, loader_options, open_sources
+from megacp.verify.cases import MODELS, TINY_SIZES, TINY_TOWER
 
 MAX_PARAMETERS, MOST_ROW_TOKENS = 20_000_000, 4096
 """One process holds the whole model in float64 with its optimizer, and heads x T x T scores of a stored row."""
@@ -60,73 +61,6 @@ _PRECISION: dict[str, Value] = {
 """Replaced also where they stand as flags: updates are to be far above the rounding of float64."""
 _SET_ASIDE = ("train_epochs", "valid_data_path", "eval_interval", "exit_duration", "dry_run", "world_size")
 """Flags that are no part of a step, besides those of `checkpoint` and `log`."""
-_SIZES: dict[str, int] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "ffn_hidden_size": 96,
-    "num_attention_heads": 8,
-    "num_query_groups": 4,
-    "kv_channels": 8,
-    "vocab_size": 211,
-}
-_TOWER: dict[str, Value] = {
-    "init_method_std": 0.15,  # with 0.02 the tower's gradients are lost in the rounding of the text's
-    "vision_num_layers": 3,
-    "vision_hidden_size": 32,
-    "vision_ffn_hidden_size": 48,
-    "vision_num_attention_heads": 8,
-    "vision_patch_size": 4,
-    "vision_image_size": 16,
-    "vision_feature_layers": (-1, -2),
-    "connector_ffn_hidden_size": 48,
-}
-_UNTIED: dict[str, Value] = {**_SIZES, "untie_embeddings_and_output_weights": True}
-_BIASES: dict[str, Value] = {"add_qkv_bias": True, "add_attention_output_bias": True, "add_mlp_bias": True}
-_LLAMA3: dict[str, Value] = {"rope_scaling": "llama3", "rope_scaling_factor": 8.0, "rope_original_max_positions": 64}
-_YARN: dict[str, Value] = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_max_positions": 16}
-_GEMMA3: dict[str, Value] = {
-    **{"apply_layernorm_1p": True, "mlp_activation": "geglu", "softmax_scale": 0.25, "embedding_multiplier": 8.0},
-    **{"window_size": 20, "window_attn_skip_freq": "3", "window_rotary_base": 1e3},
-}
-_QWEN3_5: dict[str, Value] = {
-    **{"vision_family": "qwen3_5", "image_attention": "causal", "apply_layernorm_1p": True, "init_method_std": 0.08},
-    **{"linear_attention_freq": "4", "linear_num_key_heads": 8, "linear_num_value_heads": 8},
-    **{"linear_key_head_dim": 8, "linear_value_head_dim": 6, "attention_output_gate": True},
-    **{"rotary_percent": 0.5, "kv_channels": 16, "mrope_section": (2, 1, 1)},
-}
-_MAMBA2: dict[str, Value] = {
-    **{"linear_attention_rule": "mamba2", "linear_attention_freq": "2", "init_method_std": 0.08},
-    **{"linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 6},
-}
-_MOE: dict[str, Value] = {
-    **{"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 40, "moe_layer_freq": "2"},
-    **{"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True, "init_method_std": 0.08},
-}
-_GPT_OSS: dict[str, Value] = {
-    **{
-        "mlp_activation": "clamped_swiglu",
-        "softmax_type": "learnable",
-        "window_size": 20,
-        "window_attn_skip_freq": "2",
-    },
-    **{**_BIASES, **_YARN, **_MOE, "moe_router_bias": True, "yarn_correction_range_round_to_int": False},
-    **{"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_layer_freq": "1"},
-}
-MODELS: dict[str, dict[str, Value]] = {
-    "tiny_llm": {**_SIZES},
-    "tiny_llama": {**_UNTIED, **_LLAMA3},
-    "tiny_olmo2": {**_UNTIED, "norm_position": "after", "qk_layernorm": "all_heads"},
-    "tiny_gemma3": {**_SIZES, **_GEMMA3, "qk_layernorm": "head", "norm_position": "both"},
-    "tiny_smollm3": {**_SIZES, **_YARN, "no_rope_freq": "2"},
-    "tiny_mamba2": {**_SIZES, **_MAMBA2},
-    "tiny_moe": {**_SIZES, **_MOE},
-    "tiny_gpt_oss": {**_SIZES, **_GPT_OSS},
-    "tiny_biased": {**_SIZES, **_BIASES, "qk_layernorm": "head", "hidden_dropout": 0.1},
-    "tiny_vlm": {**_UNTIED, **_TOWER, "additional_vocab_size": 8},
-    "tiny_qwen3_5": {**_UNTIED, **_TOWER, **_QWEN3_5, "additional_vocab_size": 8, "qk_layernorm": "head"},
-}
-"""The plain decoder (tied, grouped queries), those of Llama, OLMo2, Gemma 3 and SmolLM3, a hybrid with Mamba-2,
-experts, those of gpt-oss, every bias, a vision tower."""
 _FIXED_BY_PACKS = {"vocab_size", "vision_patch_size", "vision_image_size", "seq_length"}
 ONE_PROCESS: dict[str, Value] = {
     "cp_layout": "contiguous",
@@ -199,7 +133,7 @@ def prepare(
     if stored:
         config, _ = open_sources(config)  # refuses what does not fit, before a process starts
     elif config.model.vocab_size == 0:
-        config = with_values(config, {"vocab_size": _SIZES["vocab_size"]})
+        config = with_values(config, {"vocab_size": TINY_SIZES["vocab_size"]})
     if run_parameters(config) > MAX_PARAMETERS:
         config = changed(_sizes(config, None))
     if (left := run_parameters(config)) > MAX_PARAMETERS:
@@ -239,7 +173,9 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
     layers, ffn = max(4, stages * p.num_virtual_stages_per_pipeline_rank), math.lcm(96, tp)
     if model is None:
         layers = min(m.num_layers, layers)
-        sizes: dict[str, Value] = {name: min(getattr(m, name), _SIZES[name]) for name in ("hidden_size", "vocab_size")}
+        sizes: dict[str, Value] = {
+            name: min(getattr(m, name), TINY_SIZES[name]) for name in ("hidden_size", "vocab_size")
+        }
         sizes |= {"kv_channels": min(m.head_dim, 8), "ffn_hidden_size": min(m.ffn_hidden_size, ffn)}
         sizes |= {"moe_ffn_hidden_size": min(m.expert_hidden_size, ffn)} if m.num_experts > 0 else {}
         shared = m.moe_shared_expert_intermediate_size
@@ -251,7 +187,7 @@ def _sizes(config: RunConfig, model: str | None) -> dict[str, Value]:
         if sizes.get("moe_shared_expert_intermediate_size"):
             sizes["moe_shared_expert_intermediate_size"] = ffn
     if tower and "vision_num_layers" not in sizes:
-        sizes |= {name: value for name, value in _TOWER.items() if name != "vision_num_attention_heads"}
+        sizes |= {name: value for name, value in TINY_TOWER.items() if name != "vision_num_attention_heads"}
     if tower or "vision_num_layers" in sizes:
         sizes |= {name: math.lcm(48, tp) for name in ("vision_ffn_hidden_size", "connector_ffn_hidden_size")}
     offloaded = min(config.training.activation_offload, float(max(1, layers // stages)))

@@ -25,7 +25,7 @@ from megacp.huggingface.convert.verify import compare_logits, logits_of, rows_fo
 from megacp.huggingface.convert_command import main
 from megacp.train import main as train
 from megacp.training.loop.state import RunState
-from megacp.verify.parity import MODELS as OURS
+from megacp.verify.cases import MODELS as OURS
 from tests.huggingface.convert.models import MODELS, packed, save
 from tests.prepare.media.pictures import TINY
 from tests.ranks import grid, run_ranks

@@ -32,7 +32,8 @@ from megacp.training.loop.denominator import agree_on_step
 from megacp.training.loop.images import image_loading, without_bad_images
 from megacp.training.loop.sources import loader_options, open_sources
 from megacp.verify import command as parity
-from megacp.verify.parity import MODELS, ParitySetup, microbatches, prepare
+from megacp.verify.cases import MODELS
+from megacp.verify.parity import ParitySetup, microbatches, prepare
 from tests.prepare.media.pictures import TINY, encoded, noise, video
 from tests.prepare.packs.builds import run as build
 from tests.ranks import grid, run_ranks

@@ -19,7 +19,8 @@ from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.rows.rank import DataRank
 from megacp.engine.step.rows import Rows
 from megacp.training.data.mock import MockRules
-from megacp.verify.parity import MODELS, ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
+from megacp.verify.cases import MODELS
+from megacp.verify.parity import ParitySetup, StepTrace, assemble, compare, microbatches, prepare, train_rank
 from tests.ranks import run_ranks
 from tests.reference.packs import branched
 

@@ -21,7 +21,13 @@ from torch import nn
 
 from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.distributed.grid import Axis
-from megacp.engine.data_parallel.fully_shard import FSDPModule, local_part, own_parameters, shard_module, with_group
+from megacp.engine.data_parallel.fully_shard import (
+    FullyShardedModule,
+    local_part,
+    own_parameters,
+    shard_module,
+    with_group,
+)
 from megacp.engine.data_parallel.parameter import ParameterSpec, spec_of
 from megacp.engine.data_parallel.shards import ParameterShard, ParameterSlice, ShardedParameters
 from megacp.engine.layers.table import DATA
@@ -53,8 +59,8 @@ class FullShards(ShardedParameters):
         self.narrow, self.by_schedule = narrow, by_schedule
         self._trained: list[nn.Parameter] = []  # of `shards`
         self._frozen: list[ParameterShard] = []
-        self._chunks: list[list[FSDPModule]] = []
-        self._parts: list[FSDPModule] = []
+        self._chunks: list[list[FullyShardedModule]] = []
+        self._parts: list[FullyShardedModule] = []
         self._reading: list[torch.Tensor] = []
 
     def add(self, module: nn.Module, role: str) -> list[ParameterSlice]:

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as FSDPModule  # for rooms that do not import torch.distributed
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from megacp.distributed.collectives import Pending, gather_into, reduce_scatter_into
 from megacp.distributed.grid import Axis, new_group
+
+FullyShardedModule = FSDPModule
+"""torch's type under a name of ours, for files that do not import torch.distributed."""
 
 
 @functools.cache

@@ -68,6 +68,10 @@ class Family:
     """Layers that predict further tokens whatever the config says, as the library has it."""
     in_turns: ClassVar[bool] = False
     """Whether rows of gate and up alternate in a stack of experts."""
+    peft_converts: bool = False
+    """Whether peft takes a module of an adapter that is named like a linear of an MLP for the linear of an expert."""
+    gives_tower: bool = False
+    """Whether --vision-from-hf can put its vision tower before another text model."""
     token_order: tuple[str, ...] = ()
     """The image tokens in the order of their ids after the vocabulary, if no rules are known."""
 

@@ -30,8 +30,6 @@ from megacp.huggingface.convert.tensors import STACKS, Info, Link, Named, Source
 
 _PREFIX = "base_model.model."
 """Prefix of names in an adapter: peft's model around the library's."""
-_CONVERTED = ("mixtral", "olmoe", "qwen3_moe", "glm4_moe")
-"""Families with experts of whose adapters peft takes modules named like an MLP's linears for those of experts."""
 
 
 def stacks_beside(parameter: str) -> list[str]:
@@ -122,7 +120,7 @@ def _joined(pairs: Pairs, family: Family, values: Values) -> Iterator[tuple[str,
     """Yield each module or parameter of the library that has a pair: its name, the pair's module, and the pair."""
     infos, links = pairs.source.infos, family.links_of_modules(values)
     targets = {link.theirs[0].name for link in links if any(_stem(named) + B in infos for named in link.ours)}
-    beside_experts = family.name in _CONVERTED or any(name.endswith(STACKS) for name in targets)
+    beside_experts = family.peft_converts or any(name.endswith(STACKS) for name in targets)
     for link in links:
         name = link.theirs[0].name
         if name not in targets:

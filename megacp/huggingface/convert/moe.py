@@ -235,8 +235,19 @@ def _family(
     table: Table = _EACH,
     harmless: frozenset[str] = TRAINING,
     kind: type[ExpertFamily] = ExpertFamily,
+    peft_converts: bool = True,
 ) -> Family:
-    return kind(name, f"{cls}ForCausalLM", words.sizes, words.from_hf, words.to_hf, table, (fits,), harmless)
+    return kind(
+        name,
+        f"{cls}ForCausalLM",
+        words.sizes,
+        words.from_hf,
+        words.to_hf,
+        table,
+        (fits,),
+        harmless,
+        peft_converts=peft_converts,
+    )
 
 
 EXPERT_FAMILIES = (
@@ -262,6 +273,7 @@ EXPERT_FAMILIES = (
         },
         table=QWEN3_5_MOE,
         harmless=QWEN3_5_MOE_SILENT,
+        peft_converts=False,
     ),
     _family(
         "glm4_moe",

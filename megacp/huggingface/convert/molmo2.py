@@ -247,5 +247,6 @@ MOLMO2 = Molmo2(
     harmless=frozenset({"float32_attention", "use_frame_special_tokens"}),
     sections=("text_config", "vision_config", "adapter_config"),
     token_fields=_TOKEN_FIELDS,
+    gives_tower=True,
     token_order=tuple(Molmo2Rules.token_texts),
 )

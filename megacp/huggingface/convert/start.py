@@ -22,7 +22,7 @@ from megacp.engine.config.run import RunConfig, fields, flag, flatten, with_valu
 from megacp.engine.config.vision import VISION_FAMILIES
 from megacp.engine.layers.stack import lora_kinds, pair_tensors
 from megacp.huggingface.convert.adapter import Adapter
-from megacp.huggingface.convert.molmo2 import MOLMO2
+from megacp.huggingface.convert.families import FAMILIES
 from megacp.huggingface.convert.source import (
     ADAPTER_CONFIG,
     Loaded,
@@ -58,20 +58,25 @@ class Together:
 def with_tower(
     text: Loaded, tower: Loaded | None, config: RunConfig, given: Collection[str]
 ) -> tuple[RunConfig, Source, dict[str, int], str]:
-    """Config and tensors of `text` with the tower of a Molmo2, or with a new one as the flags of `config` describe it;
-    rows that are read of tensors that are new from there on; a note. ValueError for a tower twice, or for none.
+    """Put a vision tower before a text model: that of `tower`, or a new one as the flags of `config` describe it.
+
+    Return the config, its tensors, how many rows of tensors are read (the remaining rows are new), and a note. Raises
+    ValueError for a second tower, for none, and for one that cannot stand before another text model.
     """
+    (giver,) = (family for family in FAMILIES.values() if family.gives_tower)
     if text.config.vision.vision_num_layers:
         raise ValueError(f"--vision-from-hf adds a tower to a text model, {text.folder} has one: leave the flag out")
-    if tower is not None and tower.family is not MOLMO2:
-        raise ValueError(f"--vision-from-hf {tower.folder} is a {tower.family.name}, a molmo2 is needed")
+    if tower is not None and tower.family is not giver:
+        raise ValueError(f"--vision-from-hf {tower.folder} is a {tower.family.name}, a {giver.name} is needed")
     if tower is None and not config.vision.vision_num_layers:
-        raise ValueError("--vision-from-hf none makes a new tower: give its --vision-num-layers (Molmo2 has 25)")
-    if tower is None and config.vision.vision_family != MOLMO2.name:
-        raise ValueError(f"--vision-from-hf none makes a molmo2's, --vision-family is {config.vision.vision_family}")
+        raise ValueError("--vision-from-hf none makes a new tower: give its --vision-num-layers, such as 25")
+    if tower is None and config.vision.vision_family != giver.name:
+        raise ValueError(
+            f"--vision-from-hf none makes the tower of a {giver.name}, --vision-family is {config.vision.vision_family}"
+        )
     values = flatten(config if tower is None else tower.config)
     changes = {name: values[name] for name, info in fields().items() if info.room == "vision"}
-    usual = VISION_FAMILIES[MOLMO2.name].token_rows
+    usual = VISION_FAMILIES[giver.name].token_rows
     asked = config.model.additional_vocab_size if "additional_vocab_size" in given else usual
     changes |= {"additional_vocab_size": asked, "untie_embeddings_and_output_weights": True, "hf_model_type": None}
     whole = with_values(text.config, changes)

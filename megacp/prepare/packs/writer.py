@@ -19,13 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from megacp.engine.rows.image_shards import compute_image_shard_boundaries
 from megacp.prepare.records.documents import SegmentUnit
 from megacp.storage import files
 from megacp.training.data import tables
 from megacp.training.data.manifest import FileEntry, ShardEntry
-from megacp.training.data.tables import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, crc32, pointers, token_dtype, with_suffix
+from megacp.training.data.tables import CODE_OF_DTYPE, HEADER, MAGIC, VERSION, pointers, token_dtype, with_suffix
 
 # one row each of PACK_DTYPE, SEGMENT_DTYPE, ...: packing a row with struct is several times faster than with numpy
 _PACK_ROW = struct.Struct("<qqiiii")

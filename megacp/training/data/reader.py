@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from megacp.engine.rows.image_shards import BOUNDARY_DTYPE
 from megacp.storage import files
@@ -30,7 +31,7 @@ from megacp.storage.url import Url
 from megacp.storage.wording import listed
 from megacp.training.data import tables
 from megacp.training.data.manifest import DatasetManifest, FileEntry, ShardEntry
-from megacp.training.data.tables import IndexedReader, StoredFile, crc32
+from megacp.training.data.tables import IndexedReader, StoredFile
 from megacp.training.data.vision.rules import ImageError
 
 OPEN_SHARDS = 64

@@ -17,7 +17,6 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-from zlib_ng.zlib_ng import crc32 as crc32
 
 from megacp.storage import files
 from megacp.training.data.manifest import FileEntry

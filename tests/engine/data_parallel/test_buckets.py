@@ -25,7 +25,7 @@ from megacp.engine.layers.table import DATA
 from megacp.engine.models import build
 from megacp.engine.step.step import ParallelModel
 from megacp.training.data.mock import MockRules, mock_batch
-from megacp.verify.parity import MODELS
+from megacp.verify.cases import MODELS
 from tests.distributed.test_collectives import as_on_nccl
 from tests.engine.tensor_parallel.test_linear import SIZES
 from tests.ranks import grid, run_ranks

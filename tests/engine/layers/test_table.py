@@ -16,7 +16,8 @@ from megacp.engine.data_parallel.parameter import spec_of
 from megacp.engine.layers.stack import model_tensors
 from megacp.engine.layers.vision import connector_tensors, tower_tensors
 from megacp.engine.models import build
-from megacp.verify.parity import MODELS, prepare
+from megacp.verify.cases import MODELS
+from megacp.verify.parity import prepare
 
 FLAGS = [f"{axis}_parallel_size" for axis in ("tensor_model", "context", "pipeline_model")]
 FLAGS += ["num_virtual_stages_per_pipeline_rank"]

@@ -37,7 +37,7 @@ from megacp.engine.tensor_parallel.weight_gradients import (
     add_weight_gradient,
 )
 from megacp.training.data.mock import MockRules, mock_batch
-from megacp.verify.parity import MODELS
+from megacp.verify.cases import MODELS
 from tests.ranks import grid, run_ranks
 from tests.reference.sharding import Pieces, assemble, fill, pieces_of
 from tests.reference.training import config_of as config_of_values

@@ -137,7 +137,7 @@ def test_the_processor_makes_the_ids_of_a_build_after_a_token_of_its_own(
 
 def trained(folder: Path, text: bool = False) -> Path:
     """A checkpoint of a vision model as a run saves it."""
-    from megacp.verify.parity import MODELS
+    from megacp.verify.cases import MODELS
     from tests.tools.test_convert_checkpoint import saved_on_grid
 
     values: dict[str, Any] = {**({} if text else MODELS["tiny_vlm"]), "vocab_size": 950 if text else 257}

@@ -18,7 +18,7 @@ from megacp.engine.models.costs import run_parameters
 from megacp.huggingface.convert.families import FAMILIES, of_config, of_values
 from megacp.huggingface.convert.tables import NAMINGS, RELEASED
 from megacp.huggingface.convert.tensors import WIDE, Cast, Info, Mapped, whole
-from megacp.verify.parity import MODELS
+from megacp.verify.cases import MODELS
 from tests.huggingface.convert.models import BANDS, Tensors, packed, rope
 from tests.huggingface.convert.models import MODELS as THEIRS
 from tests.reference.training import GEMMA, GPT_OSS, QWEN3_5

@@ -24,7 +24,7 @@ from megacp.training.data.reader import PackedDataset
 from megacp.training.data.vision.decoding import RulesDecoder
 from megacp.training.loop.state import RunState, first_token, last_token
 from megacp.training.loop.stored import stored_config
-from megacp.verify.parity import MODELS
+from megacp.verify.cases import MODELS
 from tests.huggingface.convert.models import save
 from tests.prepare.media.pictures import TINY
 from tests.prepare.packs.builds import run as build

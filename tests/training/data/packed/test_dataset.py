@@ -13,13 +13,14 @@ from types import ModuleType
 import numpy as np
 import numpy.lib.recfunctions as rfn
 import pytest
+from zlib_ng.zlib_ng import crc32
 
 from megacp.prepare.packs.writer import IndexedWriter, Segment, ShardWriter, write_table
 from megacp.prepare.verify import verify
 from megacp.training.data import tables
 from megacp.training.data.manifest import DatasetManifest
 from megacp.training.data.reader import OPEN_SHARDS, PackedDataset
-from megacp.training.data.tables import IndexedReader, StoredFile, crc32, token_dtype, with_suffix
+from megacp.training.data.tables import IndexedReader, StoredFile, token_dtype, with_suffix
 from tests.training.data.datasets import IMAGE_RULES, damage, random_packs, sign, weighted_images, write_dataset
 
 
