@@ -7,7 +7,6 @@ lost in silence. One that the library's own code does not name either has no eff
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -74,22 +73,6 @@ SILENT: Mapping[str, Any] = {
 }
 """Values that say what every model does without the field."""
 _MOST = 2**31 - 1
-_ROPE_NUMBERS = {
-    "factor": ("rope_scaling_factor", float, 1.0),
-    "original_max_position_embeddings": ("rope_original_max_positions", int, 1),
-}
-"""Their parameter -> our flag, its type, its least value."""
-_ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_ROPE_FIXED: dict[str, dict[str, Any]] = {
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
-}
-"""What a scaling cannot have otherwise; absence means the same, but for llama3, of which the library asks both."""
 
 
 def shown(value: Any) -> str:
@@ -190,87 +173,6 @@ class ConfigJson:
         if found is not None and found != [LAYER_TYPES[1]] * count:
             self.faults.append(f"{path} is {shown(found)}, megacp can only express {count} times full_attention")
 
-    def rope(
-        self,
-        positions: int,
-        section: str = "",
-        theta: float = 1e4,
-        kinds: Collection[str] = (),
-        part: float | None = None,
-    ) -> Values:
-        """Theta and scaling of the rotary embedding: the library's `rope_parameters`, or its older spelling.
-
-        `part`: of a head where the config is silent; None: no part can be said.
-        """
-        kinds = kinds or tuple(_ROPE_TYPES)
-        plain = {"rope_scaling": "none", "rotary_base": theta}  # what a fault leaves, so that others are found too
-        given = {name: self.get(section + name) for name in ("rope_scaling", "rope_parameters")}
-        name = next((n for n, params in given.items() if params), "rope_parameters")
-        path, params = section + name, ({} if given[name] is None else given[name])
-        near, kinds_of_layers = None, given["rope_parameters"]  # near: of layers with a window, which have their own
-        if isinstance(kinds_of_layers, Mapping) and kinds_of_layers.keys() == {*LAYER_TYPES}:
-            near, params = (kinds_of_layers[kind] for kind in LAYER_TYPES)
-            older = given["rope_scaling"] or {}
-            if not all(isinstance(one, Mapping) for one in (near, params, older)):
-                self.faults.append(f"{path} is {shown(given[name])}, expected parameters for each kind of layers")
-                return plain
-            params = {**params, **older}
-        if not isinstance(params, Mapping) or any(isinstance(value, Mapping) for value in params.values()):
-            self.faults.append(f"{path} is {shown(params)}, expected one set of parameters for all layers")
-            return plain
-        kind = params.get("rope_type", params.get("type", "default"))
-        if not isinstance(kind, str) or kind not in kinds:
-            self.faults.append(f"{path}.rope_type is {shown(kind)}, megacp can express {', '.join(kinds)}")
-            return plain
-        outside = self.get(f"{section}rope_theta", theta), self.get(f"{section}partial_rotary_factor")
-        base = params.get("rope_theta", outside[0])
-        values = {
-            "rope_scaling": "none" if kind == "default" else kind,
-            "rotary_base": self.checked(f"{section}rope_theta", base, theta, float, 1.0, 1e12),
-        }
-        said = params.get("partial_rotary_factor", outside[1])
-        if part is not None:
-            path_of_part = f"{section}partial_rotary_factor"
-            if (sections := params.get("mrope_section")) is not None:
-                if not isinstance(sections, list) or [type(size) for size in sections] != [int] * 3:
-                    self.faults.append(f"{path}.mrope_section is {shown(sections)}, expected three whole numbers")
-                else:
-                    values["mrope_section"] = tuple(sections)
-            values["rotary_percent"] = self.checked(path_of_part, part if said is None else said, part, float, 0.01, 1)
-        elif said not in (None, 1.0):
-            self.faults.append(f"{section}partial_rotary_factor is {shown(said)}, megacp rotates whole heads")
-        for key in _ROPE_TYPES[kind]:
-            ours, number, low = _ROPE_NUMBERS[key]
-            value = params.get(key)
-            if value is None and number is int:
-                value = positions  # as the library: the length the model is for
-            values[ours] = self.checked(f"{path}.{key}", value, None, number, low, 1e9)
-        known = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_ROPE_NUMBERS}
-        known |= {"mrope_section", "mrope_interleaved"} if part is not None else set()
-        fixed = _ROPE_FIXED.get(kind, {})
-        if kind == "yarn":
-            pair = bool(params.get("mscale") and params.get("mscale_all_dim"))  # one alone means nothing to the library
-            factor = values["rope_scaling_factor"] or 1.0
-            fixed = fixed | {"attention_factor": 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0}
-            known |= {"truncate"} if pair else {"truncate", "mscale", "mscale_all_dim"}
-            if not isinstance(rounds := params.get("truncate", True), bool):
-                self.faults.append(f"{path}.truncate is {shown(rounds)}, expected true or false")
-            values["yarn_correction_range_round_to_int"] = bool(rounds)
-        for key, value in fixed.items():
-            given_value = value if params.get(key) is None else params[key]
-            close = isinstance(given_value, (int, float)) and math.isclose(given_value, value, rel_tol=1e-12)
-            if not close:
-                self.faults.append(f"{path}.{key} is {shown(given_value)}, megacp can only express {value!r}")
-        if near is not None and near != params:
-            if not isinstance(near, Mapping) or near.get("rope_type", "default") != "default":
-                self.faults.append(f"{path}.{LAYER_TYPES[0]} is {shown(near)}, megacp stretches no layer with a window")
-                return values
-            own = near.get("rope_theta", values["rotary_base"])
-            values["window_rotary_base"] = self.checked(f"{path}.rope_theta", own, theta, float, 1.0, 1e12)
-        rest = {key for key, value in params.items() if value is not None} - known - set(fixed)
-        self.faults += [f"{path}.{key} is {shown(params[key])}, which megacp cannot express" for key in sorted(rest)]
-        return values
-
     def unused_lines(self) -> list[str]:
         """List the fields that are not used, a line for each role."""
         return [f"config.json: {', '.join(told)} not used: {instead}" for instead, told in self.unused.items()]
@@ -305,21 +207,3 @@ class ConfigJson:
             if names.search(key):
                 self.unused.setdefault(instead, []).append(f"{path} {shown(value)}")
                 return
-
-
-def rope_fields(values: Values) -> Values:
-    """The fields of `rope`, in both spellings: a library that knows one alone would take its own theta otherwise."""
-    kind = "default" if values["rope_scaling"] == "none" else values["rope_scaling"]
-    params = {"rope_type": kind, **{key: values[_ROPE_NUMBERS[key][0]] for key in _ROPE_TYPES[kind]}}
-    params |= _ROPE_FIXED["llama3"] if kind == "llama3" else {}
-    if not values.get("yarn_correction_range_round_to_int", True):
-        params["truncate"] = False
-    if values.get("rotary_percent", 1.0) != 1.0:
-        params["partial_rotary_factor"] = values["rotary_percent"]
-    if values.get("mrope_section"):
-        params |= {"mrope_section": list(values["mrope_section"]), "mrope_interleaved": True}
-    return {
-        "rope_theta": values["rotary_base"],
-        "rope_scaling": None if kind == "default" else params,
-        "rope_parameters": {"rope_theta": values["rotary_base"], **params},
-    }

@@ -9,7 +9,8 @@ from megacp.engine.config.model import ModelConfig, skip_pattern
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.moe import MOE
 from megacp.engine.layers.stack import layers_of
-from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, rope_fields, shown
+from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, shown
+from megacp.huggingface.convert.rope import read_rope, rope_fields
 
 OFF_SWITCH = "use_sliding_window"
 _SLIDING, _FULL = LAYER_TYPES
@@ -75,7 +76,7 @@ def sizes_from_hf(
     kinds: Collection[str] = (),
     part: float | None = None,
 ) -> Values:
-    """Read the flags that every decoder's config writes; `theta`, `kinds` and `part` as in `ConfigJson.rope`."""
+    """Read the flags that every decoder's config writes; `theta`, `kinds` and `part` as in `read_rope`."""
 
     def size(name: str, high: int = 2**31 - 1) -> int:
         return c.number(section + name, defaults[name], high=high)
@@ -90,7 +91,7 @@ def sizes_from_hf(
     values["num_query_groups"] = c.number(f"{section}num_key_value_heads", groups or heads, null=null_heads)
     values["kv_channels"] = c.number(f"{section}head_dim", width or even, null=null_width)
     positions = values["max_position_embeddings"] = values["seq_length"] = size("max_position_embeddings")
-    values |= c.rope(positions, section, theta, kinds, part)
+    values |= read_rope(c, positions, section, theta, kinds, part)
     values["norm_epsilon"] = c.number(f"{section}rms_norm_eps", defaults["rms_norm_eps"], float, 1e-30, 1.0)
     values["init_method_std"] = c.number(f"{section}initializer_range", 0.02, float, 0.0, 1e6)
     c.only(section, hidden_act="silu", attention_dropout=0.0)
