@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import importlib
 import io
 import math
 import os
@@ -40,11 +39,10 @@ from megacp.distributed.grid import ProcessGrid
 from megacp.distributed.shape import GridShape
 from megacp.dry_run.report import describe
 from megacp.engine.backends.select import backend_problems
-from megacp.engine.checks import check, require
+from megacp.engine.checks import require
 from megacp.engine.config.blend import shown_path
 from megacp.engine.config.cli import OneLineParser, given_flags, given_names, parse
-from megacp.engine.config.run import RunConfig, flag, flatten, with_values
-from megacp.engine.config.yaml_file import from_yaml
+from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.storage.place import place_of
 from megacp.training.checkpoint.outcome import reason_of
 from megacp.training.checkpoint.weights import Weights
@@ -55,6 +53,7 @@ from megacp.training.loop.stored import goes_on_from, resumes, with_stored_model
 from megacp.training.loop.trainer import Trainer
 from megacp.training.monitor.console import ends_with_its_reader, say, warn
 from megacp.training.start import launch
+from megacp.training.start.layout import SavedBy, other_layout
 
 REFUSED = 2
 _SECONDS_OF_A_REFUSED_RANK = 60.0
@@ -66,7 +65,7 @@ _SECONDS_OF_OTHERS = 60.0
 _HELP, _HELP_ALL = ("-h", "--help"), "--help-all"
 _FIRST_FLAGS = set(
     "data-path valid-data-path seq-length load-hf load-adapter load finetune save save-interval auto-resume num-layers "
-    "hidden-size lora-rank parallel tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
+    "hidden-size lora-rank tensor-model-parallel-size pipeline-model-parallel-size context-parallel-size "
     "cp-comm-type cp-layout train-iters train-epochs global-batch-size lr lr-warmup-iters dtype recompute-granularity "
     "eval-interval dry-run world-size".split()
 )
@@ -112,15 +111,26 @@ def plan_of(arguments: Sequence[str], world: launch.World) -> Plan | None:
     config, note = with_stored_model(_parsed(arguments, world), given)
     config, weights, other = _started(config, given, world.rank)
     config, length = with_stored_length(config, given, given_flags(arguments))
-    config, layout = _laid_out(config, given, world)
-    for line in filter(None, (note, other, length, layout) if world.rank == 0 else ()):
-        say(line)
-    if config.dry_run:
-        report = dry_run(config)
-        with ends_with_its_reader():
-            say(report)
-        return None
-    config, sources = prepare_run(config, world.size, launch.device_type(world))
+    if world.rank == 0:
+        for line in (note, other, length):
+            if line:
+                say(line)
+    try:
+        if config.dry_run:
+            report = dry_run(config)
+            with ends_with_its_reader():
+                say(report)
+            return None
+        config, sources = prepare_run(config, world.size, launch.device_type(world))
+    except ValueError as error:
+        ranks = world.size
+        if config.dry_run:
+            ranks = config.world_size or config.model_ranks
+        before = goes_on_from(config)
+        saved_by = SavedBy(before[0], before[1].world_size) if before is not None else None
+        if advice := other_layout(config, ranks, arguments, saved_by):
+            raise ValueError(f"{error}\n{advice}") from error
+        raise
     ours, theirs = sources.tokenizer_sha256, weights.tokenizer_sha256 if weights is not None else ""
     if ours and theirs and ours != theirs:
         raise ValueError(
@@ -142,40 +152,10 @@ def _started(config: RunConfig, given: Collection[str], rank: int) -> tuple[RunC
     if resumes(config):
         note = f"--auto-resume goes on from {config.checkpoint.save}: --load-hf {folder} is not read"
         return with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter"))), None, note
-    # the converter is an extra: a run without the flag reaches no file of megacp.huggingface
-    converter = importlib.import_module("megacp.huggingface.convert.start")
-    found: tuple[RunConfig, Weights, str] = converter.open_start(config, given)
-    return found
+    # an optional extra: a run without the flag imports no file of megacp.huggingface
+    from megacp.huggingface.convert.start import open_start
 
-
-def _laid_out(config: RunConfig, given: Collection[str], world: launch.World) -> tuple[RunConfig, str]:
-    """The config with a layout where --parallel auto asks for one, and a note.
-
-    A run that goes on with as many ranks keeps the layout that it had. Each rank chooses by itself, and one that came
-    to another choice, on another kind of device, is refused with it when ranks compare their flags.
-    """
-    if config.parallel.parallel != "auto":
-        return config, ""
-    from megacp.plan import auto, search
-
-    config, _ = open_sources(with_values(config, {"parallel": "given"}))  # with its vocabulary
-    ranks, fixed, was = config.world_size or world.size, {*given, "dtype"}, ""
-    kind = None if config.dry_run else launch.device_type(world)  # a dry run may be of another machine
-    at_hand = kind or launch.device_type(world) == "cuda"
-    device: tuple[str, float | None] = launch.device_at_hand(world) if at_hand else ("h100", None)
-    if (before := goes_on_from(config)) is not None:
-        folder, manifest, text = before
-        was = f"; {folder} is of {manifest.world_size}"
-        stored = flatten(from_yaml(text))
-        kept = with_values(config, {name: stored[name] for name in search.fields_chosen(config) - fixed})
-        here, _ = auto.sheet_of(*device)
-        as_many = manifest.world_size == ranks
-        if as_many and not check(kept, ranks) and search.fits(kept, ranks, here):
-            return kept, f"--parallel auto on {ranks} ranks: the layout of {folder}"
-    if world.rank == 0:
-        print(f"--parallel auto: a layout of {ranks} ranks is planned", flush=True)
-    config, told = auto.laid_out(config, ranks, fixed, device, lambda one: backend_problems(one, kind))
-    return config, told + was
+    return open_start(config, given)
 
 
 def _parsed(arguments: Sequence[str], world: launch.World) -> RunConfig:
@@ -235,10 +215,8 @@ def _nproc(arguments: Sequence[str]) -> tuple[int, list[str]]:
         raise ValueError(f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag")
     if "--dry-run" in rest:
         return 0, [*rest, "--world-size", str(found.nproc)]
-    world = launch.World(size=found.nproc, local_size=found.nproc)
-    if _parsed(rest, world).parallel.parallel != "auto":  # whose plan ranks make at once, and would make again
-        with contextlib.redirect_stdout(io.StringIO()):  # the ranks say it again
-            plan_of(rest, world)
+    with contextlib.redirect_stdout(io.StringIO()):  # the ranks say it again
+        plan_of(rest, launch.World(size=found.nproc, local_size=found.nproc))
     return found.nproc, rest
 
 

@@ -55,9 +55,17 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "each rank compiles with all cores",
         ),
     ],
-    ("plan/auto.py", "tests/training/test_start.py"): [
-        ("if best.gib > here.memory:", "if False:", "--parallel auto starts a layout that does not fit"),
-        ("memory=gib or here.memory", "memory=here.memory", "an A100 of 40 GB is planned as one of 80"),
+    ("plan/command.py", "tests/plan/test_here.py"): [
+        ("own.output is not None and fits", "own.output is not None", "a layout that does not fit is started"),
+    ],
+    ("plan/hardware.py", "tests/plan/test_here.py"): [
+        ("memory=gib or row.memory", "memory=row.memory", "an A100 of 40 GB is planned as one of 80"),
+    ],
+    ("plan/resumed.py", "tests/plan/test_here.py"): [
+        ("    if manifest.world_size != world_size:", "    if True:", "a resumed run gets another layout"),
+    ],
+    ("plan/answer.py", "tests/plan/test_here.py"): [
+        ('given | {"dtype"} if self.keeps_dtype', "given if self.keeps_dtype", "a plan makes a run one of bfloat16"),
     ],
     ("engine/backends/native.py", STATES): [
         ("keep_in_heap(STATE_TEMPORARIES)", "pass", "the pages of a rule's temporaries are cleared each time"),
@@ -965,8 +973,6 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("train.py", "tests/training/test_start.py"): [
         ("or not all(handles(", "or not any(handles(", "a rank waits for one that Ctrl-C has ended"),
         ("    if ended_by:  # by a", "    if False:  # by a", "Ctrl-C between two starts is lost"),
-        ("as_many and not check(kept", "False and not check(kept", "a run that goes on gets another layout"),
-        ('{*given, "dtype"}', "{*given}", "--parallel auto makes a float64 run one of bfloat16"),
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
         ("(ValueError if run.returncode == REFUSED else RuntimeError)", "ValueError", "a failure is a refusal"),

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,17 +19,9 @@ import numpy as np
 import pytest
 
 from megacp import train
-from megacp.engine.checks import check
 from megacp.engine.config.cli import given_names, parse
 from megacp.engine.config.run import RunConfig, fields, flag, with_values
-from megacp.engine.config.yaml_file import from_yaml
-from megacp.engine.models.costs import run_parameters
 from megacp.plan import command
-from megacp.plan.answer import words
-from megacp.plan.auto import sheet_of
-from megacp.plan.hardware import hardware
-from megacp.plan.search import fullest
-from megacp.storage.wording import human_count
 from megacp.train import main, plan_of
 from megacp.training.checkpoint.commit import load_checkpoint
 from megacp.training.checkpoint.directory import MANIFEST_FILE, checksum_of
@@ -39,7 +32,7 @@ from megacp.training.start.launch import Rendezvous, World
 from tests.distributed.test_grid import at_once
 from tests.training.checkpoint.test_commit import WORLD
 from tests.training.data.datasets import random_packs, write_dataset
-from tests.training.runs import TINY, grid_flags, losses, run
+from tests.training.runs import TINY, losses, run
 
 
 def config_of(path: Path, layout: str, cp: int) -> RunConfig:
@@ -201,76 +194,38 @@ def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     assert lines == [f"error: {step} has --num-layers 4, this run 3", f"{step} has --hidden-size 32, this run 256"]
 
 
-AUTO = [*REST, "--parallel", "auto"]
-
-
-def planned(flags: list[str], ranks: int, rank: int = 0) -> RunConfig:
-    """What a rank would run of --parallel auto."""
-    plan = plan_of(flags, World(rank, ranks, rank, ranks))
-    assert plan is not None and plan.config.parallel.parallel == "given" and check(plan.config, ranks) == []
-    return plan.config
-
-
-def test_a_plan_says_what_no_flag_says_and_all_ranks_come_to_it(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*TINY[: TINY.index("--dtype")], *AUTO, *grid_flags(tp=2), "--recompute-granularity", "full"]
-    first = planned(flags, 4)
-    _, line = capsys.readouterr().out.splitlines()
-    assert planned(flags, 4, 3) == first and capsys.readouterr().out == ""
-    assert line.startswith(f"--parallel auto on 4 ranks: {words(first, 4)}; ") and "(OK)" in line
-    assert "s a step" not in line, "times are those of bfloat16"
-    assert first.grid_shape(4).tp == 2 and first.training.recompute_granularity == "full"
-    assert first.training.dtype == "float32", "no layout"
-    assert "--parallel auto" in check(parse(flags), 4)[0], "a command that plans nothing"
-
-
-def test_a_run_that_goes_on_with_as_many_ranks_keeps_its_layout_and_else_is_planned_again(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_a_layout_does_not_allow_are_told_how_to_plan_another(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored = load_checkpoint(base, WORLD).config_yaml.replace("micro_batch_size: 1", "micro_batch_size: 2")
-    change(copied(base, tmp_path), config=stored)
-    flags = [*AUTO, "--load", str(tmp_path), "--recompute-granularity", "none"]
-    kept = planned(flags, 1)
-    assert kept.training.micro_batch_size == 2
-    assert f"on 1 ranks: the layout of {tmp_path}" in capsys.readouterr().out
-    assert planned([*flags, "--finetune"], 1).training.micro_batch_size != 2
-    assert planned([*flags, "--micro-batch-size", "4"], 1).training.micro_batch_size == 4
-    assert planned(flags, 2).grid_shape(2).dp == 2
-    assert "step_0000002 is of 1" in capsys.readouterr().out
-    # on a device that one row a microbatch fills more than half, two do not fit
-    most = fullest(with_values(kept, {"micro_batch_size": 1}), 1).total * 1.2 / 2**30
-    monkeypatch.setattr("megacp.training.start.launch.device_at_hand", lambda world: ("CPU", most))
-    assert planned(flags, 1).training.micro_batch_size == 1
-
-
-def test_a_plan_of_a_checkpoint_is_of_its_model(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored = from_yaml(load_checkpoint(base, WORLD).config_yaml)
-    assert command.main(["--world-size", "2", "--load", str(base), "--global-batch-size", "2"]) == 0
-    assert capsys.readouterr().out.startswith(f"{human_count(run_parameters(stored))} parameters on 2 GPUs")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "gib", "told"),
-    [
-        (3, ["--num-layers", "2"], 80.0, ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"]),
-        (2, ["--tensor-model-parallel-size", "0"], 80.0, ["--tensor-model-parallel-size", "got 0"]),
-        (2, ["--recompute-granularity", "full"], 6e-4, ["629 KiB", "8 GPUs"]),
-    ],
-)
-def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
-    ranks: int, flags: list[str], gib: float, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megacp.training.start.launch.device_at_hand", lambda world: ("NVIDIA H200", gib))
-    with pytest.raises(ValueError, match="^--parallel auto") as refused:
-        planned([*TINY, *AUTO, *flags], ranks)
-    assert all(word in str(refused.value) for word in told)
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "h100")]
-)
-def test_a_device_is_found_by_its_name_and_has_its_own_memory(name: str, row: str) -> None:
-    here, said = sheet_of(name, 39.5)
-    assert here == dataclasses.replace(hardware(row, "infiniband"), memory=39.5) and (name in said) == ("GH200" in name)
+    """The command is run, and then the run starts."""
+    layout, mixed = tmp_path / "layout.yaml", tmp_path / "mixed.yaml"
+    layout.write_text("context_parallel_size: 2\ncp_layout: balanced\n")
+    mixed.write_text("seq_length: 64\nmicro_batch_size: 1\n")
+    flags = [*REST, "--load", str(base), "--save", str(tmp_path / "out")]
+    grid = ["--tensor-model-parallel-size=2", "--config", str(layout)]
+    for starts in (["--nproc", "6"], ["--dry-run", "--world-size", "6"]):
+        assert main([*starts, *flags, *grid]) == 2
+        said = capsys.readouterr().err
+        assert (
+            "--tensor-model-parallel-size 2, --pipeline-model-parallel-size 1" in said and "not allow 6 ranks" in said
+        )
+        assert f"{base / 'step_0000002'} was saved by 1 rank" in said
+        plan, start = (line.strip() for line in said.splitlines() if line.startswith("    "))
+        assert plan == shlex.join(
+            ["megacp-plan", "--gpu", "here", "--world-size", "6", *flags, "--output", "best.yaml"]
+        )
+        assert start == shlex.join([*flags, "--config", "best.yaml"]) and "first remove" not in said
+    best = str(tmp_path / "best.yaml")
+    words = [best if word == "best.yaml" else word for word in shlex.split(plan)]
+    # six ranks take a batch of six, but not one of four
+    assert command.main([*words[1:], "--global-batch-size", "6"]) == 0
+    started = [*flags, "--global-batch-size", "6", "--config", best]
+    assert plan_of(started, World(size=6, local_size=6)) is not None
+    capsys.readouterr()
+    assert main(["--nproc", "3", *flags, "--config", str(mixed)]) == 2
+    assert f"first remove --micro-batch-size from {mixed}" in capsys.readouterr().err
+    assert main(["--nproc", "2", *flags, "--min-lr", "1"]) == 2, "whatever the number of ranks is"
+    assert "megacp-plan" not in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megacp import __version__
 from megacp.engine.config.run import RunConfig, fields, with_homes, with_values
-from megacp.engine.config.yaml_file import nearest, values_of_file
+from megacp.engine.config.yaml_file import RETIRED, nearest, values_of_file
 from megacp.storage.place import at_home
 from megacp.storage.wording import for_terminal
 
@@ -73,9 +73,12 @@ def parse(argv: Sequence[str], prog: str = "python -m megacp.train") -> RunConfi
     names = {argument.partition("=")[0]: None for argument in arguments if argument.startswith("--")}
     unknown = [(name, name[2:].replace("-", "_")) for name in names if name[2:].replace("-", "_") not in known]
     if unknown:
-        near = [
-            f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}" for name, field in unknown[:_MOST_UNKNOWN]
-        ]
+        near = []
+        for name, field in unknown[:_MOST_UNKNOWN]:
+            if field in RETIRED:
+                near.append(f"{name} no longer exists: {RETIRED[field].instead}")
+            else:
+                near.append(f"unknown flag {name}{nearest(field[:100], known, as_flag=True)}")
         if len(unknown) > _MOST_UNKNOWN:
             near.append(f"and {len(unknown) - _MOST_UNKNOWN} more")
         raise ValueError("\n".join(near))
