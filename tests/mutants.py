@@ -970,12 +970,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("verify/plot.py", "tests/tools/test_peers.py"): [
         ("losses[max(0, end - MEAN_OF) : end]", "losses[:end]", "a running mean is of all steps before"),
     ],
-    ("train.py", "tests/training/test_start.py"): [
+    ("training/start/processes.py", "tests/training/test_start.py"): [
         ("or not all(handles(", "or not any(handles(", "a rank waits for one that Ctrl-C has ended"),
         ("    if ended_by:  # by a", "    if False:  # by a", "Ctrl-C between two starts is lost"),
         ("if status not in (0, STOPPED)]", "if status]", "a rank that saved and stopped has failed"),
         ("first or max(ended)", "first or (0, 0)", "a stopped run has finished"),
-        ("(ValueError if run.returncode == REFUSED else RuntimeError)", "ValueError", "a failure is a refusal"),
+    ],
+    ("training/start/script.py", "tests/training/test_start.py"): [
+        ("        raise RuntimeError(said)", "        raise ValueError(said)", "a failure is a refusal"),
         ("run.terminate()", "run.kill()", "Ctrl-C of a notebook ends a run that has not saved"),
         ('flag(name if value else f"no_{name}")', "flag(name)", "False of a script is True"),
     ],

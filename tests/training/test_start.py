@@ -28,6 +28,8 @@ from megacp.training.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.training.loop.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.training.loop.sources import open_sources, with_stored_length
 from megacp.training.loop.stored import stored_config, with_stored_model
+from megacp.training.start import processes, script
+from megacp.training.start.help import FIRST_FIELDS
 from megacp.training.start.launch import Rendezvous, World
 from tests.distributed.test_grid import at_once
 from tests.training.checkpoint.test_commit import WORLD
@@ -308,23 +310,43 @@ def test_a_problem_of_all_ranks_is_told_as_it_is() -> None:
 # ---- the command
 
 
-def test_help_shows_what_most_runs_have_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
+def test_help_shows_what_most_runs_have_and_help_all_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("lr: 0.125\n")
+    texts = []
     for asked in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as end:
-            main([asked])
-        text = capsys.readouterr().out
-        assert end.value.code == 0 and "--nproc N" in text or asked == "--help-all"
-        shown.append({name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.MULTILINE)})
-    assert 20 <= len(shown[0]) <= 30 and shown[1] == {*fields()}
-    assert {"data_path", "load_hf", "lr", "context_parallel_size", "save"} <= shown[0]
+            main(["--nproc", "2", asked, "--config", str(tmp_path / "a.yaml")])
+        texts.append(capsys.readouterr().out)
+        assert end.value.code == 0 and "(default: 0.125)" in texts[-1], "the value of a file before it"
+    first, whole = ({name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.M)} for text in texts)
+    assert first == {*FIRST_FIELDS} and whole == {*fields()}
+    assert "--nproc N" in texts[0] and main(["--help", "--lrr", "1"]) == 2
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80), ("300", 100)])
+def test_help_is_one_column_on_a_terminal_of_any_width(
+    columns: str, widest: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    usage, about, *lines, advice = capsys.readouterr().out.splitlines()
+    assert usage.startswith("usage: ") and "--config FILE.yaml" in about and "--help-all" in advice
+    titles = [line for line in lines if line and line[0] != " "]
+    assert titles[:2] == ["options", "parallel options"] and titles[-1] == "checkpoint options"
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(shown) == sorted(flag(name) + "," * (fields()[name].hint is bool) for name in FIRST_FIELDS)
+    help_of_a_flag = [line for line in lines if line.startswith(8 * " ")]
+    assert widest - 12 < max(map(len, help_of_a_flag)) <= widest and len(help_of_a_flag) > len(shown)
 
 
 def test_nproc_checks_in_one_process_and_then_starts_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(train, "_run_ranks", lambda arguments, count: started.append((arguments, count)) or 3)
+    monkeypatch.setattr(train, "start_and_wait", lambda arguments, count: started.append((arguments, count)) or 3)
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.rstrip().endswith("holds no manifest.json") and not started
@@ -365,13 +387,14 @@ def test_the_status_of_nproc_is_that_of_its_ranks(
         if len([*tmp_path.iterdir()]) == 2:  # ranks that can be stopped
             handlers[signal.SIGINT](signal.SIGINT, None)
 
-    monkeypatch.setattr(train, "_SECONDS_OF_OTHERS", 0.5)
-    monkeypatch.setattr("megacp.train.time.sleep", wait)
-    monkeypatch.setattr("megacp.train.signal.signal", handlers.__setitem__)
-    monkeypatch.setattr("megacp.train.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env]))
-    monkeypatch.setattr("megacp.train.launch.ranks_of_one_machine", lambda count: (None, ranks))
+    home = "megacp.training.start.processes"
+    monkeypatch.setattr(processes, "_SECONDS_OF_OTHERS", 0.5)
+    monkeypatch.setattr(f"{home}.time.sleep", wait)
+    monkeypatch.setattr(f"{home}.signal.signal", handlers.__setitem__)
+    monkeypatch.setattr(f"{home}.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env]))
+    monkeypatch.setattr(f"{home}.launch.ranks_of_one_machine", lambda count: (None, ranks))
     monkeypatch.setenv("READY", str(tmp_path))
-    assert train._run_ranks([], len(ranks)) == status
+    assert processes.start_and_wait([], len(ranks)) == status
     assert capfd.readouterr().err == said
 
 
@@ -396,8 +419,8 @@ def test_a_script_starts_a_run_from_any_thread_and_sees_what_it_says(
 
     (tmp_path / "python").write_text(f"#!/bin/sh\n{told}\n")
     (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(train.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(train, "print", show, raising=False)
+    monkeypatch.setattr(script.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(script, "print", show, raising=False)
     values = {"data_path": [0.5, "a"], "lr": 1e-5, "auto_resume": True, "sequence_parallel": False}
     with concurrent.futures.ThreadPoolExecutor() as threads:
         ended = threads.submit(train.train, values, 2)

@@ -25,7 +25,7 @@ from megacp.engine.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values
 from megacp.huggingface import convert_command
 from megacp.plan.cluster import FLAGS as CLUSTER_FLAGS
 from megacp.prepare import command as prepare_command
-from megacp.train import flags_of
+from megacp.training.start.script import flags_of
 
 
 def test_flags_are_megatrons_and_flat() -> None:
