@@ -121,6 +121,14 @@ def test_only_given_flags_of_a_layout_reach_the_plan_and_its_file_ends_the_flags
     assert start[0] == ("queues=1" if queues else "queues="), "tp 4 is the plan's"
 
 
+def test_a_dry_run_of_a_planned_layout_writes_nothing_to_the_folder_of_the_run(tmp_path: Path) -> None:
+    save = tmp_path / "out"
+    flags = [*TINY, "--save", str(save), "--dry-run", "--world-size", "8"]
+    done = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2"}, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "on 8 GPUs of 79." in done.stderr and "Dry run: 8 ranks" in done.stdout and not save.exists()
+
+
 @pytest.mark.parametrize(
     ("script", "settings", "told"),
     [
