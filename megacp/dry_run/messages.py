@@ -1,11 +1,12 @@
 """Bytes that a rank sends in a step, by the axis that it sends them over.
 
-Every formula is here once: the dry run adds the bytes up, and megacp.plan divides them by the rates of links. As the
-counters of `megacp.distributed` do, it counts the payload that leaves a rank: of n ranks a gather sends n - 1 times the
-own part, a reduction twice (n - 1) / n of the whole.
+Every formula is here once: the dry run adds the bytes up, and megacp.plan divides them by the rates
+of links. As the counters of `megacp.distributed` do, it counts the payload that leaves a rank: of n
+ranks a gather sends n - 1 times the own part, a reduction twice (n - 1) / n of the whole.
 
-Not counted, because they are small: numbers per token of the loss, norms of gradients, counts of rows for experts,
-states of linear attention, and low-rank products of LoRA. Features of images are not counted either.
+Not counted, because they are small: numbers per token of the loss, norms of gradients, counts of
+rows for experts, states of linear attention, and low-rank products of LoRA. Features of images are
+not counted either.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from megacp.engine.layers.table import Share
 from megacp.engine.models.costs import stage_layers, vocabulary_rows
 
 KEPT_GATHERED = ("embedding", "head", "chunk")
-"""Parts of a model that stay whole from a forward to its backward under full sharding; blocks are gathered again."""
+"""Parts that full sharding keeps whole from a forward to its backward. Blocks are gathered again."""
 KEY_MESSAGES = 3
-"""K/V of attention's forward over one layer: they are sent in forward, and again with gradients in backward."""
+"""How many times a layer sends `key_bytes`: in forward, again in backward, and their gradients."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,9 @@ class StageMessages:
     ep: float
     """Rows of tokens to their experts and back, under the load that is planned for."""
     dp: float
-    """Gathers of parameters and sums of gradients over dp x cp, of experts over the ranks with the same ones."""
+    """Gathers of parameters and sums of gradients, over dp x cp or the ranks with the same experts."""
     pp: float
-    """Hidden states, their gradients, and the gradient of a table that is on the first and the last stage."""
+    """Hidden states, their gradients, and the gradient of a table that both end stages have."""
 
     @property
     def total(self) -> float:
@@ -51,7 +52,10 @@ class StageMessages:
 
 
 def stream_bytes(config: RunConfig) -> float:
-    """Return the bytes of one gather or scatter of a microbatch's residual stream over tp. An all-reduce is two."""
+    """Return the bytes of one gather or scatter of a microbatch's residual stream over tp.
+
+    An all-reduce sends twice as many.
+    """
     p, tp = config.parallel, config.parallel.tensor_model_parallel_size
     tokens = config.training.micro_batch_size * config.data.seq_length // p.context_parallel_size
     return tokens * config.model.hidden_size * config.training.element_bytes * (tp - 1) / tp
@@ -60,9 +64,9 @@ def stream_bytes(config: RunConfig) -> float:
 def stream_messages(config: RunConfig, number: int) -> int:
     """Return how many times a block sends `stream_bytes` in forward and backward of one microbatch.
 
-    Its input is gathered before attention and before the MLP, and their outputs are scattered. In backward gradients go
-    the other way, and inputs are gathered again for the gradients of weights. Experts are not split over tp: only an
-    MLP that all tokens pass next to them is.
+    Its input is gathered before attention and before the MLP, and their outputs are scattered. In
+    backward gradients go the other way, and inputs are gathered again for the gradients of weights.
+    Experts are not split over tp: only an MLP that all tokens pass next to them is.
     """
     model, t = config.model, config.training
     is_dense = layers_of(model)[number].mlp is not MOE
@@ -83,7 +87,7 @@ def stream_messages(config: RunConfig, number: int) -> int:
 
 
 def end_messages(config: RunConfig, stage: int) -> int:
-    """Return how many times the embedding and the head of a stage send `stream_bytes` for one microbatch."""
+    """Return how many times embedding and head of a stage send `stream_bytes` for a microbatch."""
     count = 0
     trains = "text" not in config.frozen_parts
     if stage == 0:
@@ -95,15 +99,15 @@ def end_messages(config: RunConfig, stage: int) -> int:
 
 
 def swap_bytes(config: RunConfig) -> float:
-    """Return the bytes of exchanging heads for tokens in the forward of a layer's attention, and back."""
+    """Return the bytes of exchanging heads for tokens, and back, in a layer's forward."""
     heads, key_values, queries = _context(config)
     return (key_values + 2 * queries) * (heads - 1) / heads
 
 
 def key_bytes(config: RunConfig, sample: PackSample) -> float:
-    """Return the bytes of K/V in the forward of a layer's attention.
+    """Return the bytes of K/V that travel in a layer's forward.
 
-    A transport that sends only the needed rows is counted by the rank that needs most: an upper bound.
+    If a transport sends only needed rows, this is an upper bound: the rank that needs most counts.
     """
     p = config.parallel
     transport = transport_of(config)
@@ -116,7 +120,7 @@ def key_bytes(config: RunConfig, sample: PackSample) -> float:
 
 
 def _context(config: RunConfig) -> tuple[int, int, int]:
-    """Return the ranks that exchange heads, and the bytes of a rank's K/V and of its queries in a layer."""
+    """Return the ranks that exchange heads, and the bytes of a rank's K/V and queries in a layer."""
     model, p = config.model, config.parallel
     tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
     tokens = config.training.micro_batch_size * config.data.seq_length // cp
@@ -128,7 +132,7 @@ def _context(config: RunConfig) -> tuple[int, int, int]:
 
 
 def expert_bytes(config: RunConfig, number: int) -> float:
-    """Return the bytes that a block sends to experts and back in forward and backward of one microbatch."""
+    """Return the bytes of rows to experts and back, in a block's forward and backward."""
     if layers_of(config.model)[number].mlp is not MOE or config.parallel.expert_model_parallel_size == 1:
         return 0.0
     return exchange_bytes(config) * planned_load(config)
@@ -141,7 +145,7 @@ def boundary_bytes(config: RunConfig) -> int:
 
 @dataclass(frozen=True)
 class SharedMessages:
-    """Messages of parameters that the same ranks share: one gather of them, and one sum of their gradients."""
+    """One gather of the parameters that some ranks share, and one sum of their gradients."""
 
     gather: float
     """Bytes. Frozen parameters are gathered only under full sharding."""
@@ -155,8 +159,9 @@ class SharedMessages:
 
 
 def shared_messages(config: RunConfig, chunks: Sequence[range], world_size: int) -> list[SharedMessages]:
-    """Return the messages of a stage's parameters: of all but experts over dp x cp, of experts over the ranks with
-    the same ones.
+    """Return the messages of a stage's parameters: first of all but experts, then of experts.
+
+    Ranks of dp x cp share the former, ranks with the same experts the latter.
     """
     t = config.training
     found = []
@@ -170,7 +175,7 @@ def shared_messages(config: RunConfig, chunks: Sequence[range], world_size: int)
 
 
 def instance_bytes(config: RunConfig, chunks: Sequence[range], world_size: int) -> float:
-    """Return the bytes of the sum of a stage's gradients over the copies of the optimizer, once a step."""
+    """Return the bytes of the sum of a stage's gradients over copies of the optimizer, in a step."""
     instances = config.parallel.num_distributed_optimizer_instances
     share = sum(count / ranks for _, count, ranks, _ in shared_parts(config, chunks, world_size))
     return 2 * share * config.training.accumulation_bytes * (instances - 1) / instances
@@ -179,8 +184,9 @@ def instance_bytes(config: RunConfig, chunks: Sequence[range], world_size: int) 
 def gathers_a_step(config: RunConfig, world_size: int, chunks: int) -> float:
     """Return how many times a stage of `chunks` chunks gathers its parameters in a step.
 
-    Under full sharding a block is gathered for each forward and each backward. A pipeline keeps a chunk whole while it
-    works on it: the only chunk all of a step, several chunks for the microbatches that they do in turn (an estimate).
+    Under full sharding a block is gathered for each forward and each backward. A pipeline keeps a
+    chunk whole while it works on it: the only chunk all of a step, several chunks for the
+    microbatches that they do in turn (an estimate).
     """
     p = config.parallel
     if not p.sharding.parameters:
@@ -193,7 +199,7 @@ def gathers_a_step(config: RunConfig, world_size: int, chunks: int) -> float:
 
 
 def step_messages(config: RunConfig, world_size: int, sample: PackSample) -> list[StageMessages]:
-    """Return the bytes that a rank of each pipeline stage sends in a step of a checked configuration."""
+    """Return the bytes that a rank of each stage sends in a step of a checked configuration."""
     config, sample = one_row(config, world_size, sample)
     stages = enumerate(stage_layers(config, world_size))
     return [_stage(config, world_size, sample, stage, chunks) for stage, chunks in stages]

@@ -3,7 +3,7 @@
     megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat --output best.yaml
     python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path data/chat
 
-All flags of a run are accepted. Those of a layout that are given stay as they are; megacp-plan chooses the others.
+All flags of a run are accepted. Given flags of a layout stay as they are, and megacp-plan chooses the remaining ones.
 Nothing runs, and no GPU is needed; `--gpu here` plans for the device of this machine. A resumed run (`--load`, or
 `--save` with `--auto-resume`) keeps the layout of its checkpoint as long as it has the same number of ranks.
 
@@ -39,7 +39,7 @@ Problems = Callable[[RunConfig], list[str]]
 
 @dataclass(frozen=True)
 class _Question:
-    """What a command line asks for."""
+    """The run that a command line describes."""
 
     config: RunConfig
     """Its flags, with the sizes of the model and the length of the packs."""
@@ -52,7 +52,7 @@ class _Question:
 
 
 def _asked(arguments: Sequence[str]) -> _Question:
-    """Return what the flags of a run ask for. Its model may come from a checkpoint or from a Hugging Face folder."""
+    """Return the question of a command line. The model may come from a checkpoint or a Hugging Face folder."""
     given = given_names(arguments)
     parsed = parse(arguments, "megacp-plan")
     config = with_values(parsed, {"train_epochs": None, "dry_run": True})
@@ -110,7 +110,7 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
         raise ValueError(f"--documents {lengths}: {rule}")
     sample = sample_packs(config, own.documents)
     here, problems = _device(own, config.world_size, asked.is_dry)
-    # a layout does not change what a run computes: it leaves the dtype of the run and of its checkpoint alone
+    # a layout does not change the numbers of a run, so it keeps the dtype of the run and of its checkpoint
     keeps_dtype = own.gpu == HERE or asked.has_checkpoint
     kept, note = None, ""
     if asked.has_checkpoint:

@@ -24,9 +24,10 @@ def kept_layout(
     sample: PackSample,
     problems: Callable[[RunConfig], list[str]],
 ) -> tuple[Candidate | None, str]:
-    """Return the layout of the checkpoint that `config` resumes, except for its `fixed` fields, and a note.
+    """Return the layout of the checkpoint that a run resumes, and a note.
 
-    The layout is None if the run starts anew, has another number of ranks, or cannot use it here; the note says why.
+    `fixed` fields keep their values in `config`. The layout is None if the run starts anew, has
+    another number of ranks, or cannot use it on `hardware`; the note gives the reason.
     """
     before = goes_on_from(config)
     if before is None:

@@ -60,7 +60,7 @@ KEYS = 2 * 128 * 4 * 8 * 4
 
 
 def test_messages_of_tensor_parallel_ranks_by_hand() -> None:
-    """A block: two gathers and two scatters in forward, as many in backward, two inputs again; embedding and head."""
+    """A block sends 4 times in forward and in backward, and two inputs again; then the two ends."""
     assert planned(2, {TP: 2})[0].tp == 8 * (4 * 10 + 4) * STREAM
     assert planned(2, {TP: 2, **FULL})[0].tp == 8 * (4 * 14 + 4) * STREAM
     assert planned(2, {TP: 2, **EXPERTS})[0].tp == 8 * (4 * 5 + 4) * STREAM, "experts are not split"
@@ -96,7 +96,7 @@ def test_a_dry_run_shows_the_axes_that_send_anything() -> None:
 
 
 def sent(rank: int, world_size: int, config: RunConfig) -> tuple[int, dict[str, int]]:
-    """Stage of a rank, and the bytes that its axes counted in a step on packs of one causal document."""
+    """Stage of a rank, and the bytes that its axes counted in a step on causal documents."""
     subject = Subject(rank, world_size, config, MockRules(config.model.vocab_size, config.data.seq_length, "causal"))
     subject.measure()
     return subject.grid.pp.rank, sent_bytes(subject.grid)
@@ -137,8 +137,8 @@ CASES: dict[str, tuple[int, dict[str, Value]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_real_step_sends_what_the_dry_run_says(name: str) -> None:
-    """Exactly over cp and pp. Over tp but for 16 bytes a token and stage, which are numbers of the loss; over dp but
-    for shards that are padded; over ep as evenly as a new router chooses.
+    """Exactly over cp and pp. Over tp but for 16 bytes a token and stage, which are numbers of the
+    loss; over dp but for shards that are padded; over ep as evenly as a new router chooses.
     """
     world, values = CASES[name]
     stages = planned(world, values)
@@ -153,7 +153,7 @@ def test_a_real_step_sends_what_the_dry_run_says(name: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_send_only_needed_keys_send_no_more_than_the_dry_run_says() -> None:
-    """Of four slices rank 0 has the first and the last, and needs both of rank 1, which needs one of its own."""
+    """Rank 0 has the first and the last of four slices. It needs two of rank 1, which needs one."""
     (_, first), (_, second) = run_ranks(sent, 2, of(NEEDED))
     # keys of the own slices that the other needs, twice, and gradients of the needed ones
     assert [first["cp"], second["cp"]] == [8 * 4 * KEYS * (2 * 0.5 + 1), 8 * 4 * KEYS * (2 * 1 + 0.5)]

@@ -1,4 +1,4 @@
-"""LAYOUT=auto of the launch scripts: one process plans before any rank starts, and the run takes the file."""
+"""LAYOUT=auto of the launch scripts: one process plans before any rank starts."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ for word in "$@"; do
 done
 echo "queues=$CUDA_DEVICE_MAX_CONNECTIONS" "$@"
 """
-"""A python, torchrun or srun that prints its arguments, on the stream of its caller, and plans tp 4."""
+"""A python, torchrun or srun that prints its arguments, and plans tp 4."""
 
 
 def started(script: str, flags: list[str], settings: dict[str, str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """A script that has ended, where programs in `folder` come first and the ones of this environment next."""
+    """A script that has ended; it finds programs in `folder` first, then in this environment."""
     path = f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "TMPDIR": str(folder), **settings, "PATH": path}
     command = ["bash", str(EXAMPLES / script), *flags]

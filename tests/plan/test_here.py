@@ -1,4 +1,4 @@
-"""A plan for the run that is about to start: on the device of this machine, with the checkpoint that it resumes."""
+"""A plan for the run that is about to start, on this machine or from a checkpoint."""
 
 from __future__ import annotations
 

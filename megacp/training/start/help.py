@@ -1,4 +1,4 @@
-"""What `--help` prints: the flags that most runs have, in the groups of the parser. `--help-all` prints all flags."""
+"""The help: `--help` prints the flags that most runs have, `--help-all` prints all flags."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def show_help(arguments: Sequence[str]) -> None:
-    """Print the flags by their groups: all of them for `--help-all`, or else the ones that most runs have.
+    """Print the flags by their groups: the common ones, or for `--help-all` all of them.
 
     Defaults are the values of the files of --config in `arguments`. Raises ValueError as `parse`.
     """
@@ -74,7 +74,7 @@ def show_help(arguments: Sequence[str]) -> None:
 
 
 def _described(action: argparse.Action) -> list[str]:
-    """Return the lines of a flag: its names with the values that it takes, then what it does."""
+    """Return the lines of a flag: its names and allowed values, then its help."""
     names = ", ".join(action.option_strings)
     values = f" {action.metavar}" if action.metavar else ""
     width = min(shutil.get_terminal_size().columns, _WIDEST)

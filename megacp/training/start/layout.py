@@ -1,6 +1,7 @@
-"""What to do if a layout does not allow the number of ranks that a run has: the commands that plan another one.
+"""The commands that plan another layout, for a run whose number of ranks its layout does not allow.
 
-A run never plans by itself. `megacp-plan` writes the flags of a layout to a file, and `--config` takes them.
+A run never plans by itself. `megacp-plan` writes the flags of a layout to a file, and `--config`
+takes them.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class SavedBy:
 
 
 def other_layout(config: RunConfig, ranks: int, arguments: Sequence[str], saved_by: SavedBy | None) -> str:
-    """Return the commands that plan another layout, if the one of `config` does not allow so many ranks; else "".
+    """Return the commands that plan another layout; "" if that of `config` allows `ranks` ranks.
 
-    `arguments` are those of the run, without `--nproc`.
+    `arguments` are the flags of the run, without `--nproc`.
     """
     if config.model_ranks < 1:  # a size is out of its range
         return ""
@@ -78,10 +79,10 @@ def other_layout(config: RunConfig, ranks: int, arguments: Sequence[str], saved_
 
 
 def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]], list[str]]:
-    """Return the arguments without flags of a layout, files that hold such flags, and files with no other flags.
+    """Return the arguments without flags of a layout, and two kinds of files with such flags.
 
-    The second maps each file of --config that also holds other flags to its fields of a layout. The third lists the
-    files that are left out.
+    The second maps each file of --config that also holds other flags to its fields of a layout. The
+    third lists the files that are left out.
     """
     kept: list[str] = []
     mixed: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The ranks of `--nproc N`: processes of this machine that one process starts, signals and waits for."""
+"""The ranks of `--nproc N`: one process starts them on this machine, passes signals on and waits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from megacp.training.start.interrupts import handles
 from megacp.training.start.status import FAILED, STOPPED
 
 _SECONDS_OF_OTHERS = 60.0
-"""How long ranks may continue after one has failed; a rank in a collective of NCCL waits for ever."""
+"""How long ranks may continue after one has failed. A collective of NCCL would wait for ever."""
 
 
 def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """Return the N of `--nproc N`, 0 without the flag, and the other arguments. Raises ValueError for a wrong N."""
+    """Return the N of `--nproc N`, 0 without the flag, and the other arguments.
+
+    Raises ValueError for a wrong N.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--nproc", type=int, default=0)
     try:
@@ -36,9 +39,9 @@ def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:
 def start_and_wait(arguments: Sequence[str], count: int) -> int:
     """Start the ranks, pass signals on, wait for the ranks and return the exit status of the run.
 
-    Ctrl-C reaches this process from the terminal; it sends SIGTERM to the ranks. Once all of them handle it they save
-    and stop. Before that no step has begun, and all are killed: a rank that waits for a missing one would report a
-    failure.
+    Ctrl-C reaches this process from the terminal; it sends SIGTERM to the ranks. Once all of them
+    handle it they save and stop. Before that no step has begun, and all are killed: a rank that
+    waits for a missing one would report a failure.
     """
     _store, environments = launch.ranks_of_one_machine(count)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -76,7 +79,7 @@ def _ignore_ctrl_c() -> None:
 
 
 def _wait_for(ranks: Sequence[subprocess.Popen[bytes]], ended_by: Sequence[int]) -> int:
-    """Wait until all ranks have ended. Return the status of the first one that failed, else the highest.
+    """Wait until all ranks have ended; return the status of the first failure, else the highest.
 
     `ended_by`: signals at which all were killed, which is not a failure.
     """

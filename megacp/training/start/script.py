@@ -16,7 +16,10 @@ _LINES_OF_AN_ERROR = 50
 
 
 def flags_of(values: Mapping[str, Any]) -> list[str]:
-    """Return the command line of values by field name. A list follows its flag; False is the flag's `no_` form."""
+    """Return the command line of values by field name.
+
+    A list follows its flag, and False is the `no_` form of a flag.
+    """
     words: list[str] = []
     for name, value in values.items():
         if isinstance(value, bool):
@@ -29,11 +32,11 @@ def flags_of(values: Mapping[str, Any]) -> list[str]:
 
 
 def train(values: Mapping[str, Any], nproc: int = 1) -> int:
-    """Train from a script or a notebook and return 0, or 3 for a run that stopped early after saving.
+    """Train from a script or a notebook; return 0, or 3 if the run stopped early after saving.
 
-    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks are processes of their own: this process
-    prints their output and keeps nothing of the run. Ctrl-C saves and stops the run. Raises ValueError if the run is
-    refused, RuntimeError if it fails.
+    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks are processes of
+    their own: this process prints their output and keeps nothing of the run. Ctrl-C saves and stops
+    the run. Raises ValueError if the run is refused, RuntimeError if it fails.
     """
     command = [sys.executable, "-m", "megacp.train"]
     if nproc > 1:

@@ -1,4 +1,4 @@
-"""Exit statuses of a run. 0 is a finished run, 128 and above one that a signal ended before its first step."""
+"""Exit statuses of a run besides 0, and 128 and above: a signal ended it before its first step."""
 
 FAILED = 1
 """A failure, or a limit on the numbers of a run that has ended it; nothing was saved after it."""
