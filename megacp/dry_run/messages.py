@@ -4,9 +4,8 @@ Every formula is here once: the dry run adds the bytes up, and megacp.plan divid
 of links. As the counters of `megacp.distributed` do, it counts the payload that leaves a rank: of n
 ranks a gather sends n - 1 times the own part, a reduction twice (n - 1) / n of the whole.
 
-Not counted, because they are small: numbers per token of the loss, norms of gradients, counts of
-rows for experts, states of linear attention, and low-rank products of LoRA. Features of images are
-not counted either.
+Not counted, because they are small: numbers per token of the loss, norms of gradients, and counts of
+rows for experts. `uncounted` names larger messages that no formula here covers.
 """
 
 from __future__ import annotations
@@ -70,17 +69,19 @@ def stream_messages(config: RunConfig, number: int) -> int:
     """
     model, t = config.model, config.training
     is_dense = layers_of(model)[number].mlp is not MOE
-    has_mlp = is_dense or model.moe_shared_expert_intermediate_size
+    has_mlp = is_dense or bool(model.moe_shared_expert_intermediate_size)
     parts = 2 if has_mlp else 1
     shards_stream = config.parallel.sequence_parallel
-    tiled = is_dense and t.mlp_chunk_tokens > 0
+    tiled = has_mlp and t.mlp_chunk_tokens > 0
     count = 2 * parts + 2 * parts
     if shards_stream and "text" not in config.frozen_parts:
         count += parts
     if t.recompute_granularity == "full":
         count += 2 * parts
-        if tiled:  # the sum of all tiles is not computed again, which is a scatter or an all-reduce
-            count -= 1 if shards_stream else 2
+    computed_whole = t.recompute_granularity == "full" and is_dense
+    if tiled and computed_whole:
+        # the sum of the tiles is not computed again, which is a scatter or an all-reduce
+        count -= 1 if shards_stream else 2
     elif tiled and shards_stream:  # tiles gather their input once more
         count += 1
     return count
@@ -196,6 +197,20 @@ def gathers_a_step(config: RunConfig, world_size: int, chunks: int) -> float:
         return 2.0 * microbatches
     turns = 1 - 1 / chunks
     return 1.0 + 2 * microbatches * turns / p.pipeline_model_parallel_size
+
+
+def uncounted(config: RunConfig) -> list[str]:
+    """Return what a configuration sends in addition to `step_messages`, in words."""
+    p = config.parallel
+    found = []
+    has_states = any(layer.has_state for layer in layers_of(config.model))
+    if has_states and p.context_parallel_size > 1:
+        found.append("states of linear attention (cp)")
+    if config.vision.vision_num_layers > 0:
+        found.append("features of images")
+    if config.model.lora_rank > 0 and p.tensor_model_parallel_size > 1:
+        found.append("products of low-rank pairs (tp)")
+    return found
 
 
 def step_messages(config: RunConfig, world_size: int, sample: PackSample) -> list[StageMessages]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from megacp.distributed.shape import AXES
 from megacp.dry_run import activations, memory
-from megacp.dry_run.messages import StageMessages, step_messages
+from megacp.dry_run.messages import StageMessages, step_messages, uncounted
 from megacp.dry_run.packs import PackSample, sample_packs
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
@@ -171,7 +171,10 @@ def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
     for stage, of_stage in enumerate(found):
         sent = [getattr(of_stage, axis) for axis in axes]
         rows.append([str(stage), *map(human_bytes, [*sent, of_stage.total])])
-    return _section("Messages of one rank in a step (bytes sent over each axis)", rows)
+    text = _section("Messages of one rank in a step (bytes sent over each axis)", rows)
+    if missing := uncounted(config):
+        text += f"\n  not counted: {', '.join(missing)}"
+    return text
 
 
 def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:

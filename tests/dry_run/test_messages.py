@@ -29,6 +29,7 @@ SMALL: dict[str, Value] = {
     "moe_planned_imbalance": 1.0,
 }
 EXPERTS: dict[str, Value] = {"num_experts": 4, "moe_ffn_hidden_size": 32, "moe_router_topk": 2}
+SHARED_EXPERT: dict[str, Value] = {**EXPERTS, "moe_shared_expert_intermediate_size": 32}
 STATES: dict[str, Value] = {
     "linear_attention_freq": "2",
     "linear_num_key_heads": 4,
@@ -92,7 +93,9 @@ def test_a_dry_run_shows_the_axes_that_send_anything() -> None:
     text = describe(of({TP: 2, PP: 2}), 8)
     head, *stages = text.split("Messages of one rank in a step")[1].split("\n\n")[0].splitlines()[1:]
     assert head.split() == ["stage", "tp", "dp", "pp", "total"] and len(stages) == 2
-    assert "Messages" not in describe(of({}), 1)
+    assert "Messages" not in describe(of({}), 1) and "not counted" not in text
+    states = describe(of({TP: 2, CP: 2, **STATES, "lora_rank": 4}), 4)
+    assert "\n  not counted: states of linear attention (cp), products of low-rank pairs (tp)\n" in states
 
 
 def sent(rank: int, world_size: int, config: RunConfig) -> tuple[int, dict[str, int]]:
@@ -112,7 +115,9 @@ CASES: dict[str, tuple[int, dict[str, Value]]] = {
     "tp 2, tiles, full": (2, {TP: 2, "mlp_chunk_tokens": 64, **FULL}),
     "tp 2, states": (2, {TP: 2, **STATES}),
     "tp 2, ep 2": (2, {TP: 2, **EXPERTS, EP: 2}),
-    "tp 2, shared expert": (2, {TP: 2, **EXPERTS, "moe_shared_expert_intermediate_size": 32}),
+    "tp 2, shared expert": (2, {TP: 2, **SHARED_EXPERT}),
+    "tp 2, shared expert, tiles": (2, {TP: 2, **SHARED_EXPERT, "mlp_chunk_tokens": 64}),
+    "tp 2, shared expert, tiles, full": (2, {TP: 2, **SHARED_EXPERT, "mlp_chunk_tokens": 64, **FULL}),
     "tp 2, cp 2": (4, {TP: 2, CP: 2}),
     "tp 2, pp 2": (4, {TP: 2, PP: 2}),
     "cp 2, p2p": (2, {CP: 2}),
