@@ -157,7 +157,7 @@ def test_a_real_step_sends_what_the_dry_run_says(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_send_only_needed_keys_send_no_more_than_the_dry_run_says() -> None:
+def test_ranks_send_no_more_needed_keys_than_the_dry_run_says() -> None:
     """Rank 0 has the first and the last of four slices. It needs two of rank 1, which needs one."""
     (_, first), (_, second) = run_ranks(sent, 2, of(NEEDED))
     # keys of the own slices that the other needs, twice, and gradients of the needed ones

@@ -97,7 +97,7 @@ def test_every_launch_script_is_here() -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_only_given_flags_of_a_layout_reach_the_plan_and_its_file_ends_the_flags(script: str, tmp_path: Path) -> None:
+def test_a_script_plans_with_the_given_flags_and_adds_the_file(script: str, tmp_path: Path) -> None:
     for name in ("python", "torchrun", "srun", "sbatch"):
         program(tmp_path, name, STAND_IN)
     program(tmp_path, "scontrol", "#!/bin/sh\necho n1\n")
@@ -121,7 +121,7 @@ def test_only_given_flags_of_a_layout_reach_the_plan_and_its_file_ends_the_flags
     assert start[0] == ("queues=1" if queues else "queues="), "tp 4 is the plan's"
 
 
-def test_a_dry_run_of_a_planned_layout_writes_nothing_to_the_folder_of_the_run(tmp_path: Path) -> None:
+def test_a_dry_run_of_a_planned_layout_writes_nothing_to_save(tmp_path: Path) -> None:
     save = tmp_path / "out"
     flags = [*TINY, "--save", str(save), "--dry-run", "--world-size", "8"]
     done = started("pretrain_llm.sh", flags, {"LAYOUT": "auto", "NPROC": "2"}, tmp_path)

@@ -43,7 +43,7 @@ def planned(folder: Path, flags: list[str], ranks: int, gpu: str = "here") -> Ru
     return config
 
 
-def test_a_plan_for_this_machine_keeps_given_flags_and_the_dtype_of_the_run(
+def test_a_plan_for_this_machine_keeps_given_flags_and_the_dtype(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*TINY[: TINY.index("--dtype")], *grid_flags(tp=2), "--recompute-granularity", "full"]
@@ -65,7 +65,7 @@ def test_a_dry_run_without_a_gpu_is_planned_for_the_default_one(capsys: pytest.C
     assert "on 2 GPUs of 79." in capsys.readouterr().out
 
 
-def test_a_resumed_run_keeps_its_layout_with_as_many_ranks_and_else_gets_a_new_one(
+def test_a_resumed_run_keeps_its_layout_unless_its_ranks_cannot_use_it(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = load_checkpoint(base, WORLD).config_yaml.replace("micro_batch_size: 1", "micro_batch_size: 2")
