@@ -3,7 +3,8 @@
 #     bash examples/long_context.sh --data-path DIR --save DIR
 # Several machines: examples/slurm/long_context.sbatch. Packs of text alone, or with --image-attention causal, are causal:
 # cuDNN's attention takes them under any transport and layout where Transformer Engine is installed. COMM=p2p
-# LAYOUT=zigzag_document runs Transformer Engine's own ring.
+# CP_LAYOUT=zigzag_document runs Transformer Engine's own ring.
+# LAYOUT=auto lets megacp-plan choose the flags of the layout that are not given (examples/layout.sh).
 #
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU). The first row is the default: parameters and gradients are shared over dp x cp, and nothing
@@ -14,28 +15,35 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}
-TP=${TP:-1}
-CP=${CP:-8}
-RECOMPUTE=${RECOMPUTE:-full}
-SHARD=${SHARD:-optim_grads_params}
-OFFLOAD=${OFFLOAD:-0}
-MLP=${MLP:-0}
+if [[ ${LAYOUT:-} != auto ]]; then
+    TP=${TP:-1}
+    CP=${CP:-8}
+    RECOMPUTE=${RECOMPUTE:-full}
+    SHARD=${SHARD:-optim_grads_params}
+    OFFLOAD=${OFFLOAD:-0}
+    MLP=${MLP:-0}
+    COMM=${COMM:-kv_exchange}
+    CP_LAYOUT=${CP_LAYOUT:-balanced}
+fi
 SEQ=${SEQ:-131072}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
-# would stand in it before all products.
-if [[ $TP -gt 1 && $SHARD != optim_grads_params ]]; then
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
     --seq-length "$SEQ" --micro-batch-size 1 --global-batch-size 16
-    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE"
-    --data-parallel-sharding-strategy "$SHARD" --activation-offload "$OFFLOAD" --mlp-chunk-tokens "$MLP"
-    --cp-comm-type "${COMM:-kv_exchange}" --cp-layout "${LAYOUT:-balanced}"
+    ${TP:+--tensor-model-parallel-size "$TP"} ${CP:+--context-parallel-size "$CP"}
+    ${RECOMPUTE:+--recompute-granularity "$RECOMPUTE"} ${SHARD:+--data-parallel-sharding-strategy "$SHARD"}
+    ${OFFLOAD:+--activation-offload "$OFFLOAD"} ${MLP:+--mlp-chunk-tokens "$MLP"}
+    ${COMM:+--cp-comm-type "$COMM"} ${CP_LAYOUT:+--cp-layout "$CP_LAYOUT"}
     "$@")
+. examples/layout.sh
+add_layout "$NPROC"
+# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
+# would stand in it before all products.
+if [[ ${TP:-1} -gt 1 && ${SHARD:-} != optim_grads_params ]]; then
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+fi
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
 # Check everything in one process first: torchrun would bury a refusal under a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null

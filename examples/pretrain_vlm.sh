@@ -4,6 +4,7 @@
 # Masks of images and branches run FlexAttention and exchange only the keys that a rank needs (kv_exchange). If Transformer
 # Engine is installed, its linears, norms and optimizer are used (--transformer-impl auto). For several machines see
 # examples/slurm/pretrain_vlm.sbatch.
+# LAYOUT=auto lets megacp-plan choose the flags of the layout that are not given (examples/layout.sh).
 #
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params bash examples/pretrain_vlm.sh --dry-run --world-size 8
 # (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation). The first row is the default: nothing waits
@@ -16,27 +17,34 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}
-TP=${TP:-1}
-CP=${CP:-8}
-RECOMPUTE=${RECOMPUTE:-selective}
-SHARD=${SHARD:-optim_grads_params}
-OFFLOAD=${OFFLOAD:-0}
-MLP=${MLP:-0}
+if [[ ${LAYOUT:-} != auto ]]; then
+    TP=${TP:-1}
+    CP=${CP:-8}
+    RECOMPUTE=${RECOMPUTE:-selective}
+    SHARD=${SHARD:-optim_grads_params}
+    OFFLOAD=${OFFLOAD:-0}
+    MLP=${MLP:-0}
+    COMM=kv_exchange
+    CP_LAYOUT=balanced
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 # A new rendezvous store after each restart, so that a machine that replaces a lost one can join.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=${TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-1}
-# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
-# would stand in it before all products.
-if [[ $TP -gt 1 && $SHARD != optim_grads_params ]]; then
-    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
-fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 run=(--config examples/molmo2_8b.yaml
     --seq-length 36864 --micro-batch-size 1 --global-batch-size 64
-    --tensor-model-parallel-size "$TP" --context-parallel-size "$CP" --recompute-granularity "$RECOMPUTE"
-    --data-parallel-sharding-strategy "$SHARD" --activation-offload "$OFFLOAD" --mlp-chunk-tokens "$MLP"
-    --cp-comm-type kv_exchange --cp-layout balanced
+    ${TP:+--tensor-model-parallel-size "$TP"} ${CP:+--context-parallel-size "$CP"}
+    ${RECOMPUTE:+--recompute-granularity "$RECOMPUTE"} ${SHARD:+--data-parallel-sharding-strategy "$SHARD"}
+    ${OFFLOAD:+--activation-offload "$OFFLOAD"} ${MLP:+--mlp-chunk-tokens "$MLP"}
+    ${COMM:+--cp-comm-type "$COMM"} ${CP_LAYOUT:+--cp-layout "$CP_LAYOUT"}
     "$@")
+. examples/layout.sh
+add_layout "$NPROC"
+# One hardware queue: a tensor-parallel collective starts before the product that hides it. The gathers of full sharding
+# would stand in it before all products.
+if [[ ${TP:-1} -gt 1 && ${SHARD:-} != optim_grads_params ]]; then
+    export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
+fi
 [[ " $* " == *" --dry-run "* ]] && exec python -m megacp.train "${run[@]}"
 # Check everything in one process first: torchrun would bury a refusal under a long report.
 python -m megacp.train "${run[@]}" --dry-run --world-size "$NPROC" > /dev/null

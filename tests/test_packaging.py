@@ -26,7 +26,7 @@ COMMANDS: dict[str, tuple[str, set[str]]] = {
     "convert": ("megacp.huggingface.convert_command", {"data", "fla", "gpu", "hf", "store"}),
     "generate": ("megacp.huggingface.generate_command", {"data", "fla", "gpu", "hf", "store"}),
     "parity": ("megacp.verify.command", {"data", "fla", "gpu", "store"}),
-    "plan": ("megacp.plan.command", {"hf", "log", "store"}),
+    "plan": ("megacp.plan.command", {"data", "fla", "gpu", "hf", "log", "store"}),
     "plot": ("megacp.verify.plot", {"log", "store"}),
 }
 """Module, and extras that a command may need for its flags or inputs; without them it says what is missing."""

@@ -1,4 +1,4 @@
-"""Memory, FLOPs and shape of a layout, computed without running it.
+"""Memory, messages, FLOPs and shape of a layout, computed without running it.
 
 `describe(config, world_size)` is the report of `--dry-run`. The package imports megacp.training and the packages
 below it. Seconds are predicted by megacp.plan.
@@ -12,5 +12,6 @@ __getattr__ = exports(
         "describe": "report",
         "sample_packs": "packs",
         "stage_memory": "memory",
+        "step_messages": "messages",
     },
 )

@@ -12,8 +12,9 @@ from megacp.attention.context_parallel.balance import ALIKE, Mix, row_area
 from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.ops.mask import Metadata, tile_table
 from megacp.attention.ops.once import once
+from megacp.engine.checks import packs_in_a_row
 from megacp.engine.config.blend import named_folders
-from megacp.engine.config.run import RunConfig
+from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.engine.layers.attention import heads_group, transport_of
 from megacp.engine.models.costs import causal_area
 from megacp.engine.rows.mix import mix_of
@@ -119,6 +120,20 @@ def _row(packs: Sequence[Metadata]) -> Metadata:
     leave = [np.where(one.leave > 0, one.leave + start, 0) for one, start in zip(packs, first, strict=False)]
     span = [np.where(one.span != 0, one.span + (np.int64(number) << 32), 0) for number, one in enumerate(packs)]
     return Metadata.of_row(np.concatenate(leave), np.concatenate(span))
+
+
+def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
+    """Return a config and a sample in which one replica has the rows that all share under dynamic context parallelism.
+
+    Without dynamic context parallelism a row has the packs of one microbatch, and the config is the same.
+    """
+    replicas = packs_in_a_row(config, world_size)
+    packs = config.training.micro_batch_size * replicas
+    if replicas > 1:
+        cp = config.parallel.context_parallel_size * replicas
+        sizes: dict[str, Value] = {"context_parallel_size": cp, "micro_batch_size": packs}
+        config = with_values(config, {**sizes, "dynamic_context_parallel": False})
+    return config, sample.joined(min(packs, len(sample.rows)))
 
 
 def sample_of(config: RunConfig, rows: Iterable[Metadata]) -> PackSample:

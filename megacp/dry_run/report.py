@@ -1,4 +1,4 @@
-"""The text of a dry run: grid, stages, memory of a rank, work of a step.
+"""The text of a dry run: grid, stages, memory of a rank, messages and work of a step.
 
 The text is as long for 4,096 ranks as for 8: rows that only continue a pattern are left out.
 """
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megacp.distributed.shape import AXES
 from megacp.dry_run import activations, memory
+from megacp.dry_run.messages import StageMessages, step_messages, uncounted
 from megacp.dry_run.packs import PackSample, sample_packs
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
@@ -27,13 +28,16 @@ _SHOWN = 6
 def describe(config: RunConfig, world_size: int) -> str:
     """The dry run of a checked configuration on `world_size` ranks."""
     stages = costs.stage_layers(config, world_size)
+    sample = sample_packs(config)
     parts = [
         _heading(config, world_size),
         _grid(config, world_size),
         _stages(config, world_size, stages),
         _memory(config, world_size, stages),
-        _step(config, world_size),
     ]
+    if world_size > 1:
+        parts.append(_messages(config, world_size, sample))
+    parts.append(_step(config, world_size, sample))
     return "\n\n".join(parts) + "\n"
 
 
@@ -158,6 +162,21 @@ def _memory(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
     return f"{_section(title, rows)}\n\n  phases of stage {fullest}: {peaks}"
 
 
+def _messages(config: RunConfig, world_size: int, sample: PackSample) -> str:
+    """Return the bytes that a rank of each stage sends, by the axes that send any."""
+    found = step_messages(config, world_size, sample)
+    axes = [field.name for field in dataclasses.fields(StageMessages)]
+    axes = [axis for axis in axes if any(getattr(of_stage, axis) for of_stage in found)]
+    rows = [["stage", *axes, "total"]]
+    for stage, of_stage in enumerate(found):
+        sent = [getattr(of_stage, axis) for axis in axes]
+        rows.append([str(stage), *map(human_bytes, [*sent, of_stage.total])])
+    text = _section("Messages of one rank in a step (bytes sent over each axis)", rows)
+    if missing := uncounted(config):
+        text += f"\n  not counted: {', '.join(missing)}"
+    return text
+
+
 def _bubble(config: RunConfig, world_size: int, flops: Flops) -> float:
     """Idle time over work of equal stages, under the schedule that a run executes; `flops` are any part's forward."""
     lists = orders(config, world_size)
@@ -182,8 +201,8 @@ def _mean_area(config: RunConfig, sample: PackSample) -> int:
     return int(config.training.global_batch_size * sample.area * sum(areas) / max(1, len(areas)))
 
 
-def _step(config: RunConfig, world_size: int) -> str:
-    t, length, sample = config.training, config.data.seq_length, sample_packs(config)
+def _step(config: RunConfig, world_size: int, sample: PackSample) -> str:
+    t, length = config.training, config.data.seq_length
     tokens = t.global_batch_size * length
     text, seeing = step_work(config, sample)
     flops = costs.model_flops(config.model, tokens, _mean_area(config, sample))

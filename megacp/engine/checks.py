@@ -105,8 +105,6 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
 def _grid(config: RunConfig, world: int) -> Iterator[str]:
     """Stages without layers, and what a schedule or a sharding strategy rules out."""
     p, t, layers = config.parallel, config.training, config.model.num_layers
-    if p.parallel == "auto":
-        yield "--parallel auto is for a training run: elsewhere give the flags that megacp-plan finds"
     pp, virtual = p.pipeline_model_parallel_size, p.num_virtual_stages_per_pipeline_rank
     if config.world_size not in (None, world) and not config.dry_run:
         yield f"--world-size {config.world_size} acts only with --dry-run; this run has {world} ranks from its launcher"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import yaml
@@ -13,11 +13,12 @@ import yaml
 from megacp.dry_run.memory import PHASES
 from megacp.dry_run.packs import PackSample
 from megacp.dry_run.report import step_work, table
+from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.engine.layers.table import Share
 from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
-from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, search
+from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, layouts, no_problems, search
 from megacp.storage.wording import human_count
 
 _BAR = 50
@@ -58,11 +59,39 @@ class Answer:
     given: Set[str]
     hardware: Hardware
     sample: PackSample
+    problems: Callable[[RunConfig], list[str]] = no_problems
+    """Reasons of the machine that runs the layout, if it is at hand."""
+    keeps_dtype: bool = False
+    """Whether the dtype of the flags stays although no flag says it."""
+    kept: Candidate | None = None
+    """The layout of a resumed run, if it stays."""
+    note: str = ""
+    """A sentence about the layout of a resumed run."""
 
     @functools.cached_property
     def found(self) -> list[Candidate]:
         """Layouts in the order of `search`."""
-        return search(self.config, self.world_size, self.given, self.hardware, self.sample)
+        return [self.kept] if self.kept is not None else self._search(self.given)
+
+    def _fixed(self, given: Set[str]) -> Set[str]:
+        """Return the fields that a search leaves as they are, if these were given."""
+        return given | {"dtype"} if self.keeps_dtype else given
+
+    def _search(self, given: Set[str]) -> list[Candidate]:
+        fixed = self._fixed(given)
+        return search(self.config, self.world_size, fixed, self.hardware, self.sample, self.problems)
+
+    def refusal(self) -> str:
+        """Return why no layout takes the flags, and what would: fewer ranks, or a flag left out."""
+        head = f"no layout of {self.world_size} ranks takes these flags"
+        for ranks in range(self.world_size - 1, 0, -1):
+            found = layouts(self.config, ranks, self._fixed(self.given))
+            if any(not check(one, ranks) and not self.problems(one) for one, _ in found):
+                head += f", one of {ranks} does"
+                break
+        for name, _ in self.freed():
+            head += f"; without {flag(name)} one does"
+        return "\n  - ".join([head, *check(self.config, self.world_size), *self.problems(self.config)])
 
     @functools.cached_property
     def best(self) -> list[Shown]:
@@ -90,11 +119,14 @@ class Answer:
         size = human_count(costs.run_parameters(self.config))
         dtype = self.found[0].config.training.dtype
         wrong = f"; they are of {self.hardware.dtype}, not {dtype}" * (dtype != self.hardware.dtype)
-        return [
-            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:g} GiB, rows of "
+        lines = [
+            f"{size} parameters on {self.world_size:,} GPUs of {self.hardware.memory:.4g} GiB, rows of "
             f"{self.config.data.seq_length:,} tokens with {self.sample.area:.2f} of the attention of a causal document",
             f"{self.hardware.source}{wrong}",
         ]
+        if self.note:
+            lines.append(self.note)
+        return lines
 
     def rows(self) -> list[list[str]]:
         """The table of the best, its head first."""
@@ -123,7 +155,7 @@ class Answer:
         """Flags without which, each alone, a layout fits; and that layout."""
         found = []
         for name in sorted(fields_chosen(self.config) & self.given):
-            other = search(self.config, self.world_size, self.given - {name}, self.hardware, self.sample)
+            other = self._search(self.given - {name})
             if other and other[0].gib <= self.hardware.memory:
                 found.append((name, other[0]))
         return found
@@ -250,7 +282,7 @@ def plan_text(answer: Answer) -> str:
     lines = [*answer.heading(), "", table(answer.rows(), left=2), ""]
     if first.verdict == "OOM":
         lines += ["None fits: the first needs least. What would do:", *(f"  {one}" for one in answer.changes()), ""]
-    lines += [f"Memory of the fullest rank under 1, in {first.phase}, of {memory:g} GiB:"]
+    lines += [f"Memory of the fullest rank under 1, in {first.phase}, of {memory:.4g} GiB:"]
     lines += [*bar(first.gib, memory, "GiB"), "", f"A step under 1, of {total:.3g} s:"]
     lines += [*bar(vars(first.layout.time), total, "s"), "", answer.longest(), "", flags(first.layout).rstrip()]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Measure this machine for plans: `megacp-plan calibrate --output here.yaml`, in two minutes.
+"""Measure this machine for plans: `megacp-plan calibrate --output machine.yaml`, in two minutes.
 
 Short runs of small models, which differ in how much of a step is products, attention, passes, calls of the host and
 messages, are trained as a run trains them. The constants of a plan are then those with which its own arithmetic comes

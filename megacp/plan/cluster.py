@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megacp.dry_run.packs import PackSample
+from megacp.dry_run.packs import PackSample, one_row
 from megacp.engine.config.run import RunConfig
 from megacp.engine.models.costs import stage_layers
 from megacp.engine.pipeline_parallel.schedules import COMPUTE, Kind
 from megacp.engine.pipeline_parallel.timeline import orders, timeline
 from megacp.plan.hardware import Hardware
-from megacp.plan.times import in_lockstep, kind_seconds, one_row, stage_parts
+from megacp.plan.times import in_lockstep, kind_seconds, stage_parts
 
 AT_ONCE = 2**22
 """Microbatches of stages that are run at once."""

@@ -3,43 +3,72 @@
     megacp-plan --gpu h100 --world-size 8 --load-hf Qwen3-8B --data-path data/chat --output best.yaml
     python -m megacp.train --nproc 8 --config best.yaml --load-hf Qwen3-8B --data-path data/chat
 
-Flags of a layout that are given stay as they are; all others are chosen. Nothing runs, and no GPU is needed.
-`megacp-plan calibrate --output here.yaml` trains for two minutes and writes what `--gpu here.yaml` takes.
+All flags of a run are accepted. Given flags of a layout stay as they are, and megacp-plan chooses the remaining ones.
+Nothing runs, and no GPU is needed; `--gpu here` plans for the device of this machine. A resumed run (`--load`, or
+`--save` with `--auto-resume`) keeps the layout of its checkpoint as long as it has the same number of ranks.
+
+`megacp-plan calibrate --output machine.yaml` trains for two minutes and writes a file for `--gpu machine.yaml`.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megacp.dry_run.packs import sample_packs
-from megacp.engine.checks import require
 from megacp.engine.config.blend import named_folders
 from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.plan.answer import Answer, as_json, flags, plan_text
 from megacp.plan.cluster import FLAGS, Trouble, drawn_text
-from megacp.plan.hardware import GPUS, NETWORKS, hardware
+from megacp.plan.hardware import DEFAULT_GPU, GPUS, NETWORKS, Hardware, hardware, hardware_here
 from megacp.plan.picture import figure_png, page
+from megacp.plan.search import no_problems
 from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
 from megacp.training.monitor.console import say, warn
 
+HERE = "here"
+"""The --gpu that is the device of this machine."""
+Problems = Callable[[RunConfig], list[str]]
+"""Why a machine cannot run a configuration."""
 
-def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
-    """The config with the sizes of its model and the length of its packs, and the fields that were given."""
+
+@dataclass(frozen=True)
+class _Question:
+    """The run that a command line describes."""
+
+    config: RunConfig
+    """Its flags, with the sizes of the model and the length of the packs."""
+    given: frozenset[str]
+    """Fields that flags or files set."""
+    is_dry: bool
+    """Whether --dry-run was given: the run may be of another machine."""
+    has_checkpoint: bool
+    """Whether model and dtype come from a checkpoint."""
+
+
+def _asked(arguments: Sequence[str]) -> _Question:
+    """Return the question of a command line. The model may come from a checkpoint or a Hugging Face folder."""
     given = given_names(arguments)
-    config = with_values(parse(arguments, "megacp-plan"), {"train_epochs": None, "dry_run": True})
-    if config.checkpoint.load_hf is not None:
-        # the converter is an extra: a plan without the flag reaches no file of megacp.huggingface
-        converter = importlib.import_module("megacp.huggingface.convert.start")
-        config, *_ = converter.open_start(config, given)
+    parsed = parse(arguments, "megacp-plan")
+    config = with_values(parsed, {"train_epochs": None, "dry_run": True})
+    has_checkpoint = False
     if config.checkpoint.load is not None or config.checkpoint.auto_resume:
-        stored = importlib.import_module("megacp.training.loop.stored")  # which imports torch
-        config, _ = stored.with_stored_model(config, given)
+        from megacp.training.loop.stored import resumes, with_stored_model  # imports torch
+
+        has_checkpoint = config.checkpoint.load is not None or resumes(config)
+        config, _ = with_stored_model(config, given)
+        if resumes(config):  # as a run does, which reads the folder only once
+            config = with_values(config, dict.fromkeys(("load_hf", "vision_from_hf", "load_adapter")))
+    if config.checkpoint.load_hf is not None and config.checkpoint.load is None:
+        # an optional extra: a plan without the flag imports no file of megacp.huggingface
+        from megacp.huggingface.convert.start import open_start
+
+        config, *_ = open_start(config, given)
     if config.data.data_path is not None:
         manifest = DatasetManifest.read(named_folders(config.data.data_path)[0])
         length = config.data.seq_length if "seq_length" in given else manifest.seq_length
@@ -47,11 +76,56 @@ def _asked(arguments: Sequence[str]) -> tuple[RunConfig, frozenset[str]]:
         config = with_values(config, {"seq_length": length, "vocab_size": words})
     if config.model.vocab_size == 0:
         raise ValueError("--vocab-size is 0: give it, or --data-path or --load-hf, which know it")
-    return config, given
+    return _Question(config, given, parsed.dry_run, has_checkpoint)
+
+
+def _device(own: argparse.Namespace, world_size: int, is_dry: bool) -> tuple[Hardware, Problems]:
+    """Return the hardware of --gpu, and a function for the problems that the machine has with a configuration.
+
+    A GPU that is only named has none. `here` is the device of this machine. All ranks of a CPU run share its memory.
+    """
+    if own.gpu != HERE:
+        return hardware(own.gpu, own.network), no_problems
+    from megacp.engine.backends.select import backend_problems
+    from megacp.training.start import launch
+
+    kind = launch.device_type(launch.World())
+    if kind == "cpu" and is_dry:
+        return hardware(DEFAULT_GPU, own.network), no_problems
+    local = 1 if kind == "cuda" else world_size
+    name, gib = launch.device_at_hand(launch.World(size=world_size, local_size=local))
+    return hardware_here(name, gib, own.network), lambda config: backend_problems(config, kind)
+
+
+def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
+    """Return the answer. Raises ValueError if no layout is valid."""
+    config = asked.config
+    if config.world_size is None:
+        raise ValueError("--world-size N is missing: the number of GPUs")
+    longest = config.data.seq_length
+    packed = config.data.data_path is not None
+    if own.documents and (packed or not 1 <= min(own.documents) <= max(own.documents) <= longest):
+        lengths = " ".join(map(str, own.documents))
+        rule = f"lengths of 1 to --seq-length {longest} tokens, in place of --data-path"
+        raise ValueError(f"--documents {lengths}: {rule}")
+    sample = sample_packs(config, own.documents)
+    here, problems = _device(own, config.world_size, asked.is_dry)
+    # a layout does not change the numbers of a run, so it keeps the dtype of the run and of its checkpoint
+    keeps_dtype = own.gpu == HERE or asked.has_checkpoint
+    kept, note = None, ""
+    if asked.has_checkpoint:
+        from megacp.plan.resumed import kept_layout  # imports torch
+
+        fixed = asked.given | {"dtype"}
+        kept, note = kept_layout(config, config.world_size, fixed, here, sample, problems)
+    answer = Answer(config, config.world_size, asked.given, here, sample, problems, keeps_dtype, kept, note)
+    if not answer.found:
+        raise ValueError(answer.refusal())
+    return answer
 
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
-    """The text, and whether a layout fits; one that does not is not written as flags of a run."""
+    """Return the text, and whether a layout fits. The flags of one that does not fit are not written."""
     asked = {name: getattr(own, name) for name, *_ in FLAGS.values() if hasattr(own, name)}
     if asked and own.json:
         raise ValueError("--json has no drawn steps: leave it, or --simulate and its flags, out")
@@ -59,20 +133,7 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
     for name in ("output", "html", "figure"):
         if (path := getattr(own, name)) is not None:
             require_free(flag(name), path, own.overwrite)
-    config, given = _asked(arguments)
-    if config.world_size is None:
-        raise ValueError("--world-size N is missing: the number of GPUs")
-    longest, packed = config.data.seq_length, config.data.data_path is not None
-    if own.documents and (packed or not 1 <= min(own.documents) <= max(own.documents) <= longest):
-        lengths = " ".join(map(str, own.documents))
-        rule = f"lengths of 1 to --seq-length {longest} tokens, in place of --data-path"
-        raise ValueError(f"--documents {lengths}: {rule}")
-    sample = sample_packs(config, own.documents)
-    answer = Answer(config, config.world_size, given, hardware(own.gpu, own.network), sample)
-    if not answer.found:
-        require(config, config.world_size)
-        freed = [f"; without {flag(name)} one does" for name, _ in answer.freed()]
-        raise ValueError(f"no layout of {config.world_size} ranks takes these flags{''.join(freed)}")
+    answer = _answered(own, _asked(arguments))
     best = answer.found[0]
     fits = best.gib <= answer.hardware.memory
     if own.figure is not None:
@@ -83,7 +144,7 @@ def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bo
         write_result("--html", own.html, "".join(page(answer)).encode(), own.overwrite)
     told = as_json(answer) if own.json else plan_text(answer)
     if asked:
-        told += drawn_text(best.config, answer.world_size, answer.hardware, sample, trouble)
+        told += drawn_text(best.config, answer.world_size, answer.hardware, answer.sample, trouble)
     return told, fits
 
 
@@ -93,9 +154,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    kinds = f"{', '.join(GPUS)}, or a file of `calibrate`"
+    kinds = f"{', '.join(GPUS)}, a file of `calibrate`, or here: the device of this machine, in the dtype of the run"
     parser.add_argument(
-        "--gpu", default="h100", metavar="NAME", type=path_text, help=f"of the machines: {kinds} (default h100)"
+        "--gpu",
+        default=DEFAULT_GPU,
+        metavar="NAME",
+        type=path_text,
+        help=f"of the machines: {kinds} (default {DEFAULT_GPU})",
     )
     parser.add_argument("--network", choices=NETWORKS, default="infiniband", help="between them (default infiniband)")
     lengths = "tokens of the documents that packs are filled with, drawn alike; without --data-path (one each)"
@@ -109,8 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", dest=field, type=kind, default=argparse.SUPPRESS, help=meaning)
     try:
         if arguments[:1] == ["calibrate"]:
-            # it trains: a plan without the word reaches no file of megacp.verify
-            return importlib.import_module("megacp.plan.calibrate").main(arguments[1:])
+            # it trains, with torch and megacp.verify: a plan imports neither
+            from megacp.plan import calibrate
+
+            return calibrate.main(arguments[1:])
         own, rest = parser.parse_known_args(arguments)
         text, fits = _planned(own, rest)
         say(text.removesuffix("\n"))
@@ -118,3 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn(f"error: {error}")
         return 2
     return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

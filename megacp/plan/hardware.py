@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -21,6 +21,7 @@ def nominal_sheet() -> Sheet:
 
 GPUS, NETWORKS = tuple(nominal_sheet()["gpus"]), tuple(nominal_sheet()["networks"])
 """Names of what the sheet knows."""
+DEFAULT_GPU = "h100"
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,20 @@ def hardware(gpu: str, network: str) -> Hardware:
     except OSError as error:
         known = ", ".join(GPUS)
         raise ValueError(f"--gpu {gpu} is none of {known}, nor a file of `calibrate`: {error.strerror}") from None
+
+
+def hardware_here(device: str, gib: float | None, network: str) -> Hardware:
+    """Return the row of a device, found by the name that the device gives itself, with its own memory in GiB.
+
+    A device without a row, such as a CPU, counts as the default of `megacp-plan`. `gib` None keeps the row's memory.
+    """
+    words = device.lower().replace("-", " ").split()
+    known = next((gpu for gpu in GPUS if gpu in words), None)
+    row = hardware(known or DEFAULT_GPU, network)
+    source = f"{device}: nominal times of {known or DEFAULT_GPU}"
+    if known is None:
+        source += f", as no sheet has {device}"
+    return replace(row, memory=gib or row.memory, source=source)
 
 
 def hardware_of(sheet: Sheet, network: str) -> Hardware:

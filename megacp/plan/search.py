@@ -204,6 +204,11 @@ def fits(config: RunConfig, world_size: int, hardware: Hardware) -> bool:
     return fullest(config, world_size).total <= hardware.memory * 2**30
 
 
+def no_problems(config: RunConfig) -> list[str]:
+    """Return the problems of a machine that is not at hand: none is known."""
+    return []
+
+
 Saving = tuple[int, float, int]
 
 
@@ -225,7 +230,7 @@ def search(
     given: Collection[str],
     hardware: Hardware,
     sample: PackSample,
-    problems: Callable[[RunConfig], list[str]] = lambda _: [],
+    problems: Callable[[RunConfig], list[str]] = no_problems,
 ) -> list[Candidate]:
     """Legal layouts: those that fit well, those that fill the memory, those that do not fit, the best first.
 

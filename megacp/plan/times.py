@@ -17,11 +17,20 @@ from dataclasses import dataclass
 
 from megacp.dry_run.activations import layer_activations
 from megacp.dry_run.memory import shared_parts, stage_kind, stage_parameters
-from megacp.dry_run.packs import PackSample
-from megacp.engine.checks import packs_in_a_row
+from megacp.dry_run.messages import (
+    boundary_bytes,
+    expert_bytes,
+    gathers_a_step,
+    instance_bytes,
+    key_bytes,
+    shared_messages,
+    stream_bytes,
+    swap_bytes,
+)
+from megacp.dry_run.packs import PackSample, one_row
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.attention import transport_of
-from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, planned_load
+from megacp.engine.layers.moe import MOE, expert_rows, planned_load
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
 from megacp.engine.models import costs
@@ -133,16 +142,15 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     if t.mlp_chunk_tokens and t.recompute_granularity != "full":  # which ends where tiles begin
         up = sum(linear.inputs * linear.outputs for linear in layer.mlp.linears(model).values() if linear.cut == "rows")
         again[t.recompute_granularity] += (2.0 * tokens * up + experts) / ranks / hardware.products
-    # of the residual stream, gathered before and scattered behind attention and MLP; in backward under the products of
-    # weights, which hides half of it
-    local = tokens // cp * model.hidden_size * size
-    tensor = 4 * (local * (tp - 1) / tp / hardware.ring(tp, 1) + hardware.latency) if tp > 1 else 0.0
+    # The residual stream is gathered before and scattered after attention and MLP; in backward half of it hides under
+    # the products of weights, and so does the gather of inputs for these. A block with experts counts as a dense one.
+    tensor = 0.0
+    if tp > 1:
+        tensor = 4 * (stream_bytes(config) / hardware.ring(tp, 1) + hardware.latency)
     full = t.recompute_granularity == "full"
     # heads are swapped once more where a block is computed again; K/V are sent again in backward, with gradients
-    swap, sent, hidden = _context(config, hardware, sample, tokens // cp) if not layer.has_state else (0.0, 0.0, 0.0)
-    exchange = 0.0
-    if layer.mlp is MOE and p.expert_model_parallel_size > 1:
-        exchange = exchange_bytes(config) * busiest / hardware.exchange(p.expert_model_parallel_size, 1)
+    swap, sent, hidden = _context(config, hardware, sample) if not layer.has_state else (0.0, 0.0, 0.0)
+    exchange = expert_bytes(config, number) / hardware.exchange(p.expert_model_parallel_size, 1)
     return (
         _Part(
             work=products + pairs + passes + calls,
@@ -162,28 +170,24 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     )
 
 
-def _context(config: RunConfig, hardware: Hardware, sample: PackSample, tokens: int) -> tuple[float, float, float]:
-    """Seconds of attention's forward in a layer, of `tokens` on a rank: of swapping heads, and of sending K/V; and the
-    share of attention under which the latter hide.
+def _context(config: RunConfig, hardware: Hardware, sample: PackSample) -> tuple[float, float, float]:
+    """Return the seconds of attention's forward in a layer: of swapping heads, and of sending K/V; and the share of
+    attention under which the latter hide.
     """
-    model, p = config.model, config.parallel
-    tp, cp, size = p.tensor_model_parallel_size, p.context_parallel_size, config.training.element_bytes
+    p = config.parallel
+    tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
     if cp == 1:
         return 0.0, 0.0, 0.0
     transport = transport_of(config)
     sizes = p.hierarchical_context_parallel_sizes or ()
     heads = transport.head_ranks(cp, sizes)
     ring = transport.key_ranks(cp, sizes)
-    groups = model.query_groups // tp
-    key_values = 2 * tokens * math.lcm(groups, heads) * model.head_dim * size  # copied until heads divide
-    queries = tokens * model.num_attention_heads * model.head_dim // tp * size
     swap = sent = 0.0
     if heads > 1:  # q, k and v, and the output back
-        swap = (key_values + 2 * queries) * (heads - 1) / heads / hardware.exchange(heads, tp) + 2 * hardware.latency
+        swap = swap_bytes(config) / hardware.exchange(heads, tp) + 2 * hardware.latency
     if ring > 1:
-        blocks = sample.shared(config)[1] if transport.keys == "needed" else ring - 1
         rate = {"ring": hardware.link, "gathered": hardware.ring, "needed": hardware.exchange}[transport.keys]
-        sent = key_values * blocks / rate(ring, tp * heads) + transport.messages(cp, sizes) * hardware.latency
+        sent = key_bytes(config, sample) / rate(ring, tp * heads) + transport.messages(cp, sizes) * hardware.latency
     return swap, sent, transport.hidden_share(cp, sizes)
 
 
@@ -222,16 +226,15 @@ def _stage(
         backward += _Part(offload=hardware.exposed(moved, backward.total))
     if p.sharding.gradients:
         gather, scatter = _sharded(config, world_size, hardware, chunks)
-        if not p.sharding.parameters:
+        if p.sharding.parameters:  # half of them in forward, half in backward
+            gather *= gathers_a_step(config, world_size, len(chunks)) / config.num_microbatches(world_size) / 2
+        else:
             gather = 0.0  # once a step
-        elif p.pipeline_model_parallel_size > 1:  # chunks stay for all they do in turn, the only one for all of a step
-            turns = 1 - 1 / len(chunks)
-            gather *= 0.5 / config.num_microbatches(world_size) + turns / p.pipeline_model_parallel_size
         forward += _Part(dp=hardware.exposed(gather, forward.total))
         backward += _Part(dp=hardware.exposed(gather + scatter, backward.total))
     stages = p.pipeline_model_parallel_size
     if stages > 1:
-        one = Share(config).residual * t.element_bytes / hardware.link(stages, world_size // stages) + hardware.latency
+        one = boundary_bytes(config) / hardware.link(stages, world_size // stages) + hardware.latency
         # what the first chunk of the model begins with is nobody's message, nor what the last one's backward does
         arriving, returning = (one * (len(chunks) - (stage == end)) for end in (0, stages - 1))
         forward += _Part(pp=hardware.exposed(arriving, forward.total))
@@ -243,25 +246,14 @@ def _sharded(config: RunConfig, world_size: int, hardware: Hardware, chunks: Seq
     """Seconds of gathering a stage's parameters, of which frozen ones stay where they are whole, and of summing its
     gradients: over dp x cp, of experts over edp.
     """
-    p, t = config.parallel, config.training
     gather = scatter = 0.0
-    for parameters, trained, ranks, stride in shared_parts(config, chunks, world_size):
-        moved = parameters if p.sharding.parameters else trained
-        away = (ranks - 1) / ranks / hardware.ring(ranks, stride)
+    for part in shared_messages(config, chunks, world_size):
+        rate = hardware.ring(part.ranks, part.stride)
         # each bucket goes round once; of a latency, which is a launch and a few hops, a hop is a quarter
-        hops = (ranks - 1) * hardware.latency / 4 * -(-moved // p.ddp_bucket_size)
-        gather += moved * t.element_bytes * away + hops
-        scatter += trained * t.accumulation_bytes * away + hops
+        hops = (part.ranks - 1) * hardware.latency / 4 * -(-part.moved // config.parallel.ddp_bucket_size)
+        gather += part.gather / rate + hops
+        scatter += part.scatter / rate + hops
     return gather, scatter
-
-
-def one_row(config: RunConfig, world_size: int, sample: PackSample) -> tuple[RunConfig, PackSample]:
-    """The config and its rows, which ranks of all replicas share under dynamic context parallelism, as if of one."""
-    p, replicas = config.parallel, packs_in_a_row(config, world_size)
-    packs = config.training.micro_batch_size * replicas
-    sizes = {"context_parallel_size": p.context_parallel_size * replicas, "micro_batch_size": packs}
-    joined = with_values(config, {**sizes, "dynamic_context_parallel": False}) if replicas > 1 else config
-    return joined, sample.joined(min(packs, len(sample.rows)))
 
 
 def in_lockstep(config: RunConfig, world_size: int) -> int:
@@ -297,7 +289,7 @@ def stage_parts(
             exposed += hardware.exposed(scatter, backward.total)
     if instances > 1:
         stride = p.tensor_model_parallel_size * p.context_parallel_size * dp // instances
-        exposed += 2 * share * t.accumulation_bytes * (instances - 1) / instances / hardware.ring(instances, stride)
+        exposed += instance_bytes(config, layers[busiest], world_size) / hardware.ring(instances, stride)
     # the norm reads gradients; then they, master weights and two moments are read, three of them and weights written;
     # the next step begins with gradients of zero
     passed = share * ((1 + 4 + 3) * t.accumulation_bytes + t.element_bytes) + trained * t.accumulation_bytes

@@ -50,9 +50,9 @@ from megacp.engine.checks import check
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.prepare.packs.writer import Segment
-from megacp.train import flags_of
 from megacp.training.checkpoint.commit import load_checkpoint
 from megacp.training.checkpoint.directory import committed
+from megacp.training.start.script import flags_of
 from megacp.verify.spawn import preloaded
 from tests.faults import witness
 from tests.faults.processes import ROOT

@@ -16,7 +16,7 @@ from megacp.training.checkpoint.commit import load_checkpoint
 from megacp.training.checkpoint.directory import committed
 from megacp.training.loop.sources import open_sources
 from megacp.training.loop.state import RunState
-from megacp.training.loop.stopping import FAILED
+from megacp.training.start.status import FAILED
 from tests.faults.sick_run import train_sick
 from tests.ranks import grid, run_ranks
 from tests.training.runs import TINY, losses, save

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megacp.engine.config.cli import parse
-from megacp.train import flags_of
+from megacp.training.start.script import flags_of
 from tests.faults.once import KINDS, MODELS, TRAINING, Life, counted, drawn_grid, rows_that_count
 from tests.faults.processes import ROOT
 from tests.faults.witness import BASE, PREPARED, SEQ_LENGTH, STRIKES, Plan, name_of, packs_of

@@ -27,7 +27,7 @@ from megacp.training.checkpoint.commit import PendingCheckpoint, load_checkpoint
 from megacp.training.checkpoint.directory import committed
 from megacp.training.loop.denominator import agree_on_step
 from megacp.training.loop.health import Health, StepNumbers
-from megacp.training.loop.stopping import FAILED
+from megacp.training.start.status import FAILED
 from megacp.verify.parity import ParitySetup, microbatches, prepare
 from tests.faults.sick_run import train_sick
 from tests.prepare.media.pictures import TINY as TINY_RULES

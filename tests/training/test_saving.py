@@ -25,8 +25,9 @@ from megacp.train import main
 from megacp.training.checkpoint import commit
 from megacp.training.checkpoint.commit import SaveError, load_checkpoint
 from megacp.training.loop.saving import DONE, SAVE_FAILED, WRITING
-from megacp.training.loop.stopping import STOPPED, StopSignal
+from megacp.training.loop.stopping import StopSignal
 from megacp.training.monitor.log import RunLog
+from megacp.training.start.status import STOPPED
 from tests.ranks import run_ranks
 from tests.training.checkpoint.saves import save_checkpoint
 from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank

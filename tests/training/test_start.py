@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,28 +19,22 @@ import numpy as np
 import pytest
 
 from megacp import train
-from megacp.engine.checks import check
 from megacp.engine.config.cli import given_names, parse
 from megacp.engine.config.run import RunConfig, fields, flag, with_values
-from megacp.engine.config.yaml_file import from_yaml
-from megacp.engine.models.costs import run_parameters
 from megacp.plan import command
-from megacp.plan.answer import words
-from megacp.plan.auto import sheet_of
-from megacp.plan.hardware import hardware
-from megacp.plan.search import fullest
-from megacp.storage.wording import human_count
 from megacp.train import main, plan_of
 from megacp.training.checkpoint.commit import load_checkpoint
 from megacp.training.checkpoint.directory import MANIFEST_FILE, checksum_of
 from megacp.training.loop.equal_start import MAY_DIFFER, require_equal_start, statement
 from megacp.training.loop.sources import open_sources, with_stored_length
 from megacp.training.loop.stored import stored_config, with_stored_model
+from megacp.training.start import processes, script
+from megacp.training.start.help import FIRST_FIELDS
 from megacp.training.start.launch import Rendezvous, World
 from tests.distributed.test_grid import at_once
 from tests.training.checkpoint.test_commit import WORLD
 from tests.training.data.datasets import random_packs, write_dataset
-from tests.training.runs import TINY, grid_flags, losses, run
+from tests.training.runs import TINY, losses, run
 
 
 def config_of(path: Path, layout: str, cp: int) -> RunConfig:
@@ -201,76 +196,38 @@ def test_a_flag_that_is_given_and_contradicts_is_refused_by_its_name(
     assert lines == [f"error: {step} has --num-layers 4, this run 3", f"{step} has --hidden-size 32, this run 256"]
 
 
-AUTO = [*REST, "--parallel", "auto"]
-
-
-def planned(flags: list[str], ranks: int, rank: int = 0) -> RunConfig:
-    """What a rank would run of --parallel auto."""
-    plan = plan_of(flags, World(rank, ranks, rank, ranks))
-    assert plan is not None and plan.config.parallel.parallel == "given" and check(plan.config, ranks) == []
-    return plan.config
-
-
-def test_a_plan_says_what_no_flag_says_and_all_ranks_come_to_it(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [*TINY[: TINY.index("--dtype")], *AUTO, *grid_flags(tp=2), "--recompute-granularity", "full"]
-    first = planned(flags, 4)
-    _, line = capsys.readouterr().out.splitlines()
-    assert planned(flags, 4, 3) == first and capsys.readouterr().out == ""
-    assert line.startswith(f"--parallel auto on 4 ranks: {words(first, 4)}; ") and "(OK)" in line
-    assert "s a step" not in line, "times are those of bfloat16"
-    assert first.grid_shape(4).tp == 2 and first.training.recompute_granularity == "full"
-    assert first.training.dtype == "float32", "no layout"
-    assert "--parallel auto" in check(parse(flags), 4)[0], "a command that plans nothing"
-
-
-def test_a_run_that_goes_on_with_as_many_ranks_keeps_its_layout_and_else_is_planned_again(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_a_layout_does_not_allow_are_told_how_to_plan_another(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stored = load_checkpoint(base, WORLD).config_yaml.replace("micro_batch_size: 1", "micro_batch_size: 2")
-    change(copied(base, tmp_path), config=stored)
-    flags = [*AUTO, "--load", str(tmp_path), "--recompute-granularity", "none"]
-    kept = planned(flags, 1)
-    assert kept.training.micro_batch_size == 2
-    assert f"on 1 ranks: the layout of {tmp_path}" in capsys.readouterr().out
-    assert planned([*flags, "--finetune"], 1).training.micro_batch_size != 2
-    assert planned([*flags, "--micro-batch-size", "4"], 1).training.micro_batch_size == 4
-    assert planned(flags, 2).grid_shape(2).dp == 2
-    assert "step_0000002 is of 1" in capsys.readouterr().out
-    # on a device that one row a microbatch fills more than half, two do not fit
-    most = fullest(with_values(kept, {"micro_batch_size": 1}), 1).total * 1.2 / 2**30
-    monkeypatch.setattr("megacp.training.start.launch.device_at_hand", lambda world: ("CPU", most))
-    assert planned(flags, 1).training.micro_batch_size == 1
-
-
-def test_a_plan_of_a_checkpoint_is_of_its_model(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored = from_yaml(load_checkpoint(base, WORLD).config_yaml)
-    assert command.main(["--world-size", "2", "--load", str(base), "--global-batch-size", "2"]) == 0
-    assert capsys.readouterr().out.startswith(f"{human_count(run_parameters(stored))} parameters on 2 GPUs")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "flags", "gib", "told"),
-    [
-        (3, ["--num-layers", "2"], 80.0, ["no layout of 3 ranks", "one of 2 does", "--global-batch-size 4", "dp 3"]),
-        (2, ["--tensor-model-parallel-size", "0"], 80.0, ["--tensor-model-parallel-size", "got 0"]),
-        (2, ["--recompute-granularity", "full"], 6e-4, ["629 KiB", "8 GPUs"]),
-    ],
-)
-def test_ranks_without_a_layout_are_refused_with_what_would_change_it(
-    ranks: int, flags: list[str], gib: float, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megacp.training.start.launch.device_at_hand", lambda world: ("NVIDIA H200", gib))
-    with pytest.raises(ValueError, match="^--parallel auto") as refused:
-        planned([*TINY, *AUTO, *flags], ranks)
-    assert all(word in str(refused.value) for word in told)
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [("NVIDIA A100-SXM4-40GB", "a100"), ("NVIDIA H200", "h200"), ("NVIDIA GH200 480GB", "h100")]
-)
-def test_a_device_is_found_by_its_name_and_has_its_own_memory(name: str, row: str) -> None:
-    here, said = sheet_of(name, 39.5)
-    assert here == dataclasses.replace(hardware(row, "infiniband"), memory=39.5) and (name in said) == ("GH200" in name)
+    """The command is run, and then the run starts."""
+    layout, mixed = tmp_path / "layout.yaml", tmp_path / "mixed.yaml"
+    layout.write_text("context_parallel_size: 2\ncp_layout: balanced\n")
+    mixed.write_text("seq_length: 64\nmicro_batch_size: 1\n")
+    flags = [*REST, "--load", str(base), "--save", str(tmp_path / "out")]
+    grid = ["--tensor-model-parallel-size=2", "--config", str(layout)]
+    for starts in (["--nproc", "6"], ["--dry-run", "--world-size", "6"]):
+        assert main([*starts, *flags, *grid]) == 2
+        said = capsys.readouterr().err
+        assert (
+            "--tensor-model-parallel-size 2, --pipeline-model-parallel-size 1" in said and "not allow 6 ranks" in said
+        )
+        assert f"{base / 'step_0000002'} was saved by 1 rank" in said
+        plan, start = (line.strip() for line in said.splitlines() if line.startswith("    "))
+        assert plan == shlex.join(
+            ["megacp-plan", "--gpu", "here", "--world-size", "6", *flags, "--output", "best.yaml"]
+        )
+        assert start == shlex.join([*flags, "--config", "best.yaml"]) and "first remove" not in said
+    best = str(tmp_path / "best.yaml")
+    words = [best if word == "best.yaml" else word for word in shlex.split(plan)]
+    # six ranks take a batch of six, but not one of four
+    assert command.main([*words[1:], "--global-batch-size", "6"]) == 0
+    started = [*flags, "--global-batch-size", "6", "--config", best]
+    assert plan_of(started, World(size=6, local_size=6)) is not None
+    capsys.readouterr()
+    assert main(["--nproc", "3", *flags, "--config", str(mixed)]) == 2
+    assert f"first remove --micro-batch-size from {mixed}" in capsys.readouterr().err
+    assert main(["--nproc", "2", *flags, "--min-lr", "1"]) == 2, "whatever the number of ranks is"
+    assert "megacp-plan" not in capsys.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_keeps_its_flags(tmp_path: Path) -> None:
@@ -353,23 +310,43 @@ def test_a_problem_of_all_ranks_is_told_as_it_is() -> None:
 # ---- the command
 
 
-def test_help_shows_what_most_runs_have_and_help_all_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = []
+def test_help_shows_what_most_runs_have_and_help_all_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text("lr: 0.125\n")
+    texts = []
     for asked in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as end:
-            main([asked])
-        text = capsys.readouterr().out
-        assert end.value.code == 0 and "--nproc N" in text or asked == "--help-all"
-        shown.append({name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.MULTILINE)})
-    assert 20 <= len(shown[0]) <= 30 and shown[1] == {*fields()}
-    assert {"data_path", "load_hf", "lr", "context_parallel_size", "save"} <= shown[0]
+            main(["--nproc", "2", asked, "--config", str(tmp_path / "a.yaml")])
+        texts.append(capsys.readouterr().out)
+        assert end.value.code == 0 and "(default: 0.125)" in texts[-1], "the value of a file before it"
+    first, whole = ({name for name in fields() if re.search(rf"^\W+{flag(name)}\b(?!-)", text, re.M)} for text in texts)
+    assert first == {*FIRST_FIELDS} and whole == {*fields()}
+    assert "--nproc N" in texts[0] and main(["--help", "--lrr", "1"]) == 2
+
+
+@pytest.mark.parametrize(("columns", "widest"), [("60", 60), ("80", 80), ("300", 100)])
+def test_help_is_one_column_on_a_terminal_of_any_width(
+    columns: str, widest: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    usage, about, *lines, advice = capsys.readouterr().out.splitlines()
+    assert usage.startswith("usage: ") and "--config FILE.yaml" in about and "--help-all" in advice
+    titles = [line for line in lines if line and line[0] != " "]
+    assert titles[:2] == ["options", "parallel options"] and titles[-1] == "checkpoint options"
+    shown = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert sorted(shown) == sorted(flag(name) + "," * (fields()[name].hint is bool) for name in FIRST_FIELDS)
+    help_of_a_flag = [line for line in lines if line.startswith(8 * " ")]
+    assert widest - 12 < max(map(len, help_of_a_flag)) <= widest and len(help_of_a_flag) > len(shown)
 
 
 def test_nproc_checks_in_one_process_and_then_starts_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[tuple[list[str], int]] = []
-    monkeypatch.setattr(train, "_run_ranks", lambda arguments, count: started.append((arguments, count)) or 3)
+    monkeypatch.setattr(train, "start_and_wait", lambda arguments, count: started.append((arguments, count)) or 3)
     flags = ["--nproc", "2", "--context-parallel-size", "2", "--vocab-size", "64"]
     assert main([*flags, "--data-path", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err.rstrip().endswith("holds no manifest.json") and not started
@@ -410,13 +387,14 @@ def test_the_status_of_nproc_is_that_of_its_ranks(
         if len([*tmp_path.iterdir()]) == 2:  # ranks that can be stopped
             handlers[signal.SIGINT](signal.SIGINT, None)
 
-    monkeypatch.setattr(train, "_SECONDS_OF_OTHERS", 0.5)
-    monkeypatch.setattr("megacp.train.time.sleep", wait)
-    monkeypatch.setattr("megacp.train.signal.signal", handlers.__setitem__)
-    monkeypatch.setattr("megacp.train.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env]))
-    monkeypatch.setattr("megacp.train.launch.ranks_of_one_machine", lambda count: (None, ranks))
+    home = "megacp.training.start.processes"
+    monkeypatch.setattr(processes, "_SECONDS_OF_OTHERS", 0.5)
+    monkeypatch.setattr(f"{home}.time.sleep", wait)
+    monkeypatch.setattr(f"{home}.signal.signal", handlers.__setitem__)
+    monkeypatch.setattr(f"{home}.subprocess.Popen", lambda command, env, **_: start(["sh", "-c", env]))
+    monkeypatch.setattr(f"{home}.launch.ranks_of_one_machine", lambda count: (None, ranks))
     monkeypatch.setenv("READY", str(tmp_path))
-    assert train._run_ranks([], len(ranks)) == status
+    assert processes.start_and_wait([], len(ranks)) == status
     assert capfd.readouterr().err == said
 
 
@@ -441,8 +419,8 @@ def test_a_script_starts_a_run_from_any_thread_and_sees_what_it_says(
 
     (tmp_path / "python").write_text(f"#!/bin/sh\n{told}\n")
     (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(train.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(train, "print", show, raising=False)
+    monkeypatch.setattr(script.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(script, "print", show, raising=False)
     values = {"data_path": [0.5, "a"], "lr": 1e-5, "auto_resume": True, "sequence_parallel": False}
     with concurrent.futures.ThreadPoolExecutor() as threads:
         ended = threads.submit(train.train, values, 2)

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from megacp.plan import command
 from megacp.prepare import command as preprocess
-from megacp.train import main, plan_of
+from megacp.train import main
 from megacp.training.loop.stopping import StopSignal
-from megacp.training.start.launch import World
-from tests.ranks import run_ranks
-from tests.training.runs import TINY, grid_flags, losses, run, train_on_rank
+from tests.training.runs import TINY, grid_flags, losses, run
 
 
 @pytest.mark.parametrize(
@@ -46,11 +45,12 @@ def test_any_grid_resumes_the_checkpoint_of_another_with_the_same_losses(tmp_pat
     first = [*TINY, "--save", str(tmp_path / "moved"), "--lr-decay-iters", "4", "--train-iters", "2"]
     run(4, [*first, *grid_flags(pp=2), "--num-virtual-stages-per-pipeline-rank", "2"])
     run(4, [*TINY, *grid_flags(tp=2, cp=2), "--save", str(tmp_path / "moved"), "--load", str(tmp_path / "moved")])
-    auto = [*TINY, "--parallel", "auto", "--save", str(tmp_path / "planned"), "--auto-resume"]
+    best = str(tmp_path / "best.yaml")
     for ranks, more in ((4, ["--lr-decay-iters", "4", "--train-iters", "2"]), (2, [])):
-        plan = plan_of([*auto, *more], World(size=ranks, local_size=ranks))
-        assert plan is not None and run_ranks(train_on_rank, ranks, plan.config) == [0] * ranks
-    assert "parallel: given" in (tmp_path / "planned" / "step_0000002" / "config.yaml").read_text()
+        flags = [*TINY, "--save", str(tmp_path / "planned"), "--auto-resume", *more]
+        plan = ["--gpu", "here", "--world-size", str(ranks), "--output", best, "--overwrite"]
+        assert command.main([*plan, *flags]) == 0
+        run(ranks, [*flags, "--config", best])
     for name in ("moved", "planned"):  # float64; only the order of sums differs
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
 

@@ -41,10 +41,6 @@ SHARDINGS = {
 class ParallelConfig:
     """The grid of ranks. Data parallelism takes what remains: dp = world size / (tp x pp x cp)."""
 
-    parallel: Literal["given", "auto"] = "given"
-    """Who says the layout: given, the flags; auto, a plan for the ranks at hand: it chooses what no flag says of grid,
-    schedule, transport, sharding, recomputation, offload and micro batch, anew where a run goes on with other ranks."""
-
     tensor_model_parallel_size: Count[int] = 1
     """Ranks that share each linear layer, the vocabulary and the attention heads (tp)."""
 

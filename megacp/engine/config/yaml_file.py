@@ -11,6 +11,7 @@ import re
 import reprlib
 import typing
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -101,11 +102,15 @@ def to_yaml(config: RunConfig) -> str:
 
 
 def from_yaml(text: str, source: str = "YAML") -> RunConfig:
-    """The defaults with the values of `text`, whose keys are flag names with underscores or dashes.
+    """Return the defaults with the values of `text`, whose keys are flag names with underscores or dashes.
 
-    Raises ValueError with all wrong keys and values at once, each naming `source`.
+    The text is a config that a run wrote. One of an older release may hold flags of `RETIRED`, which are skipped: it
+    also holds every value that they led to. Raises ValueError with all wrong keys and values, each naming `source`.
     """
-    return with_values(RunConfig(), _values(load_yaml(text, source), source))
+    content = load_yaml(text, source)
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if key not in RETIRED}
+    return with_values(RunConfig(), _values(content, source))
 
 
 def values_of_file(path: str) -> dict[str, Value]:
@@ -129,6 +134,10 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         if len(reasons) >= _MOST_REASONS:  # a file of something else: the search for near names takes time
             reasons.append("")
             continue
+        if name in RETIRED:
+            if value != RETIRED[name].default:
+                reasons.append(f"{source}: {key} {_brief.repr(value)} no longer exists: {RETIRED[name].instead}")
+            continue
         if name not in fields():
             reasons.append(f"{source}: unknown key {_brief.repr(key)}{nearest(name[:100], fields())}")
             continue
@@ -140,6 +149,25 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         raise ValueError(listed(reasons, _MOST_REASONS, "\n"))
     return values
 
+
+@dataclass(frozen=True)
+class Retired:
+    """A flag that no longer exists."""
+
+    default: Value
+    """Its former default. A file that holds this value asks for nothing special."""
+    instead: str
+    """Advice: what to use now."""
+
+
+RETIRED = {
+    "parallel": Retired(
+        "given",
+        "plan a layout with `megacp-plan --output best.yaml` and give `--config best.yaml` to the run; the scripts of "
+        "examples/ do both if LAYOUT=auto is set",
+    ),
+}
+"""Flags of older releases by name. Their checkpoints and files can still be read."""
 
 ELSEWHERE = {
     "learning_rate": "lr",

@@ -44,8 +44,9 @@ class Weights(Protocol):
     known_rows: Mapping[str, int]
     """First rows of a tensor that are there, where not all are: the rest stays as it was initialised."""
 
-    image_rules: Mapping[str, Any] | None
-    """Rules by which images become tokens, as a manifest has them; None where they are not known."""
+    @property
+    def image_rules(self) -> Mapping[str, Any] | None:
+        """Rules by which images become tokens, as a manifest has them; None if they are not known."""
 
     def image_misfits(self, where: str, image_rules: Mapping[str, Any]) -> list[str]:
         """List how packs at `where`, made by `image_rules`, differ from what the weights were trained with."""

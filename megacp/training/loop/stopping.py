@@ -10,11 +10,6 @@ import signal
 import time
 from types import FrameType
 
-FAILED = 1
-"""Exit status of a run that a limit on its numbers has ended; nothing was saved after it."""
-STOPPED = 3
-"""Exit status of a run that stopped early and saved first: start it again to go on."""
-
 REASONS = {1: "stopped on request", 2: "stopped after --exit-duration"}
 """Why a run stops, by number; of several reasons the highest counts."""
 

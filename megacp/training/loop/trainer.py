@@ -31,11 +31,12 @@ from megacp.training.loop.reporting import blend_figures, breakdown, open_log, o
 from megacp.training.loop.saving import Saver
 from megacp.training.loop.sources import Sources, first_rows, loader_options, whole_run
 from megacp.training.loop.state import Resumed, drawn_at, fresh_state, load, load_weights, saved_boxes, starting_point
-from megacp.training.loop.stopping import FAILED, REASONS, STOPPED, StopSignal
+from megacp.training.loop.stopping import REASONS, StopSignal
 from megacp.training.monitor.flops import cuda_peak, peak_bytes
 from megacp.training.monitor.log import StepRecord
 from megacp.training.monitor.trace import Trace
 from megacp.training.start.launch import report_failure
+from megacp.training.start.status import FAILED, STOPPED
 
 STEPS_BETWEEN_TRIMS = 10
 """Optimizer steps after which a CPU rank gives free heap back: milliseconds, and without it a small run grows by MiB a

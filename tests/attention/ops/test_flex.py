@@ -35,8 +35,9 @@ from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach, TileTable, all
 from megacp.distributed.grid import single_axis
 from megacp.engine.models.recompute import run_block
 from megacp.engine.save import Save
-from megacp.train import REFUSED, main
+from megacp.train import main
 from megacp.training.start import launch
+from megacp.training.start.status import REFUSED
 from tests.attention.ops.test_kernels import CAPS_AND_SINKS, HEADS, by_autograd, by_tiles, draw, pack
 from tests.reference.packs import metadata, random_batch
 

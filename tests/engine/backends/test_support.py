@@ -18,7 +18,8 @@ from megacp.engine.backends.apex import apex_status, describe_apex
 from megacp.engine.backends.select import backend_problems, engine_reasons, select_backend
 from megacp.engine.backends.support import attention_reasons, layer_reasons
 from megacp.engine.config.run import RunConfig, with_values
-from megacp.train import REFUSED, main
+from megacp.train import main
+from megacp.training.start.status import REFUSED
 
 COMM_TYPES = [row.name for row in TRANSPORTS.values() if row.engine is not None]
 

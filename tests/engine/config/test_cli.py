@@ -25,7 +25,7 @@ from megacp.engine.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values
 from megacp.huggingface import convert_command
 from megacp.plan.cluster import FLAGS as CLUSTER_FLAGS
 from megacp.prepare import command as prepare_command
-from megacp.train import flags_of
+from megacp.training.start.script import flags_of
 
 
 def test_flags_are_megatrons_and_flat() -> None:
@@ -72,6 +72,7 @@ def test_every_field_can_be_given_as_a_flag() -> None:
             ["--bf16", "--fsdp"],
             "--dtype bfloat16?\nunknown flag --fsdp, did you mean --data-parallel-sharding-strategy?",
         ),
+        (["--parallel", "auto"], "--parallel no longer exists: plan a layout with `megacp-plan --output best.yaml`"),
         (["--config"], "--config needs the path"),
         (["--seed", "1", "--config", "--lr", "2"], "--config needs the path"),
         (["--config", "none.yaml"], "--config none.yaml: cannot be read"),
@@ -222,6 +223,16 @@ def test_wrong_yaml_is_refused_by_name(text: str, words: str) -> None:
         from_yaml(text, source="a.yaml")
     assert words in str(error.value)
     assert str(error.value).startswith("a.yaml: ")
+
+
+def test_a_flag_of_an_older_release_is_skipped_where_it_asks_for_nothing(tmp_path: Path) -> None:
+    """A checkpoint holds the layout that it led to; a file of flags with `auto` would start another run."""
+    assert from_yaml("parallel: auto\nlr: 1") == from_yaml("parallel: given\nlr: 1") == from_yaml("lr: 1")
+    (tmp_path / "old.yaml").write_text("parallel: given\nlr: 1")
+    assert values_of_file(str(tmp_path / "old.yaml")) == {"lr": 1.0}
+    (tmp_path / "old.yaml").write_text("parallel: auto\nlr: 1")
+    with pytest.raises(ValueError, match=r"old.yaml: parallel 'auto' no longer exists: .*megacp-plan.*LAYOUT=auto"):
+        values_of_file(str(tmp_path / "old.yaml"))
 
 
 def test_all_wrong_keys_are_told_at_once_and_a_binary_file_is_no_yaml(tmp_path: Path) -> None:

@@ -1,0 +1,84 @@
+"""The help: `--help` prints the flags that most runs have, `--help-all` prints all flags."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from megacp.engine.config.cli import DESCRIPTION, HELP, PROGRAM, flag_groups, parse
+from megacp.engine.config.run import flag
+from megacp.training.monitor.console import say
+
+HELP_ALL = "--help-all"
+FIRST_FIELDS = (
+    "dry_run",
+    "world_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "cp_comm_type",
+    "cp_layout",
+    "num_layers",
+    "hidden_size",
+    "lora_rank",
+    "data_path",
+    "valid_data_path",
+    "seq_length",
+    "global_batch_size",
+    "train_iters",
+    "train_epochs",
+    "lr",
+    "lr_warmup_iters",
+    "dtype",
+    "recompute_granularity",
+    "eval_interval",
+    "load",
+    "load_hf",
+    "load_adapter",
+    "finetune",
+    "save",
+    "save_interval",
+    "auto_resume",
+)
+"""Fields whose flags `--help` shows."""
+_WIDEST = 100
+"""Columns of a line of help, also on a wider terminal."""
+_INDENT = 8 * " "
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Return whether a command line asks for help in any form."""
+    return any(argument in (*HELP, HELP_ALL) for argument in arguments)
+
+
+def show_help(arguments: Sequence[str]) -> None:
+    """Print the flags by their groups: the common ones, or for `--help-all` all of them.
+
+    Defaults are the values of the files of --config in `arguments`. Raises ValueError as `parse`.
+    """
+    others = [argument for argument in arguments if argument not in (*HELP, HELP_ALL)]
+    if HELP_ALL in arguments:
+        parse([*others, *HELP])  # prints, and ends the program
+    shown = {flag(name) for name in FIRST_FIELDS}
+    lines = [f"usage: {PROGRAM} [-h] [OPTIONS]", DESCRIPTION]
+    for group in flag_groups(others):
+        actions = [action for action in group.flags if action.option_strings[0] in shown]
+        if actions:
+            lines += ["", group.title]
+        for action in actions:
+            lines += _described(action)
+    lines += ["", "--nproc N starts N ranks on this machine, after a check in one process; --help-all shows all flags"]
+    say("\n".join(lines))
+
+
+def _described(action: argparse.Action) -> list[str]:
+    """Return the lines of a flag: its names and allowed values, then its help."""
+    names = ", ".join(action.option_strings)
+    values = f" {action.metavar}" if action.metavar else ""
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    lines = [f"  {names}{values}"]
+    for line in (action.help or "").splitlines():
+        lines += textwrap.wrap(line, width, initial_indent=_INDENT, subsequent_indent=_INDENT, break_on_hyphens=False)
+    return lines

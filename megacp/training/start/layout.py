@@ -1,0 +1,114 @@
+"""The commands that plan another layout, for a run whose number of ranks its layout does not allow.
+
+A run never plans by itself. `megacp-plan` writes the flags of a layout to a file, and `--config`
+takes them.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacp.engine.checks import check
+from megacp.engine.config.run import RunConfig, flag, with_values
+from megacp.engine.config.yaml_file import values_of_file
+from megacp.storage.place import Place
+from megacp.storage.wording import counted
+
+LAYOUT_FIELDS = frozenset(
+    {
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "num_virtual_stages_per_pipeline_rank",
+        "pipeline_schedule",
+        "cp_comm_type",
+        "cp_layout",
+        "hierarchical_context_parallel_sizes",
+        "data_parallel_sharding_strategy",
+        "num_distributed_optimizer_instances",
+        "micro_batch_size",
+        "recompute_granularity",
+        "activation_offload",
+        "mlp_chunk_tokens",
+    }
+)
+"""Fields of a layout. megacp-plan chooses these, and the dtype of a plan for another machine."""
+PLANNED = "best.yaml"
+"""File of a planned layout in a suggested command."""
+
+
+@dataclass(frozen=True)
+class SavedBy:
+    """The checkpoint that a run resumes."""
+
+    folder: Place
+    ranks: int
+
+
+def other_layout(config: RunConfig, ranks: int, arguments: Sequence[str], saved_by: SavedBy | None) -> str:
+    """Return the commands that plan another layout; "" if that of `config` allows `ranks` ranks.
+
+    `arguments` are the flags of the run, without `--nproc`.
+    """
+    if config.model_ranks < 1:  # a size is out of its range
+        return ""
+    elsewhere = with_values(config, {"dry_run": True})  # files of this machine are not the question
+    usual = saved_by.ranks if saved_by is not None else config.model_ranks
+    if {*check(elsewhere, ranks)} <= {*check(elsewhere, usual)}:
+        return ""
+    p = config.parallel
+    said = (
+        f"The layout of --tensor-model-parallel-size {p.tensor_model_parallel_size}, --pipeline-model-parallel-size "
+        f"{p.pipeline_model_parallel_size} and --context-parallel-size {p.context_parallel_size} does not allow "
+        f"{counted(ranks, 'rank')}"
+    )
+    if saved_by is not None:
+        said += f"; {saved_by.folder} was saved by {counted(saved_by.ranks, 'rank')}"
+    rest, files, replaced = _without_layout(arguments)
+    plan = ["megacp-plan", "--gpu", "here", "--world-size", str(ranks), *rest, "--output", PLANNED]
+    if PLANNED in replaced:
+        plan.append("--overwrite")
+    lines = [f"{said}. To plan another layout:", f"    {shlex.join(plan)}"]
+    for file, names in files.items():
+        lines.append(f"  (first remove {', '.join(map(flag, names))} from {file}: they would stay as they are)")
+    lines += ["Then start the run with these flags:", f"    {shlex.join([*rest, '--config', PLANNED])}"]
+    return "\n".join(lines)
+
+
+def _without_layout(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """Return the arguments without flags of a layout, and two kinds of files with such flags.
+
+    The second maps each file of --config that also holds other flags to its fields of a layout. The
+    third lists the files that are left out.
+    """
+    kept: list[str] = []
+    mixed: dict[str, list[str]] = {}
+    replaced: list[str] = []
+    for words in _by_flag(arguments):
+        name, equals, value = words[0].partition("=")
+        field = name.removeprefix("--").replace("-", "_")
+        if field in LAYOUT_FIELDS | {"dry_run", "world_size"}:
+            continue
+        if name == "--config":
+            path = value if equals else words[-1]
+            fields = values_of_file(path).keys()
+            if layout := [one for one in fields if one in LAYOUT_FIELDS]:
+                if fields <= LAYOUT_FIELDS | {"dtype"}:
+                    replaced.append(path)
+                    continue
+                mixed[path] = layout
+        kept += words
+    return kept, mixed, replaced
+
+
+def _by_flag(arguments: Sequence[str]) -> list[list[str]]:
+    """Return the arguments in groups: a flag and its values."""
+    groups: list[list[str]] = []
+    for word in arguments:
+        if word.startswith("--") or not groups:
+            groups.append([])
+        groups[-1].append(word)
+    return groups

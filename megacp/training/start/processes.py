@@ -1,0 +1,102 @@
+"""The ranks of `--nproc N`: one process starts them on this machine, passes signals on and waits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from megacp.training.monitor.console import warn
+from megacp.training.start import launch
+from megacp.training.start.interrupts import handles
+from megacp.training.start.status import FAILED, STOPPED
+
+_SECONDS_OF_OTHERS = 60.0
+"""How long ranks may continue after one has failed. A collective of NCCL would wait for ever."""
+
+
+def ranks_asked(arguments: Sequence[str]) -> tuple[int, list[str]]:
+    """Return the N of `--nproc N`, 0 without the flag, and the other arguments.
+
+    Raises ValueError for a wrong N.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--nproc", type=int, default=0)
+    try:
+        found, others = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from error
+    if found.nproc > 0 and launch.world_from_environment().size > 1:
+        raise ValueError(f"--nproc {found.nproc} starts ranks by itself: leave torchrun out, or the flag")
+    return found.nproc, others
+
+
+def start_and_wait(arguments: Sequence[str], count: int) -> int:
+    """Start the ranks, pass signals on, wait for the ranks and return the exit status of the run.
+
+    Ctrl-C reaches this process from the terminal; it sends SIGTERM to the ranks. Once all of them
+    handle it they save and stop. Before that no step has begun, and all are killed: a rank that
+    waits for a missing one would report a failure.
+    """
+    _store, environments = launch.ranks_of_one_machine(count)
+    ranks: list[subprocess.Popen[bytes]] = []
+    ended_by: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        asked = signal.SIGTERM if number == signal.SIGINT else signal.Signals(number)
+        running = [one for one in ranks if one.poll() is None]
+        if len(ranks) < count or not all(handles(one.pid, asked) for one in running):
+            ended_by.append(number)
+            asked = signal.SIGKILL
+        for one in running:
+            one.send_signal(asked)
+
+    passed_on = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which nohup makes the starter ignore
+        passed_on.add(signal.SIGHUP)
+    for number in passed_on:
+        signal.signal(number, pass_on)
+    command = [sys.executable, "-m", "megacp.train", *arguments]
+    for environment in environments:
+        # ranks ignore Ctrl-C until they train: each would print a traceback
+        ranks.append(subprocess.Popen(command, env=environment, preexec_fn=_ignore_ctrl_c))
+    if ended_by:  # by a signal that came between two starts
+        pass_on(ended_by[0], None)
+    status = _wait_for(ranks, ended_by)
+    if ended_by:
+        warn("interrupted before the first step")
+        return 128 + ended_by[0]
+    return status
+
+
+def _ignore_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _wait_for(ranks: Sequence[subprocess.Popen[bytes]], ended_by: Sequence[int]) -> int:
+    """Wait until all ranks have ended; return the status of the first failure, else the highest.
+
+    `ended_by`: signals at which all were killed, which is not a failure.
+    """
+    first: tuple[int, int] | None = None  # status and rank of the first failure
+    deadline = math.inf
+    ended: list[tuple[int, int]] = []
+    while len(ended) < len(ranks):
+        time.sleep(0.05)
+        ended = [(status, rank) for rank, one in enumerate(ranks) if (status := one.poll()) is not None]
+        failed = [(status, rank) for status, rank in ended if status not in (0, STOPPED)]
+        if failed and first is None:  # a rank that was killed has a negative status
+            first = min(failed)
+            deadline = time.monotonic() + _SECONDS_OF_OTHERS
+        if time.monotonic() > deadline:
+            for one in ranks:
+                one.kill()
+    status, rank = first or max(ended)
+    if status < 0 and not ended_by:
+        warn(f"error: rank {rank} was ended by {signal.Signals(-status).name}")
+    return status if status >= 0 else FAILED

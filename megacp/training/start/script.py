@@ -1,0 +1,60 @@
+"""A run that a Python script or a notebook starts: flags by name instead of a command line."""
+
+from __future__ import annotations
+
+import collections
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from megacp.engine.config.run import flag
+from megacp.training.start.status import REFUSED, STOPPED
+
+_LINES_OF_AN_ERROR = 50
+"""Last lines of the output in which an error message is looked for."""
+
+
+def flags_of(values: Mapping[str, Any]) -> list[str]:
+    """Return the command line of values by field name.
+
+    A list follows its flag, and False is the `no_` form of a flag.
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        elif isinstance(value, (list, tuple)):
+            words += [flag(name), *map(str, value)]
+        else:
+            words.append(f"{flag(name)}={value}")
+    return words
+
+
+def train(values: Mapping[str, Any], nproc: int = 1) -> int:
+    """Train from a script or a notebook; return 0, or 3 if the run stopped early after saving.
+
+    `values` are flags by name: `{"data_path": "data/chat", "lr": 1e-5}`. Ranks are processes of
+    their own: this process prints their output and keeps nothing of the run. Ctrl-C saves and stops
+    the run. Raises ValueError if the run is refused, RuntimeError if it fails.
+    """
+    command = [sys.executable, "-m", "megacp.train"]
+    if nproc > 1:
+        command += ["--nproc", str(nproc)]
+    command += flags_of(values)
+    pipe, joined = subprocess.PIPE, subprocess.STDOUT
+    last = collections.deque[str](maxlen=_LINES_OF_AN_ERROR)
+    with subprocess.Popen(command, stdout=pipe, stderr=joined, text=True, errors="replace") as run:
+        for _ in range(2):  # the first ends with a Ctrl-C
+            try:
+                for line in run.stdout or ():
+                    print(line, end="", flush=True)
+                    last.append(line)
+            except KeyboardInterrupt:
+                run.terminate()
+    said = "".join(last).rpartition("error: ")[2].strip()
+    if run.returncode == REFUSED:
+        raise ValueError(said)
+    if run.returncode not in (0, STOPPED):
+        raise RuntimeError(said)
+    return run.returncode

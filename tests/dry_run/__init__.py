@@ -1,0 +1,1 @@
+"""Tests of what a dry run reports."""
