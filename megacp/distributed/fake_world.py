@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._tools.fake_collectives  # registers collectives of the device meta
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -43,6 +44,10 @@ class Call:
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
     """The process group of one rank."""
     from_group = DeviceMesh.from_group
+    # tensors of `meta` have no numbers either; torch does not list them
+    devices = dist.Backend.backend_capability["fake"]
+    if "meta" not in devices:
+        devices.append("meta")
 
     def mesh(*args: Any, **named: Any) -> DeviceMesh:
         with unset_fake_temporarily():  # it looks its own rank up in a tensor

@@ -13,28 +13,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from megacp.dry_run.activations import (
-    Held,
-    block_work,
-    layer_activations,
-    layer_deferred,
-    most_held,
-    vision_activations,
-)
+from megacp.dry_run.in_flight import Held, most_held
+from megacp.dry_run.measured import NOTHING, PartMemory, block_memory, head_memory, vision_memory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.config.training import STATE_KINDS, STEPPED_BY
-from megacp.engine.layers.table import Share, tokens_per_rank
+from megacp.engine.layers.table import residual_bytes, tokens_per_rank
 from megacp.engine.models.costs import (
     connector_parameters,
+    encoders,
     expert_parameters,
     first_alike,
     layer_parameters,
-    logit_bytes,
     loss_chunk_tokens,
     of_layers,
     offloaded_blocks,
     pair_parameters,
+    planned_images,
     tower_parameters,
     vocabulary_rows,
 )
@@ -93,11 +89,11 @@ def stage_parameters(config: RunConfig, chunks: Sequence[range], *, trained: boo
 
 STATE = ("weights", "gradients", "optimizer")
 PHASES: dict[str, tuple[str, ...]] = {
-    "forward": (*STATE, "gathered", "sums", "activations", "messages"),
-    "loss": (*STATE, "gathered_head", "sums", "activations", "messages", "head"),
-    "table": (*STATE, "gathered", "activations", "messages", "table"),
-    "backward": (*STATE, "gathered", "sums", "unreduced", "activations", "messages", "block"),
-    "vision": (*STATE, "gathered", "sums", "vision", "messages"),
+    "forward": (*STATE, "gathered", "sums", "rows", "activations", "messages"),
+    "loss": (*STATE, "gathered_head", "sums", "rows", "activations", "messages", "head"),
+    "table": (*STATE, "gathered", "rows", "activations", "messages", "table"),
+    "backward": (*STATE, "gathered", "sums", "unreduced", "rows", "activations", "messages", "block"),
+    "vision": (*STATE, "gathered", "sums", "rows", "vision", "messages"),
     "optimizer": (*STATE, "update"),
     "checkpoint": (*STATE, "saved"),
 }
@@ -130,6 +126,8 @@ class RankMemory:
     """Gradients summed over instances, and updated parameters on their way."""
     saved: int = 0
     """Shards in the model's dtype, for a checkpoint."""
+    rows: int = 0
+    """Tokens, labels, pixels, rotary angles and the plan's indices of all microbatches in flight."""
     activations: int = 0
     """What blocks and vision keep for all microbatches in flight."""
     messages: int = 0
@@ -155,20 +153,30 @@ class RankMemory:
         return max(self.peaks.values())
 
 
-BlockBackward = tuple[int, int, int]
-"""Bytes of a block: the work of its backward beyond what it keeps, what that is, and all that it has when done."""
+class BlockBackward(NamedTuple):
+    """Bytes of a block in its backward."""
+
+    work: int
+    """At most, beyond what it keeps."""
+    kept: int
+    """What is gone when it is done; 0 where that is on the host."""
+    end: int = 0
+    """When it is done under full sharding, beyond what it kept: its gradients, also in the wide dtype."""
 
 
-def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0, own: int = 0) -> int:
-    """Most that a block's backward needs above all that is kept, of which the blocks behind it in its chunk have let
-    theirs go. Their last gradients may stand, `behind`, or its `own` in the place of all that it had.
+def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> int:
+    """Return the most that a block's backward needs above all that is kept.
+
+    The blocks behind it in its chunk have let theirs go. `behind` is what stands of the block before: its gradients in
+    the wide dtype, which are being summed.
     """
     most = 0
     for blocks in chunks:
         gone = standing = 0
-        for work, kept, whole in reversed(blocks):
-            most = max(most, work - gone + max(standing, own - whole))
-            gone, standing = gone + kept, behind
+        for block in reversed(blocks):
+            most = max(most, block.work + standing - gone, block.end - gone)
+            gone += block.kept
+            standing = behind
     return most
 
 
@@ -207,19 +215,17 @@ def stage_state(
         gathered, head = _gathered(config, chunks)
         gathering = [part for layers in chunks for part in chunk_parts(config, layers)]
         block, table = (max((p.trained for p in gathering if p.role == role), default=0) for role in ("block", "head"))
-        down = min(_last_weight(config), block)
+        residual = residual_bytes(config)
+        ending = [[_with_end(one, residual + block * (size + wide)) for one in of_chunk] for of_chunk in blocks]
         return RankMemory(
             weights=share * wide + sum(-(-(count - moved) // ranks) for count, moved, ranks, _ in parts) * size,
             gradients=share * wide,
             optimizer=share * kinds * wide,
             gathered=gathered * size,
             gathered_head=head * size,
-            # all gradients of a block with their wide copy, which stays until those of the next block are all there
-            unreduced=most_at_work(blocks, block * wide + down * size, block * (size + wide)) - most_at_work(blocks),
-            # beside the wide copy: what it was made from and this rank's part; then the last block at work
-            table=table * wide + max(head_gradient(config) + table // ranks * wide, down * size + blocks[-1][-1][0])
-            if table
-            else 0,
+            # the wide gradients of a block stay until those of the next block are all there
+            unreduced=most_at_work(ending, block * wide) - most_at_work(blocks),
+            table=_table_on_its_way(config, table, ranks, block, blocks[-1][-1].work),
             update=copies,
             saved=share * size * narrow,
         )
@@ -237,6 +243,24 @@ def stage_state(
         unreduced=bucket * wide if apart else 0,
         update=max(copies, two * size * (ranks > 1)),
     )
+
+
+def _table_on_its_way(config: RunConfig, table: int, ranks: int, block: int, work: int) -> int:
+    """Return the bytes beside activations and two gathered blocks while the head's gradient is summed over the ranks.
+
+    `table` and `block` are parameters, `work` is what the last block's backward needs.
+    """
+    if table == 0:
+        return 0
+    size, wide = config.training.element_bytes, config.training.accumulation_bytes
+    # what the wide copy is made from, this rank's part, and the gradient of the last block's result; so far only one
+    # block is gathered
+    before = head_gradient(config) + table // ranks * wide + residual_bytes(config) - block * size
+    return table * wide + max(before, work)
+
+
+def _with_end(block: BlockBackward, standing: int) -> BlockBackward:
+    return block._replace(end=standing - block.kept)
 
 
 def _last_weight(config: RunConfig) -> int:
@@ -268,18 +292,6 @@ def stage_kind(config: RunConfig, stage: int, chunks: Sequence[range]) -> tuple[
     return stage == 0, stage == config.parallel.pipeline_model_parallel_size - 1, kinds
 
 
-def head_work(config: RunConfig) -> int:
-    """Bytes of the last stage's head for one microbatch: final norm in and out, the gradient of the latter, logits of a
-    chunk with what takes their place. Sequence parallelism gathers the norm's output and has its gradient for all tp.
-
-    The table's own gradient is none of it: `head_gradient`.
-    """
-    share = Share(config)
-    part, whole = (rows * config.model.hidden_size * share.size for rows in (share.rows, share.tokens))
-    chunk = min(loss_chunk_tokens(config) or share.tokens, share.tokens)
-    return 2 * part + (2 * whole if part < whole else part) + chunk * logit_bytes(config)
-
-
 def head_gradient(config: RunConfig) -> int:
     """Bytes of the table's gradient, which the loss makes in its forward: in the dtype of sums while chunks add to it,
     so that no chunk rounds it. It cannot go to a bucket at once, because backward may scale the loss.
@@ -298,44 +310,55 @@ def stage_memory(
     """Bytes on one rank of a pipeline stage that holds the layers `chunks` (one range for each model chunk), at most or
     `at` a moment of the step.
     """
-    p, granularity = config.parallel, config.training.recompute_granularity
-    size = config.training.element_bytes
-    blocks = [layer for layers in chunks for layer in layers]
-    # blocks of several kinds count as their mean, but for the one at work
-    kept_by = functools.partial(layer_activations, config, granularity)
-    layer = -(-sum(of_layers(config.model, blocks, kept_by)) // len(blocks))
+    p = config.parallel
     held, rows, deferred = at or most_held(config, stage, world_size)
+    parts = {layer: block_memory(config, layer, deferred is not None) for layer in {*first_alike(config.model)}}
+    blocks = [parts[first_alike(config.model)[layer]] for layers in chunks for layer in layers]
+    # blocks of several kinds count as their mean, but for the one at work
+    layer = -(-sum(block.kept for block in blocks) // len(blocks))
     counts = offloaded_blocks(config, chunks)
     staying = max(len(layers) - count for layers, count in zip(chunks, counts, strict=True))
-    received = Share(config).residual * size if any(counts) and (stage, len(chunks)) != (0, 1) else 0
+    residual = residual_bytes(config)
+    received = residual if any(counts) and (stage, len(chunks)) != (0, 1) else 0
     most = max(map(len, chunks))
     at_once = max(staying, min(2, most)) if any(counts) else staying
     activations = held * received + ((held - 1) * staying + at_once) * layer
     if deferred is not None:  # in the first block those of blocks behind it may be more than these had on the device
-        waiting, behind = max(layer_deferred(config, layer) for layer in {*first_alike(config.model)}), most - 1
+        waiting, behind = max(block.left for block in blocks), most - 1
         activations += deferred * most * waiting + max(0, behind * waiting - (at_once - 1) * layer)
-    vision = 0
+    seeing, given = 0, max(block.given for block in blocks)
     if stage == 0 and config.vision.vision_num_layers:
-        kept, work = vision_activations(config, world_size)
-        activations += rows * kept
-        vision = activations - at_once * layer + work
+        vision = _vision(config, world_size)
+        activations += rows * vision.kept
+        seeing = activations - at_once * layer + vision.work
+        given += vision.given
     last = stage == p.pipeline_model_parallel_size - 1
     shared = p.pipeline_model_parallel_size == 1 and not config.model.untie_embeddings_and_output_weights
     # hidden states and gradients under way: two sends each way, and the gradient that is at work
     before, after = (not is_end or len(chunks) > 1 for is_end in (stage == 0, last))
     messages = (2 * before + 3 * after) * (p.pipeline_model_parallel_size > 1)
+    head = head_memory(config) if last else NOTHING
 
-    def backward(block: int) -> BlockBackward:
-        kept, whole = (layer_activations(config, name, block) for name in (granularity, "none"))
-        return block_work(config, block), kept * (not any(counts)), whole
+    def backward(number: int) -> BlockBackward:
+        block = parts[first_alike(config.model)[number]]
+        return BlockBackward(block.work, 0 if any(counts) else block.kept)
 
-    in_backward = [of_layers(config.model, layers, backward) for layers in chunks]
+    in_backward = [[backward(number) for number in layers] for layers in chunks]
     return replace(
         stage_state(config, chunks, world_size, in_backward),
+        rows=rows * (given + head.given),
         activations=activations,
-        messages=messages * Share(config).residual * size,
+        messages=messages * residual,
         block=most_at_work(in_backward) + (head_gradient(config) if shared else 0),
-        vision=vision,
-        head=head_work(config) + head_gradient(config) if last else 0,
+        vision=seeing,
+        head=max(head.forward, head.backward),
         host=held * (max(counts) * layer - received),
     )
+
+
+def _vision(config: RunConfig, world_size: int) -> PartMemory:
+    """Return what tower and connector hold of one microbatch on a rank of the first stage."""
+    factor, sharers = encoders(config, world_size)
+    packs = config.training.micro_batch_size * factor
+    crops, pooled = planned_images(config)
+    return vision_memory(config, -(-packs * crops // sharers), -(-packs * pooled // sharers))

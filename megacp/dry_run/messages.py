@@ -20,7 +20,7 @@ from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.moe import MOE, exchange_bytes, planned_load
 from megacp.engine.layers.stack import layers_of
-from megacp.engine.layers.table import Share
+from megacp.engine.layers.table import residual_bytes
 from megacp.engine.models.costs import stage_layers, vocabulary_rows
 
 KEPT_GATHERED = ("embedding", "head", "chunk")
@@ -141,7 +141,7 @@ def expert_bytes(config: RunConfig, number: int) -> float:
 
 def boundary_bytes(config: RunConfig) -> int:
     """Return the bytes of the hidden states of one microbatch between two pipeline stages."""
-    return Share(config).residual * config.training.element_bytes
+    return residual_bytes(config)
 
 
 @dataclass(frozen=True)

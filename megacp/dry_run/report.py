@@ -9,12 +9,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from megacp.distributed.shape import AXES
-from megacp.dry_run import activations, memory
+from megacp.dry_run import in_flight, memory
+from megacp.dry_run.measured import block_memory
 from megacp.dry_run.messages import StageMessages, step_messages, uncounted
 from megacp.dry_run.packs import PackSample, sample_packs
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
-from megacp.engine.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, Share, tokens_per_rank
+from megacp.engine.layers.stack import layers_of
+from megacp.engine.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, tokens_per_rank
 from megacp.engine.models import costs
 from megacp.engine.models.pair_words import describe_pairs, parts_without_pairs
 from megacp.engine.pipeline_parallel.schedules import Kind
@@ -100,12 +102,13 @@ def _heading(config: RunConfig, world_size: int) -> str:
 
 
 def _expert_load(config: RunConfig) -> list[str]:
-    """Rows of a rank's experts, what a layer holds of them at work, and what it sends."""
+    """Rows of a rank's experts, what a block with them holds at work, and what it sends."""
     ep, loads = config.parallel.expert_model_parallel_size, []
+    layer = next(i for i, layer in enumerate(layers_of(config.model)) if layer.mlp is MOE)
     for load, name in ((1.0, "even"), (planned_load(config), "planned"), (most_load(config), "at the worst")):
-        share = Share(with_values(config, {"moe_planned_imbalance": load}))
-        held = share.bytes_of(*MOE.kept(share)) + MOE.held(share) + MOE.work(share)
-        loads.append(f"{expert_rows(share):,} ({human_bytes(held)}) {name}")
+        loaded = with_values(config, {"moe_planned_imbalance": load})
+        held = block_memory(loaded, layer).backward
+        loads.append(f"{expert_rows(loaded):,} ({human_bytes(held)}) {name}")
     if ep == 1:
         return [f"Rows of its experts in a layer: {loads[0]}; no exchange"]
     machine = "leaves a machine of 8" if 8 % ep else "stays in a machine of 8"
@@ -135,7 +138,7 @@ def _stages(config: RunConfig, world_size: int, stages: Sequence[Sequence[range]
         seeing = ["vision"] * (stage == 0 and config.vision.vision_num_layers > 0)
         also = ["embedding"] * (stage == 0) + seeing + ["norm, head"] * (stage == last)
         count = memory.stage_parameters(config, chunks)
-        held = activations.most_held(config, stage, world_size).in_flight
+        held = in_flight.most_held(config, stage, world_size).in_flight
         rows.append([str(stage), layers, " + ".join(also), f"{count:,}", str(held)])
     virtual = config.parallel.num_virtual_stages_per_pipeline_rank
     kind = "1F1B" if virtual == 1 else f"interleaved 1F1B, {virtual} chunks a stage"

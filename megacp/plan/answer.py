@@ -15,7 +15,7 @@ from megacp.dry_run.packs import PackSample
 from megacp.dry_run.report import step_work, table
 from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig, flag, with_values
-from megacp.engine.layers.table import Share
+from megacp.engine.layers.table import rows_per_rank
 from megacp.engine.models import costs
 from megacp.plan.hardware import GPUS, Hardware, hardware
 from megacp.plan.search import BEST, EQUALLY_FAST, Candidate, fields_chosen, fits, layouts, no_problems, search
@@ -226,7 +226,7 @@ def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
     tokens, grows = layout.config.data.seq_length, layout.gib <= hardware.memory
     while grows == holds(tokens):
         tokens = tokens * 2 if grows else tokens // 2
-        if Share(with_values(layout.config, {"seq_length": tokens})).rows <= 1:
+        if rows_per_rank(with_values(layout.config, {"seq_length": tokens})) <= 1:
             return 0
     shorter = tokens // 2 if grows else tokens
     return max((shorter * part // 8 for part in range(9, 16) if holds(shorter * part // 8)), default=shorter)

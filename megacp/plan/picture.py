@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 
-from megacp.dry_run.activations import Held, held_over
+from megacp.dry_run.in_flight import Held, held_over
 from megacp.dry_run.memory import PHASES, STATE, RankMemory, stage_memory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.models.costs import stage_layers

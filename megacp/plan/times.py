@@ -9,13 +9,14 @@ The host's calls count where no compute hides them. Contention of two messages i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacp.dry_run.activations import layer_activations
+from megacp.dry_run.measured import block_memory, of_one_rank
 from megacp.dry_run.memory import shared_parts, stage_kind, stage_parameters
 from megacp.dry_run.messages import (
     boundary_bytes,
@@ -32,7 +33,7 @@ from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.moe import MOE, expert_rows, planned_load
 from megacp.engine.layers.stack import layers_of
-from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, Share, tokens_per_rank
+from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
 from megacp.engine.models import costs
 from megacp.engine.pipeline_parallel.schedules import Kind
 from megacp.engine.pipeline_parallel.timeline import Span, orders, timeline
@@ -128,11 +129,10 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     fused = _fused_share(config, sample)
     rates = zip(hardware.attention["fused"], hardware.attention["flex"], strict=True)
     there, back = (flops.attention / ranks / narrow * (fused / one + (1 - fused) / other) for one, other in rates)
-    whole_mlp = with_values(config, {"mlp_chunk_tokens": 0})  # a tile passes over as many bytes
-    kept = {name: layer_activations(whole_mlp, name, number) / hardware.bandwidth for name in ("none", "selective")}
+    kept = {name: _kept(config, number, name) / hardware.bandwidth for name in ("none", "selective")}
     passes = 2 * kept["none"]  # each is written once and read once
     if layer.mlp is MOE:  # a token's rows are copied to its experts, weighted and copied back
-        passes += 6 * expert_rows(Share(config)) * model.hidden_size * size / hardware.bandwidth
+        passes += 6 * expert_rows(config) * model.hidden_size * size / hardware.bandwidth
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
     pairs = costs.pair_flops(model, tokens, number).matmul / ranks / hardware.products
 
@@ -168,6 +168,16 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
             ep=exchange / 2,
         ),
     )
+
+
+@functools.lru_cache(2**14)
+def _kept(config: RunConfig, layer: int, granularity: str) -> int:
+    """Return the bytes that a block keeps of a rank's tokens, over which its elementwise passes go.
+
+    Tiles of the MLP pass over as many, and so do ranks that share a row.
+    """
+    whole = with_values(of_one_rank(config), {"mlp_chunk_tokens": 0, "recompute_granularity": granularity})
+    return block_memory(whole, layer).kept
 
 
 def _context(config: RunConfig, hardware: Hardware, sample: PackSample) -> tuple[float, float, float]:
@@ -220,7 +230,7 @@ def _stage(
     trained = stage_parameters(config, chunks, trained=True)
     backward += _Part(work=trained * (t.element_bytes + 2 * t.accumulation_bytes) / hardware.bandwidth)
     if t.activation_offload:
-        kept = sum(layer_activations(config, t.recompute_granularity, layer) * count for layer, count in alike.items())
+        kept = sum(block_memory(config, layer).kept * count for layer, count in alike.items())
         moved = kept * sum(costs.offloaded_blocks(config, chunks)) / alike.total() / hardware.host
         forward += _Part(offload=hardware.exposed(moved, forward.total))
         backward += _Part(offload=hardware.exposed(moved, backward.total))

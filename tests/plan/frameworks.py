@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megacp.dry_run.activations import layer_activations
+from megacp.dry_run.measured import block_memory
 from megacp.dry_run.memory import stage_memory, stage_parameters
 from megacp.dry_run.packs import PackSample
 from megacp.engine.config.run import RunConfig, with_values
@@ -140,7 +140,7 @@ def peak(row: Row, here: Hardware) -> float:
         chunks = [stages[stage]]
         memory = stage_memory(config, stage, chunks, row.gpus)
         held: float = memory.weights + memory.gradients + memory.optimizer + memory.messages
-        held += memory.activations * kept / layer_activations(config, "none")
+        held += memory.activations * kept / block_memory(config, 0).kept
         held += NARROW_GRADIENT * stage_parameters(config, chunks)
         ((parts, *_), *_) = stage_parts(config, row.gpus, here, ONE, [chunks])
         if sum(part.total - part.pp for part in parts) > block_seconds(row) * len(chunks[0]):

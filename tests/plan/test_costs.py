@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacp.dry_run import activations
+from megacp.dry_run.measured import vision_memory
 from megacp.dry_run.memory import PHASES, stage_memory, stage_parameters
 from megacp.dry_run.report import describe
 from megacp.engine.config.model import ModelConfig
@@ -18,15 +18,12 @@ from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.config.training import DataConfig
 from megacp.engine.layers.moe import exchange_bytes
 from megacp.engine.layers.stack import layers_of
-from megacp.engine.layers.table import Share
-from megacp.engine.layers.vision import block_kept
 from megacp.engine.models import costs
 from megacp.engine.models.build import build_chunks
 from megacp.engine.models.costs import stage_layers
-from megacp.engine.models.vision import patch_plan
 from megacp.engine.rows.vision import PatchGrids
 from megacp.storage.wording import human_bytes, human_count
-from tests.plan.test_memory import kept_storages
+from tests.dry_run.test_memory import kept_storages
 from tests.ranks import grid
 from tests.reference.training import config_of
 from tests.reference.vision import TINY
@@ -168,16 +165,23 @@ def test_the_first_stage_gets_fewer_layers_for_its_tower() -> None:
     assert "embedding + vision" in report and "planned for 1 crops a pack" in report and "vision FLOPs" in report
 
 
+def seen(run: RunConfig, world_size: int) -> int:
+    """Bytes that the images of a microbatch keep on a rank of the first stage."""
+    blind = with_values(run, {"vision_num_layers": 0})
+    chunks = stage_layers(run, world_size)[0]
+    return stage_memory(run, 0, chunks, world_size).activations - stage_memory(blind, 0, chunks, world_size).activations
+
+
 def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None:
     """Each rank encodes the images of dp packs whole; dealt ones are divided by cp."""
     dynamic = {"dynamic_context_parallel": True, "cp_comm_type": "kv_exchange", "cp_layout": "balanced"}
     row = {"context_parallel_size": 2, "vision_planned_crops": 8}
     replicated = {"vision_shards": "replicate"}
     plain, all_packs = (config(**row, **replicated, **values) for values in ({}, dynamic))
-    kept = [activations.vision_activations(one, 8)[0] for one in (plain, all_packs)]
-    assert kept[1] == 4 * kept[0]
-    dealt = [activations.vision_activations(config(**row, **values), 8)[0] for values in ({}, dynamic)]
-    assert dealt[0] == dealt[1] == kept[0] / 2
+    kept = [seen(one, 8) for one in (plain, all_packs)]
+    assert kept[1] == pytest.approx(4 * kept[0], rel=1e-3)
+    dealt = [seen(config(**row, **values), 8) for values in ({}, dynamic)]
+    assert dealt[0] == dealt[1] == pytest.approx(kept[0] / 2, rel=1e-3)
     embedding = 2 * plain.data.seq_length * plain.model.hidden_size
     firsts = [costs.run_stage_costs(one, 8)[1] - embedding for one in (config(**row, **dynamic), plain, all_packs)]
     assert [first / firsts[0] for first in firsts] == pytest.approx([1, 2, 8])
@@ -185,31 +189,28 @@ def test_replicated_images_of_a_dynamic_row_are_those_of_all_its_packs() -> None
 
 
 @pytest.mark.parametrize("granularity", ["none", "selective", "full"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])  # LayerNorm on the CPU keeps bfloat16 statistics
 @pytest.mark.parametrize("family", ["molmo2", "qwen3_5"])
-def test_a_block_keeps_what_is_planned(granularity: str, dtype: str, family: str) -> None:
-    """Every storage that autograd holds from a block's forward to its backward, and nothing else."""
-    values = {**TINY, "dtype": dtype, "recompute_granularity": granularity, "vision_family": family}
-    if family == "qwen3_5":  # angles by row and column need heads of four
-        values |= {"vision_hidden_size": 32, "vision_num_attention_heads": 4}
-    length = config_of(values, {}).data.seq_length
-    crops = 4 * length if family == "qwen3_5" else length // 4  # four patches of a token, four tokens of 4 x 4 patches
-    assert costs.planned_images(config_of(values, {})) == (crops, length)
-    (chunk,) = build_chunks(config_of(values, {}), grid())
-    tower, patches = chunk.vision.tower, 3 * 16
-    block = tower.blocks[1]
-    plan, (places, *_) = patch_plan(PatchGrids(np.full((3, 2), 2)), 4, torch.device("cpu"))
-    attend = tower._attend if family == "molmo2" else tower.attention(plan, places)
+def test_tower_and_connector_keep_what_is_planned(granularity: str, family: str) -> None:
+    """Every storage that autograd holds from the forward of images to their backward, and nothing else."""
+    # kernels of a GPU fill up narrow heads, and log-sum-exps of fewer than 32 patches
+    sizes = {"vision_hidden_size": 64, "vision_num_attention_heads": 4, "vision_image_size": 32}
+    values = {**TINY, **sizes, "recompute_granularity": granularity, "vision_family": family, "dtype": "float32"}
+    run = config_of(values, {})
+    (chunk,) = build_chunks(run, grid())
+    crops, pooled = (512, 128) if family == "qwen3_5" else (2, 32)
+    patches = torch.zeros(crops, run.vision.crop_patches, run.vision.patch_dim)
+    pooling = torch.arange(pooled * 4).view(pooled, 4)
+    grids = PatchGrids(np.array([[1, pooled]])) if family == "qwen3_5" else None
     found: dict[int, torch.UntypedStorage] = {}
     with kept_storages(found):
-        x = torch.zeros(patches, tower.weight.shape[0], dtype=block.down.weight.dtype, requires_grad=True)
-        out = block(x, attend)
-    for parameter in (*block.parameters(), *(c.cell_contents for c in getattr(attend, "__closure__", None) or ())):
-        if isinstance(parameter, torch.Tensor):
-            found.pop(parameter.untyped_storage().data_ptr(), None)
-    elements, wide = block_kept(Share(config_of(values, {}), granularity))
+        out = chunk.vision(patches, pooling, grids)
     assert out.requires_grad
-    assert sum(storage.nbytes() for storage in found.values()) == patches * (elements + wide) * x.element_size()
+    for given in (*chunk.vision.parameters(), patches, pooling):
+        found.pop(given.untyped_storage().data_ptr(), None)
+    beyond = vision_memory(run, crops, pooled).kept - sum(storage.nbytes() for storage in found.values())
+    # a GPU's attention keeps 8 bytes of its dropout, which is 0, twice a block; embedding_bag keeps some integers of
+    # four taps of each patch, which differ from device to device
+    assert 0 <= beyond <= (3 * 8 * 4 * crops if family == "qwen3_5" else 3 * 2 * 8)
 
 
 def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None:
@@ -221,7 +222,8 @@ def test_memory_counts_vision_on_the_first_stage_and_frozen_parts_once() -> None
     tower = costs.tower_parameters(plain)
     assert first[0].weights - first[2].weights == 4 * (tower + costs.connector_parameters(plain))
     assert (first[0].gradients - first[1].gradients, first[0].optimizer - first[1].optimizer) == (4 * tower, 8 * tower)
-    held = 2 * activations.vision_activations(plain, 4)[0]
+    # two microbatches are in flight
+    held = 2 * vision_memory(plain, *costs.planned_images(plain)).kept
     assert first[0].activations - first[2].activations == held > first[1].activations - first[2].activations > 0
 
 

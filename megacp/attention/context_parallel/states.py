@@ -21,7 +21,7 @@ import torch
 
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.state_plan import CrossingPlan, chunks_of, crossing_plan, taps_plan
-from megacp.attention.ops.device import is_compiled, to_device
+from megacp.attention.ops.device import is_compiled, to_device, without_autocast
 from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.attention.ops.once import once
 from megacp.attention.ops.recurrence import (
@@ -166,7 +166,7 @@ class _Recurrence(torch.autograd.Function):
         states = ctx.states
         axis = ctx.axis
         crossing = states.crossing
-        with torch.enable_grad(), torch.autocast(state.device.type, enabled=False):
+        with torch.enable_grad(), without_autocast(state.device):
             leaves = [_into_chunks(x, states).requires_grad_() for x in inputs]
             (turn, add), (read, out) = ctx.rule(*leaves)
         dout = _into_chunks(grads[0], states).transpose(1, 2)  # [chunks, heads, C, V]

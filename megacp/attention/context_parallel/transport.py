@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from megacp.attention.context_parallel.plan import AttentionPlan
-from megacp.attention.ops.device import to_device
+from megacp.attention.ops.device import to_device, without_autocast
 from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.attention.ops.kernel import (
     Caller,
@@ -135,7 +135,7 @@ class _AttendBlocks(torch.autograd.Function):
         dq = zeros(q.shape, q, wide)
         dkv = None  # of no block yet: a generator is started by sending None
         blocks = ctx.transport.kv_blocks(k, v, ctx.plan)
-        with torch.autocast(q.device.type, enabled=False):  # also where somebody calls backward under it
+        with without_autocast(q.device):  # also where somebody calls backward under it
             while True:
                 try:
                     keys, values, table = blocks.send(dkv)

@@ -10,6 +10,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -88,9 +90,46 @@ def lend_scratch(device: torch.device) -> None:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
+STAND_IN = "meta"
+"""The device type of tensors that have shapes but no numbers. They stand for tensors of a GPU: a dry run computes with
+them to see how much memory a step takes."""
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Return whether the tensor is on a GPU, or stands for one that is."""
+    return x.device.type in ("cuda", STAND_IN)
+
+
 def is_compiled(x: torch.Tensor) -> bool:
-    """Whether a chain over this tensor is compiled."""
-    return x.device.type == "cuda"
+    """Return whether a chain over this tensor becomes one kernel."""
+    return on_gpu(x)
+
+
+def dense_attention_of_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the shape of `scaled_dot_product_attention` without a mask, by the kernel that torch chooses on a GPU.
+
+    q, k and v are `[n, heads, tokens, d]` without numbers.
+    """
+    if q.dtype == torch.bfloat16:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)[0]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which products keep the dtypes of their inputs."""
+    return torch.autocast("cuda" if device.type == STAND_IN else device.type, enabled=False)
+
+
+RunChain = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""`(function, args, options)`: what `function` returns."""
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return function(*args, **options)
+
+
+CHAINS: ContextVar[RunChain] = ContextVar("CHAINS", default=_run)
+"""Runs a chain over `STAND_IN` tensors. Whoever measures memory sets it: one kernel has no intermediate tensors."""
 
 
 def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -102,7 +141,10 @@ def fused(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
 
     @functools.wraps(function)
     def call(*args: Arguments.args, **options: Arguments.kwargs) -> Result:
-        if not is_compiled(args[0]):  # type: ignore[arg-type]  # a tensor, says the decorator
+        first: torch.Tensor = args[0]  # type: ignore[assignment]  # a tensor, says the decorator
+        if first.device.type == STAND_IN:
+            return CHAINS.get()(function, args, options)
+        if not is_compiled(first):
             return function(*args, **options)
         if not torch.is_grad_enabled():  # else a parameter, and what needs a gradient, are forms of their own
             args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)  # type: ignore[assignment]

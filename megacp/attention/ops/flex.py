@@ -21,11 +21,12 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, flex_attention
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, and_masks, flex_attention
 from torch.nn.functional import pad
 
 from megacp.attention.ops.blocks import BLOCK, BlockCover, block_cover
 from megacp.attention.ops.device import lend_scratch, to_device, whole_graph
+from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.attention.ops.kernel import KV, QKV, Caller, Heads, Partial, Saved, at_once, merge_into
 from megacp.attention.ops.mask import Reach, TileTable
 from megacp.attention.ops.once import once
@@ -369,3 +370,50 @@ class FlexKernel:
         of_part = self._backward(qkv, (out, lse), dout, self.mask(table, out.device), scale, options)
         for total, grad in zip(grads, of_part, strict=True):
             total += _tokens_first(grad, total)
+
+
+class _Shapes(torch.autograd.Function):
+    """Results and gradients of `flex_attention`, of tensors without numbers, and what it saves for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Results:
+        out = torch.empty_like(q)
+        lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> QKV:
+        q, k, v, _, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _forward_of_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    out, lse = _Shapes.apply(q, k, v)
+    return out if options["return_aux"] is None else (out, AuxOutput(lse=lse))
+
+
+def _backward_of_shapes(qkv: QKV, *rest: Any) -> QKV:
+    q, k, v = qkv
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class FlexStandIn(FlexKernel):
+    """Stand for the kernels of a GPU where memory is measured: the same tensors, which have no numbers.
+
+    FlexAttention, FlashAttention and cuDNN's attention save the same: q, k, v, the output and the log-sum-exp.
+    """
+
+    def __init__(self, cap: float = 0.0) -> None:
+        super().__init__((_forward_of_shapes, _backward_of_shapes), cap=cap)
+
+    def mask(self, table: TileTable, device: torch.device) -> Any:
+        """Return nothing: a block mask takes some megabytes, and is shared by the layers."""
+        return None
+
+    def prepare(self, table: TileTable, heads: Heads) -> None:
+        return None
+
+    def _options(self, q: torch.Tensor, backend: Backend) -> dict[str, Any]:
+        return {}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from megacp.attention.ops.cudnn import CudnnKernel, engine_problem
+from megacp.attention.ops.device import STAND_IN
 from megacp.attention.ops.dtype import accumulation_dtype
-from megacp.attention.ops.flex import FlexKernel, flash_problem
+from megacp.attention.ops.flex import FlexKernel, FlexStandIn, flash_problem
 from megacp.attention.ops.kernel import Kernel
 from megacp.attention.ops.tile_kernels import FlashKernel, MathKernel
 
@@ -47,7 +48,7 @@ KERNELS = {
 }
 """Kernels by name; the names `auto` and `dense` have no row."""
 
-FASTEST = {"cpu": ("flash",), "cuda": ("cudnn", "flex")}
+FASTEST = {"cpu": ("flash",), "cuda": ("cudnn", "flex"), STAND_IN: ("flex",)}
 """What auto means on a type of device: the first that can be had and adds up in the model's dtype; else math."""
 
 
@@ -59,13 +60,13 @@ def kernel_problem(name: str, device_type: str, dtype: str = "") -> str | None:
     choice = KERNELS.get(name)
     if choice is None:
         return None
-    if choice.device not in ("", device_type):
+    if choice.device not in ("", device_type) and device_type != STAND_IN:
         only = {"cpu": "the CPU", "cuda": "CUDA"}[choice.device]
         return f"attention kernel {name} runs on {only}, not on {device_type}; choose auto or math"
     if dtype and dtype not in choice.dtypes:
         supported = " or ".join(choice.dtypes)
         return f"attention kernel {name} is for {supported}, not for {dtype}; choose auto or math"
-    problem = choice.problem()
+    problem = None if device_type == STAND_IN else choice.problem()
     return problem and f"attention kernel {name}: {problem}"
 
 
@@ -100,4 +101,6 @@ def select_kernel(name: str, device: torch.device, cap: float = 0.0, tell: Tell 
     chosen = kernel_name(name, device.type, "float32" if name == "auto" else "")
     if chosen not in KERNELS:
         raise ValueError(f"attention kernel {name} is unknown; choose auto, {', '.join(KERNELS)}")
+    if device.type == STAND_IN and KERNELS[chosen].device:
+        return FlexStandIn(cap)
     return KERNELS[chosen].build(cap, tell)

@@ -11,7 +11,7 @@ from megacp.engine.config.model import ModelConfig
 from megacp.engine.expert_parallel.balance import LayerBalance, with_terms
 from megacp.engine.expert_parallel.exchange import to_experts, to_tokens, weights_to_experts
 from megacp.engine.expert_parallel.experts import Experts
-from megacp.engine.expert_parallel.route import Route, Routes
+from megacp.engine.expert_parallel.route import Routes
 from megacp.engine.expert_parallel.router import SCORES, choose, first_of_equals, in_groups, logits
 from megacp.engine.layers.moe import MOE, SHARED, router_bias, router_tensor, shared_gate_tensor
 from megacp.engine.save import Save
@@ -56,7 +56,7 @@ class MixtureOfExperts(nn.Module):
             scores = products + self.router_bias
         if (route := routes.by_layer.get(self.layer)) is None:
             chosen = self._choose(products.detach())
-            route = routes.by_layer[self.layer] = Route(chosen, routes.places, self.experts, self.axis)
+            route = routes.by_layer[self.layer] = routes.make(chosen, routes.places, self.experts, self.axis)
             if routes.tokens > 0:
                 routes.terms[self.layer] = self.balance.count(scores.detach(), chosen, routes)
         of_all = self._of_all(normed, save)  # launched before the host waits for numbers of rows

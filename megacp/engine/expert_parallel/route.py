@@ -8,6 +8,7 @@ none. Padding has no slots, it would load k experts.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -107,6 +108,31 @@ class Route:
         return all_to_all(rows.index_select(0, self.leaving), self.axis, self.received, self.sent)
 
 
+class PlannedRoute(Route):
+    """A route on tensors without numbers: this rank's experts get the share of rows that is planned for the busiest."""
+
+    load = 1.0
+    """Rows of this rank's experts over those of an even load; at least 1."""
+
+    @property
+    def sent(self) -> list[int]:
+        slots, ranks = self.chosen.numel(), self.axis.size
+        here = min(slots, math.ceil(slots * self.load / ranks))
+        each, more = divmod(slots - here, max(1, ranks - 1))
+        counts = [each + 1] * more + [each] * (ranks - 1 - more)
+        counts.insert(self.axis.rank, here)
+        return counts
+
+    @property
+    def received(self) -> list[int]:
+        return [self.sent[self.axis.rank]] * self.axis.size
+
+    @classmethod
+    def of_load(cls, load: float) -> type[Route]:
+        """Return the class of routes with this load."""
+        return type("PlannedRoute", (cls,), {"load": load})
+
+
 Terms = Callable[[torch.Tensor], torch.Tensor]
 """Scores of experts `[t, E]` to what stands beside the loss, `[2]`."""
 
@@ -127,6 +153,8 @@ class Routes:
     by_layer: dict[int, Route] = field(default_factory=dict)
     terms: dict[int, Terms | None] = field(default_factory=dict)
     """What balance adds to the loss, by layer; found with the route."""
+    make: type[Route] = Route
+    """What makes a route."""
 
     @classmethod
     def of(cls, plan: AttentionPlan, tp: Axis, device: torch.device, tokens: int = 0) -> Routes:

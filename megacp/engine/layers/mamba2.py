@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 from megacp.attention.ops.chunk import CHUNK
 from megacp.engine.config.model import ModelConfig
-from megacp.engine.layers.gated_delta import chunk_heads
-from megacp.engine.layers.table import Flops, LayerKind, Linear, Share, Tensor, output_std
+from megacp.engine.layers.table import Flops, LayerKind, Linear, Tensor, output_std
 
 MAMBA_PROJECTED = ("z", "x", "B", "C", "dt")
 """Linears of one product: the gate, three that the convolution is given, and a step for each head."""
@@ -48,29 +47,4 @@ def _mixing(model: ModelConfig, tokens: int, area: int) -> Flops:
     return Flops(2.0 * tokens * (model.linear_num_key_heads * CHUNK * keys + each), 0.0)
 
 
-def _kept(share: Share) -> tuple[int, int]:
-    """Elements per token: the product of its projection, channels before and behind SiLU, x times its step, what is
-    read, the SiLU of the gate, what both make, normed, and the output's input; wide ones are steps before and behind
-    softplus and the logs of the decay, what is normed, and a scale for each group. Besides them the states before all
-    chunks and the rates of the heads.
-    """
-    model, linears, heads = share.model, _linears(share.model), share.model.linear_num_value_heads
-    values, groups = linears["z"].outputs, model.linear_num_key_heads
-    projected = sum(linears[name].outputs for name in MAMBA_PROJECTED)
-    channels = sum(linears[name].outputs for name in CONVOLVED)
-    columns = projected + 2 * channels + (4 + share.cheap) * values
-    states = chunk_heads(share) * model.linear_key_head_dim * model.linear_value_head_dim
-    wide = share.tokens * (3 * heads + values + groups) // share.tp + states + 2 * heads // share.tp
-    return share.tokens * columns // share.tp - share.unread("mamba", MAMBA_PROJECTED), wide
-
-
-def _work(share: Share) -> int:
-    """Bytes for all chunks of C tokens at once: C x C of decays and what is seen, rows of keys and values, states, and
-    gradients; the factors are fitted to measured peaks.
-    """
-    keys, values = share.model.linear_key_head_dim, share.model.linear_value_head_dim
-    each = CHUNK * (3 * CHUNK + 9 * keys + 6 * values) + 3 * keys * values
-    return chunk_heads(share) * each * share.wide_size
-
-
-MAMBA2 = LayerKind("mamba", _linears, (MAMBA_PROJECTED, ("output",)), _kept, _work, _others, _mixing)
+MAMBA2 = LayerKind("mamba", _linears, (MAMBA_PROJECTED, ("output",)), _others, _mixing)

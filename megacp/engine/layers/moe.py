@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.dense import gated_mlp
-from megacp.engine.layers.table import EXPERTS, Flops, LayerKind, Linear, Share, Tensor, output_std
+from megacp.engine.layers.table import EXPERTS, Flops, LayerKind, Linear, Tensor, output_std, rows_per_rank
 
 _ROUTED = "experts"
 """The part of kinds of linears (`experts.gate`) that all routed experts of a layer share."""
@@ -88,60 +88,13 @@ def planned_load(config: RunConfig) -> float:
     return min(config.parallel.moe_planned_imbalance, most_load(config))
 
 
-def _slots(share: Share) -> int:
-    return share.rows * share.model.moe_router_topk
+def _slots(config: RunConfig) -> int:
+    return rows_per_rank(config) * config.model.moe_router_topk
 
 
-def expert_rows(share: Share) -> int:
-    """Rows of a rank's experts under the load that is planned for."""
-    return math.ceil(_slots(share) * planned_load(share.config))
-
-
-def _kept(share: Share) -> tuple[int, int]:
-    """A row and its gate and up, and what both make times the row's weight; that weight, the scores or their
-    softmax, both where there are terms of balance, what becomes of the chosen ones, and the sums of their sigmoids.
-    Frozen experts need no row again, nor what is made of it, but for low-rank pairs. What a gate opens, and that gate.
-    Tiles need the row alone.
-    """
-    rows, model = expert_rows(share), share.model
-    first, last = share.reads_again(_ROUTED, ("gate", "up")), share.reads_again(_ROUTED, ("down",))
-    columns = (2 + (share.cheap and last)) * model.expert_hidden_size + model.hidden_size * first
-    columns += sum(share.pair_ranks(_ROUTED, [*_of_expert(model)]))
-    if share.tiled:
-        columns = model.hidden_size
-    opened = (share.residual + share.rows) * model.moe_shared_expert_gate
-    training, softmax = share.config.training, model.moe_router_score_function == "softmax"
-    of_all = softmax and model.moe_router_pre_softmax
-    tables = 1 + (of_all and training.moe_aux_loss_coeff + training.moe_z_loss_coeff > 0)
-    sums = share.rows * (not softmax and not model.moe_router_pre_softmax)
-    shares = share.rows * model.num_experts * tables + _slots(share) * (not of_all)
-    return rows * columns + opened, rows + shares + sums
-
-
-def _held(share: Share) -> int:
-    """The route, in indices of 8 bytes: experts of slots and their order, both ways; on several ranks that of rows; and
-    rows that come from each rank for each expert.
-    """
-    arrived = 2 * expert_rows(share) * (share.config.parallel.expert_model_parallel_size > 1)
-    return 8 * (3 * _slots(share) + arrived + share.rows + share.model.num_experts)
-
-
-def _work(share: Share) -> int:
-    """Rows, their gradients on both sides of the exchange, and what selective recomputation makes of them again.
-
-    A tile has its own of what is not kept, with gradients, beside sums of the gradients of weights, wide and once more
-    in the model's dtype.
-    """
-    config, model = share.config, share.model
-    again = model.expert_hidden_size * (not share.cheap and not share.tiled and share.reads_again(_ROUTED, ("down",)))
-    work = (3 * model.hidden_size + again) * expert_rows(share) * share.size
-    if share.tiled:
-        ranks, ep = share.tp if config.parallel.sequence_parallel else 1, config.parallel.expert_model_parallel_size
-        tile = min(config.training.mlp_chunk_tokens // ranks, expert_rows(share))
-        weights = 3 * model.hidden_size * model.expert_hidden_size * model.num_experts // ep
-        work += (model.hidden_size + 6 * model.expert_hidden_size) * tile * share.size
-        work += weights * (share.wide_size + share.size) * ("text" not in config.frozen_parts)
-    return work
+def expert_rows(config: RunConfig) -> int:
+    """Return the rows of a rank's experts under the load that is planned for."""
+    return math.ceil(_slots(config) * planned_load(config))
 
 
 def exchange_bytes(config: RunConfig) -> int:
@@ -149,9 +102,9 @@ def exchange_bytes(config: RunConfig) -> int:
     rows back, and in backward the other way.
     """
     full, ep = config.training.recompute_granularity == "full", config.parallel.expert_model_parallel_size
-    share = Share(config)
-    away = _slots(share) * (ep - 1) // ep
-    row, weight = config.model.hidden_size * share.size, share.wide_size
+    away = _slots(config) * (ep - 1) // ep
+    row = config.model.hidden_size * config.training.element_bytes
+    weight = config.training.accumulation_bytes
     return 8 * config.model.num_experts // ep * (ep - 1) + away * ((4 + full) * row + (2 + full) * weight)
 
 
@@ -161,4 +114,4 @@ def _shared_width(model: ModelConfig) -> int:
 
 SHARED = gated_mlp("mlp.shared", _shared_width)
 """The MLP that all tokens pass beside their experts."""
-MOE = LayerKind("mlp", lambda model: {}, (), _kept, _work, _others, _flops, _held, _of_expert)
+MOE = LayerKind("mlp", lambda model: {}, (), _others, _flops, _of_expert)

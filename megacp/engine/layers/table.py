@@ -1,13 +1,13 @@
 """The words in which a kind of layer is described: linears, other tensors, and the row that holds them.
 
-Sizes are global, before tensor parallelism. Modules, costs, converter, low-rank pairs and the dry run read the rows.
+Sizes are global, before tensor parallelism. Modules, costs, converter and low-rank pairs read the rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -139,51 +139,15 @@ def tokens_per_rank(config: RunConfig) -> int:
     return -(-row // config.parallel.context_parallel_size)  # dynamic: dp times the packs over dp times the ranks
 
 
-class Share:
-    """What one rank computes of a microbatch, under a recompute granularity."""
+def rows_per_rank(config: RunConfig) -> int:
+    """Return the tokens of a block's input on one rank: with sequence parallelism, a part of `tokens_per_rank`."""
+    sharers = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return tokens_per_rank(config) // sharers
 
-    def __init__(self, config: RunConfig, granularity: str = "none") -> None:
-        self.config, self.granularity, self.model = config, granularity, config.model
-        self.tp = config.parallel.tensor_model_parallel_size
-        self.tokens = tokens_per_rank(config)
-        """Tokens of heads and the MLP's hidden layer."""
-        self.residual = self.tokens * self.model.hidden_size // (self.tp if config.parallel.sequence_parallel else 1)
-        """Elements of a block's input."""
-        self.rows = self.residual // self.model.hidden_size
-        """Tokens of a block's input."""
-        self.size, self.wide_size = config.training.element_bytes, config.training.accumulation_bytes
-        """Bytes of an element, and of a wide one."""
-        self.cheap = granularity != "selective"
-        """Whether outputs are kept that selective recomputation makes again."""
-        self.tiled = config.training.mlp_chunk_tokens > 0
-        """Whether the MLP runs over tiles of tokens."""
 
-    def bytes_of(self, elements: int, wide: int) -> int:
-        """Bytes of elements of the model's dtype, and of wide ones."""
-        return elements * self.size + wide * self.wide_size
-
-    def product_input(self, linear: Linear) -> int:
-        """Elements that a product multiplies."""
-        return self.residual if linear.cut == "rows" else self.tokens // self.tp * linear.inputs
-
-    def pair_ranks(self, part: str, product: Sequence[str]) -> list[int]:
-        """Ranks of all A of a product's low-rank pairs; `part`: its part of a block (`attention`, `mlp.shared`)."""
-        sizes = (self.model.lora_pairs.get(lora_kind(f"{part}.{name}")) for name in product)
-        return [size.rank for size in sizes if size is not None and not size.shares]
-
-    def reads_again(self, part: str, product: Sequence[str]) -> bool:
-        """Whether the backward of a part's product reads its input.
-
-        A frozen product needs it only for a low-rank pair without dropout; a pair with dropout reads its own copy.
-        """
-        if "text" not in self.config.frozen_parts:
-            return True
-        return self.model.lora_dropout == 0 and bool(self.pair_ranks(part, product))
-
-    def unread(self, part: str, product: Sequence[str]) -> int:
-        """Elements of the input of a part's first product that its norm would keep, where nothing reads them again."""
-        kept = self.cheap or not self.model.has_input_norms
-        return self.residual if kept and not self.reads_again(part, product) else 0
+def residual_bytes(config: RunConfig) -> int:
+    """Return the bytes of a block's input on one rank."""
+    return rows_per_rank(config) * config.model.hidden_size * config.training.element_bytes
 
 
 @dataclass(frozen=True)
@@ -196,16 +160,10 @@ class LayerKind:
     """Linears by the last part of their names."""
     products: tuple[tuple[str, ...], ...]
     """The linears of each product, in the order in which it holds them."""
-    kept: Callable[[Share], tuple[int, int]]
-    """Elements of the model's dtype and wide ones that it keeps for backward, besides norm and low-rank pairs."""
-    work: Callable[[Share], int]
-    """Bytes that its backward needs at its highest, beyond what is kept."""
     others: Callable[[ModelConfig], Iterator[Tensor]] = lambda model: iter(())
     """Tensors beside the linears."""
     mixing: Callable[[ModelConfig, int, int], Flops] = lambda model, tokens, area: Flops(0.0, 0.0)
     """The forward beside the linears, over some tokens with an area of allowed (query, key) pairs."""
-    held: Callable[[Share], int] = lambda share: 0
-    """Bytes that it keeps for backward though it is computed again."""
     of_expert: Callable[[ModelConfig], Mapping[str, Linear]] = lambda model: {}
     """Linears of each expert, by the last part of their names; their tensors are among the others."""
 

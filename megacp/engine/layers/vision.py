@@ -9,20 +9,16 @@ from dataclasses import dataclass
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.config.run import RunConfig
 from megacp.engine.config.vision import POOLED_PATCHES, VisionConfig
-from megacp.engine.layers.table import Flops, Linear, Share, Tensor, layer_norm_tensors, output_std
+from megacp.engine.layers.table import Flops, Linear, Tensor, layer_norm_tensors, output_std
 
 
 @dataclass(frozen=True)
 class VisionKind:
-    """A kind of tower or connector; what it keeps is counted by the patch of a tower, or by the pooled token."""
+    """A kind of tower or connector."""
 
     tensors: Callable[[VisionConfig, ModelConfig], Iterator[Tensor]]
     flops: Callable[[VisionConfig, ModelConfig, int], Flops]
     """The forward over so many patches: those of a crop, or of the window of one pooled token."""
-    kept: Callable[[Share], tuple[int, int]]
-    """Elements of the model's dtype and wide ones that it keeps for backward."""
-    work: Callable[[Share], int] = lambda share: 0
-    """Bytes that its backward needs beyond what is kept."""
 
 
 def _attention(width: int, inputs: int, std: float, last_std: float) -> dict[str, Linear]:
@@ -63,36 +59,9 @@ def _vit_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
     return Flops(2.0 * patches * weights, 4.0 * pairs * v.vision_hidden_size)
 
 
-def block_kept(share: Share) -> tuple[int, int]:
-    """Elements and wide ones that a ViT's block keeps of a patch."""
-    v, cheap = share.config.vision, share.cheap
-    width, ffn = v.vision_hidden_size, v.vision_ffn_hidden_size
-    if share.granularity == "full":  # the input, and what attention over an image gave, not over a crop
-        tp = share.tp
-        return (width + width // tp, v.vision_num_attention_heads // tp) if v.family.has_grids else (width, 0)
-    # q, k, v and the output of attention; the hidden layer before and behind its activation
-    cut = 4 * width + (2 if cheap else 1) * ffn
-    # inputs of both norms, and their outputs
-    whole = (4 if cheap else 2) * width
-    # wide are mean and deviation of both norms, and each head's log-sum-exp
-    return whole + cut // share.tp, 4 + v.vision_num_attention_heads // share.tp
-
-
-def _vit_kept(share: Share) -> tuple[int, int]:
-    """Its pixels, its embedding and what leaves the tower, beside the blocks."""
-    v, (elements, wide) = share.config.vision, block_kept(share)
-    return v.vision_num_layers * elements + v.patch_dim + 2 * v.vision_hidden_size, v.vision_num_layers * wide
-
-
-def _vit_work(share: Share) -> int:
-    """What a block computes again, and the gradient of its hidden layer."""
-    again = share.bytes_of(*block_kept(Share(share.config))) - share.bytes_of(*block_kept(share))
-    return again + share.config.vision.vision_ffn_hidden_size // share.tp * share.size
-
-
 def _vit(patch: Callable[[VisionConfig], tuple[int, ...]]) -> VisionKind:
     """A ViT, of which the weight of a patch has this shape."""
-    return VisionKind(functools.partial(_vit_tensors, patch), _vit_flops, _vit_kept, _vit_work)
+    return VisionKind(functools.partial(_vit_tensors, patch), _vit_flops)
 
 
 def pooling_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
@@ -115,13 +84,6 @@ def _pooling_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
     return Flops(2.0 * (_weights(linears) + (patches - 1) * each), 4.0 * patches * v.vision_hidden_size)
 
 
-def _pooling_kept(share: Share) -> tuple[int, int]:
-    """Features of a window and their mean are whole; query, keys, values, what is read and the MLP are cut."""
-    v, model = share.config.vision, share.model
-    width, ffn = v.vision_hidden_size, v.connector_ffn_hidden_size or model.ffn_hidden_size
-    return (2 * POOLED_PATCHES + 3) * width + ((2 + 2 * POOLED_PATCHES) * width + 3 * ffn) // share.tp, 0
-
-
 def merging_linears(v: VisionConfig, model: ModelConfig) -> dict[str, Linear]:
     """An MLP of the patches of a window together."""
     joined, std = POOLED_PATCHES * v.vision_hidden_size, model.init_method_std
@@ -139,18 +101,12 @@ def _merging_flops(v: VisionConfig, model: ModelConfig, patches: int) -> Flops:
     return Flops(2.0 * _weights(merging_linears(v, model)), 0.0)
 
 
-def _merging_kept(share: Share) -> tuple[int, int]:
-    """The features, and those normed and joined, are whole; the two of the MLP are cut."""
-    joined = POOLED_PATCHES * share.config.vision.vision_hidden_size
-    return 2 * joined + 2 * joined // share.tp, 0
-
-
 VISION_KINDS: dict[str, tuple[VisionKind, VisionKind]] = {
-    "molmo2": (_vit(lambda v: (v.patch_dim,)), VisionKind(_pooling, _pooling_flops, _pooling_kept)),
+    "molmo2": (_vit(lambda v: (v.patch_dim,)), VisionKind(_pooling, _pooling_flops)),
     "qwen3_5": (
         # colours, frames, rows and columns, as torch's Conv3d has them
         _vit(lambda v: (3, v.family.frames, v.vision_patch_size, v.vision_patch_size)),
-        VisionKind(_merging, _merging_flops, _merging_kept),
+        VisionKind(_merging, _merging_flops),
     ),
 }
 """Tower and connector of each `--vision-family`."""

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megacp.attention.context_parallel.plan import AttentionPlan
-from megacp.attention.ops.device import pinned, to_device
+from megacp.attention.ops.device import STAND_IN, dense_attention_of_gpu, pinned, to_device
 from megacp.attention.ops.kernel import Caller, Heads
 from megacp.attention.ops.mask import Metadata
 from megacp.attention.ops.once import once
@@ -99,7 +99,11 @@ class VisionTower(Tower):
         # [c * N, heads/tp, d] -> [c, heads/tp, N, d]
         q, k, v = (x.unflatten(0, (-1, self.patches)).transpose(1, 2) for x in (q, k, v))
         # without `call`: a tenth of what the block's products cost, less than the memory is worth
-        return F.scaled_dot_product_attention(q, k, v, scale=self.scale).transpose(1, 2).flatten(0, 1)
+        if q.device.type == STAND_IN:
+            attended = dense_attention_of_gpu(q, k, v, self.scale)
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, scale=self.scale)
+        return attended.transpose(1, 2).flatten(0, 1)
 
     def forward(self, patches: torch.Tensor, grids: PatchGrids | None = None) -> torch.Tensor:
         """Encode every crop; `patches` of any float dtype are turned into the model's."""

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from megacp.attention.ops.device import fused, is_compiled
+from megacp.attention.ops.device import fused, is_compiled, on_gpu
 from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.distributed import collectives
 from megacp.distributed.differentiable import reduce_from, reduce_scatter_to
@@ -203,7 +203,7 @@ def _add_product(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor) -> No
     which are gone by now.
     """
     rows = total.shape[0]
-    if total.dtype != grad.dtype and not total.is_cuda:
+    if total.dtype != grad.dtype and not on_gpu(total):
         rows = max(1, grad.numel() * total.element_size() // (x.shape[1] * x.element_size()))
     for part, part_grad in zip(total.split(rows), grad.split(rows, 1), strict=True):
         add_weight_gradient(part, part_grad, x)  # [r, c] x [c, h] -> [r, h]

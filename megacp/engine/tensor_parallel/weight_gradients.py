@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megacp.attention.ops.device import on_gpu
 from megacp.distributed import collectives
 from megacp.distributed.grid import Axis
 
@@ -29,7 +30,7 @@ def add_weight_gradient(total: torch.Tensor, grad: torch.Tensor, x: torch.Tensor
     """`AddGradient` in torch: one fused product and sum; a CPU adds halves to a wider total in two passes."""
     if total.dtype == grad.dtype:
         total.addmm_(grad.t(), x)
-    elif total.is_cuda:  # a narrow product in memory, read again and added, takes three times the bytes
+    elif on_gpu(total):  # a narrow product in memory, read again and added, takes three times the bytes
         torch.addmm(total, grad.t(), x, out_dtype=total.dtype, out=total)
     else:
         total.add_(grad.t() @ x)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megacp.attention.ops.tile_kernels import FlashKernel
-from megacp.dry_run import activations, memory
+from megacp.dry_run import memory
+from megacp.dry_run.measured import block_memory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.models import block, offload
 from megacp.engine.models.build import build_chunks
@@ -249,11 +250,11 @@ def test_the_bytes_are_those_that_the_planner_counts(late: None, recompute: str,
     model = ParallelModel(config, grid())
     step(model)
     sent, came = road(model).away.sizes, road(model).back.sizes
-    assert sum(sent) == MICROBATCHES * 2 * activations.layer_activations(config, recompute)
+    assert sum(sent) == MICROBATCHES * 2 * block_memory(config, 0).kept
     assert sorted(sent) == sorted(came)
     assert recompute != "full" or len(sent) == MICROBATCHES * 2 * 3  # input of the block, output and sums of attention
     planned = memory.stage_memory(config, 0, [range(4)], 1)
-    assert road(model).allocated == planned.host == 2 * activations.layer_activations(config, recompute)
+    assert road(model).allocated == planned.host == 2 * block_memory(config, 0).kept
 
 
 @RECOMPUTE

@@ -1,0 +1,358 @@
+"""Run one part of a model forward and backward on tensors without numbers, and follow the bytes that are alive.
+
+The part is the real module on a rank of the real grid. Its tensors are of torch's device `meta`, which has shapes
+but no numbers, and its process groups send nothing. So a block of any size on any number of ranks takes some hundredths
+of a second on any machine, and what it holds is measured instead of being written down a second time.
+
+A storage counts from the operator that makes it until nothing refers to it any more. A chain that becomes one kernel on
+a GPU counts with its results alone. Fragmentation and the kernels' own scratch memory are not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
+
+from megacp.attention.context_parallel.balance import ALIKE
+from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.plan import AttentionPlan
+from megacp.attention.ops.device import CHAINS, STAND_IN
+from megacp.attention.ops.mask import Metadata
+from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
+from megacp.distributed.fake_world import fake_world
+from megacp.distributed.grid import ProcessGrid, build_grid, single_axis
+from megacp.distributed.shape import GridShape
+from megacp.dry_run.measured import PartMemory
+from megacp.engine.backends.native import NativeBackend, NormSpec
+from megacp.engine.config.model import ModelConfig
+from megacp.engine.config.run import RunConfig
+from megacp.engine.config.vision import POOLED_PATCHES
+from megacp.engine.expert_parallel.route import PlannedRoute, Routes
+from megacp.engine.layers.moe import planned_load
+from megacp.engine.layers.stack import vocabulary_table
+from megacp.engine.layers.table import tokens_per_rank
+from megacp.engine.models.block import Block, BlockInputs
+from megacp.engine.models.costs import loss_chunk_tokens
+from megacp.engine.models.language import OutputHead
+from megacp.engine.models.multimodal import VisionEncoder
+from megacp.engine.rows.mix import mix_of
+from megacp.engine.rows.vision import PatchGrids
+from megacp.engine.tensor_parallel.vocabulary import TableSpec, Target
+from megacp.engine.tensor_parallel.weight_gradients import DeferredWeightGradients, WeightGradients
+
+DEVICE = torch.device(STAND_IN)
+Run = Callable[[], torch.Tensor]
+"""The forward of a part; the result still knows its graph."""
+
+
+class Follow(TorchDispatchMode):
+    """Count the bytes of all storages that operators make under it, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = 0
+        """Bytes at this moment."""
+        self.most = 0
+        """The highest number since it was last set."""
+        self._known: set[int] = set()
+        self._inside_a_chain = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if not self._inside_a_chain:
+            self._see(result)
+        return result
+
+    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count these tensors, of which operators return views."""
+        self._known.update(x.untyped_storage()._cdata for x in tensors)
+
+    def run_chain(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a function that becomes one kernel on a GPU: only its results are in memory."""
+        if self._inside_a_chain:
+            return function(*args, **options)
+        self._inside_a_chain = True
+        try:
+            result = _chain(function, args, options)
+        finally:
+            self._inside_a_chain = False
+        self._see(result)
+        return result
+
+    def _see(self, result: Any) -> None:
+        for x in tree_iter(result):
+            if isinstance(x, torch.Tensor):
+                self._count(x.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        self._known.add(key)
+        self.alive += size
+        self.most = max(self.most, self.alive)
+        weakref.finalize(storage, self._forget, key, size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.alive -= size
+
+
+class _Like(NamedTuple):
+    """What a tensor without numbers is."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_KNOWN_CHAINS: dict[Any, Any] = {}
+"""Results of chains by function and arguments: a chain of a dozen operators that was run once need not run again."""
+
+
+def _chain(function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Call the function, or make results like those it gave for such arguments.
+
+    A function that autograd follows is called each time, and so is one that returns its arguments or parts of them.
+    """
+    given, spec = tree_flatten((args, options))
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return function(*args, **options)
+    key = (function, str(spec), tuple(map(_like, given)))
+    if key not in _KNOWN_CHAINS:
+        result = function(*args, **options)
+        results, made = tree_flatten(result)
+        own = {x.untyped_storage()._cdata for x in tensors}
+        if not any(isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in own for x in results):
+            _KNOWN_CHAINS[key] = list(map(_like, results)), made
+        return result
+    results, made = _KNOWN_CHAINS[key]
+    return tree_unflatten(list(map(_unlike, results)), made)
+
+
+def _like(x: Any) -> Any:
+    return _Like(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def _unlike(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=DEVICE) if isinstance(x, _Like) else x
+
+
+class _Begin(torch.autograd.Function):
+    """A tensor that another part has made: it stays alive only while somebody keeps it for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, None
+
+
+def _made_before(begin: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor that needs a gradient and is the result of something, of `begin`."""
+    made: torch.Tensor = _Begin.apply(begin, shape, dtype)
+    return made
+
+
+def _begin() -> torch.Tensor:
+    return torch.zeros((), device=DEVICE, requires_grad=True)
+
+
+@contextlib.contextmanager
+def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
+    """The grid of one stage and, unless experts need more, of one replica."""
+    p = config.parallel
+    ranks = p.tensor_model_parallel_size * p.context_parallel_size
+    ep = p.expert_model_parallel_size if config.model.num_experts else 0
+    shape = GridShape(
+        tp=p.tensor_model_parallel_size,
+        cp=p.context_parallel_size,
+        dp=max(1, ep // ranks),
+        ep=ep,
+    )
+    if shape.world_size == 1:
+        yield build_grid(shape, 0, DEVICE)
+        return
+    with fake_world(rank, shape.world_size):
+        yield build_grid(shape, rank, DEVICE)
+
+
+@functools.lru_cache(32)
+def _plan(model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str) -> AttentionPlan:
+    """Return the plan of the cp rank that has the last token, which sees the most of the row.
+
+    One causal document fills each pack.
+    """
+    row = Metadata.of_documents(np.repeat(np.arange(packs), tokens))
+    chosen = LAYOUTS[layout if cp > 1 else "contiguous"]
+    missing = (0, chosen.padded_length(row, cp, multiple) - len(row))
+    filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))
+    dealt = chosen.deal(filled, cp, mix_of(model) or ALIKE)
+    last = int(np.flatnonzero((dealt == len(row) - 1).any(1))[0])
+    return AttentionPlan(dealt, filled, last)
+
+
+def _plan_of(config: RunConfig) -> AttentionPlan:
+    p = config.parallel
+    multiple = p.tensor_model_parallel_size if p.sequence_parallel else 1
+    packs, tokens = config.training.micro_batch_size, config.data.seq_length
+    return _plan(config.model, packs, tokens, p.context_parallel_size, multiple, p.cp_layout)
+
+
+def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
+    sink: WeightGradients | None = None
+    if config.parallel.defers_weight_gradients:
+        sink = DeferredWeightGradients()
+    elif config.training.gradient_accumulation_fusion and not config.parallel.sharding.parameters:
+        sink = WeightGradients()
+    return NativeBackend(grid, config, sink)
+
+
+def _buckets(config: RunConfig, part: nn.Module) -> list[torch.Tensor]:
+    """Give the parameters what gradient buckets give them, and return it: the wide sums of their gradients.
+
+    Under full sharding there are none: gradients stay until those of the whole part are there.
+    """
+    if config.parallel.sharding.parameters:
+        return []
+    dtype = {4: torch.float32, 8: torch.float64}[config.training.accumulation_bytes]
+    sums = []
+    for parameter in part.parameters():
+        if not parameter.requires_grad:
+            continue
+        total = torch.empty(parameter.shape, dtype=dtype, device=DEVICE)
+        sums.append(total)
+        parameter.main_grad = total  # type: ignore[attr-defined]  # ours, on a tensor of torch
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]  # likewise
+        parameter.gradient_added = _drop_gradient  # type: ignore[attr-defined]  # likewise
+        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    return sums
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    """Do what a bucket does once it has added a gradient to its sum."""
+    parameter.grad = None
+
+
+def _follow(config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], begin: Callable[[], Run]) -> PartMemory:
+    """Run a part twice, forward and backward, and measure the second time.
+
+    `given` are tensors that are there before; `begin` begins a microbatch. What the first run leaves behind is made
+    once for all blocks of a microbatch: the indices of a plan on the device.
+    """
+    follow = Follow()
+    given = list(given)
+    follow.ignore([*part.parameters(), *_buckets(config, part), *given])
+    token = CHAINS.set(follow.run_chain)
+    try:
+        with follow:
+            _measure(follow, begin())
+            part.zero_grad()
+            shared = sum(x.nbytes for x in given) + follow.alive
+            return _measure(follow, begin())._replace(given=shared)
+    finally:
+        CHAINS.reset(token)
+
+
+def _measure(follow: Follow, run: Run) -> PartMemory:
+    before = follow.most = follow.alive
+    result = run()
+    own = result.untyped_storage().nbytes()
+    kept = follow.alive - before - own
+    forward = follow.most - before
+    backward = left = 0
+    if result.requires_grad:
+        follow.most = follow.alive
+        torch.autograd.backward(result, torch.empty_like(result))
+        # the result belongs to the next part, which has let it go by now
+        backward = follow.most - before - own
+    del result, run
+    if backward:
+        left = follow.alive - before
+    return PartMemory(kept=kept, forward=forward, backward=backward, left=left)
+
+
+def block(config: RunConfig, layer: int) -> PartMemory:
+    """Measure one block of the decoder."""
+    model, p = config.model, config.parallel
+    plan = _plan_of(config)
+    tokens = plan.local.size
+    with _grid_of(config, plan.cp_rank * p.tensor_model_parallel_size) as grid:
+        backend = _backend(config, grid)
+        part = Block(layer, model, backend, config.training.recompute_granularity)
+        rows = tokens // grid.tp.size if backend.sequence_parallel else tokens
+        frequencies = inverse_frequencies(model.rotary_dim, model.rotary_base, RotaryScaling()).to(DEVICE)
+        angles = cos_sin(torch.arange(tokens, device=DEVICE), frequencies, backend.dtype)
+        names = torch.arange(tokens, device=DEVICE)
+        sharers = grid.tp if backend.sequence_parallel else single_axis("one")
+        load = PlannedRoute.of_load(planned_load(config))
+        start = _begin()
+
+        def begin() -> Run:
+            kept: list[Routes] = []
+            if backend.deferred is not None:
+                backend.deferred.begin()
+
+            def run() -> torch.Tensor:
+                routes = None
+                if part.is_routed:
+                    # a route lives as long as its microbatch, so what it holds is kept for each layer
+                    routes = dataclasses.replace(Routes.of(plan, sharers, DEVICE, tokens), make=load)
+                    kept.append(routes)
+                inputs = BlockInputs(plan, (angles, angles), names[:rows], names, 1, routes)
+                with backend.precision():
+                    return part(_made_before(start, (rows, model.hidden_size), backend.dtype), inputs)
+
+            return run
+
+        return _follow(config, part, [*angles, names], begin)
+
+
+def head(config: RunConfig) -> PartMemory:
+    """Measure the final norm, the output head and the loss."""
+    model = config.model
+    with _grid_of(config) as grid:
+        backend = _backend(config, grid)
+        norm = backend.norm(NormSpec("final_norm", model.hidden_size, model.norm_epsilon))
+        table = backend.vocabulary(TableSpec(vocabulary_table(model, "head", model.vocab_size)))
+        part = OutputHead(norm, table, loss_chunk_tokens(config))
+        tokens = tokens_per_rank(config)
+        rows = tokens // grid.tp.size if backend.sequence_parallel else tokens
+        labels = torch.zeros(tokens, dtype=torch.int64, device=DEVICE)
+        weights = torch.zeros(tokens, device=DEVICE)
+        start = _begin()
+
+        def begin() -> Run:
+            shape = (rows, model.hidden_size)
+            return lambda: part(_made_before(start, shape, backend.dtype), Target(labels, weights, 1.0))
+
+        return _follow(config, part, [labels, weights], begin)
+
+
+def vision(config: RunConfig, crops: int, pooled: int) -> PartMemory:
+    """Measure tower and connector for so many crops and pooled tokens."""
+    v = config.vision
+    with _grid_of(config) as grid:
+        backend = _backend(config, grid)
+        part = VisionEncoder(v, config.model, backend, config.training.recompute_granularity)
+        grids = None
+        if v.family.has_grids:
+            # one image of whole windows
+            grids = PatchGrids(np.array([[1, pooled]]))
+            crops = pooled * POOLED_PATCHES
+        patches = torch.zeros(crops, v.crop_patches, v.patch_dim, dtype=backend.dtype, device=DEVICE)
+        pooling = torch.zeros(pooled, POOLED_PATCHES, dtype=torch.int64, device=DEVICE)
+        return _follow(config, part, [patches, pooling], lambda: lambda: part(patches, pooling, grids))
