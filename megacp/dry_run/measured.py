@@ -38,7 +38,7 @@ class PartMemory(NamedTuple):
     left: int
     """After its backward: factors of weight gradients that wait, or unreduced gradients under full sharding."""
     given: int = 0
-    """What the microbatch holds for it from beginning to end: pixels, labels, rotary angles, the plan's indices."""
+    """What the microbatch holds for it from beginning to end: pixels, labels, rotary angles."""
 
     @property
     def work(self) -> int:
@@ -82,7 +82,7 @@ def _measured_as(config: RunConfig, defers: bool) -> RunConfig:
         transport = transport_of(config)
         values["cp_comm_type"] = transport.name
         values["cp_layout"] = config.parallel.cp_layout
-        if config.parallel.cp_layout == "auto":
+        if config.parallel.chooses_layout:
             values["cp_layout"] = transport.best_layout or transport.layouts[0]
     if defers:
         values["pipeline_schedule"] = config.parallel.pipeline_schedule

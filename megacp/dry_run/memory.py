@@ -127,7 +127,7 @@ class RankMemory:
     saved: int = 0
     """Shards in the model's dtype, for a checkpoint."""
     rows: int = 0
-    """Tokens, labels, pixels, rotary angles and the plan's indices of all microbatches in flight."""
+    """Labels, pixels, names of tokens and rotary angles of all microbatches in flight."""
     activations: int = 0
     """What blocks and vision keep for all microbatches in flight."""
     messages: int = 0

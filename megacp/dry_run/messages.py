@@ -68,7 +68,7 @@ def stream_messages(config: RunConfig, number: int) -> int:
     Experts are not split over tp: only an MLP that all tokens pass next to them is.
     """
     model, t = config.model, config.training
-    is_dense = layers_of(model)[number].mlp is not MOE
+    is_dense = not layers_of(model)[number].is_routed
     has_mlp = is_dense or bool(model.moe_shared_expert_intermediate_size)
     parts = 2 if has_mlp else 1
     shards_stream = config.parallel.sequence_parallel
@@ -76,9 +76,9 @@ def stream_messages(config: RunConfig, number: int) -> int:
     count = 2 * parts + 2 * parts
     if shards_stream and "text" not in config.frozen_parts:
         count += parts
-    if t.recompute_granularity == "full":
+    if t.recompute_mode.repeats_block:
         count += 2 * parts
-    computed_whole = t.recompute_granularity == "full" and is_dense
+    computed_whole = t.recompute_mode.repeats_block and is_dense
     if tiled and computed_whole:
         # the sum of the tiles is not computed again, which is a scatter or an all-reduce
         count -= 1 if shards_stream else 2
@@ -225,7 +225,7 @@ def _stage(
 ) -> StageMessages:
     microbatches = config.num_microbatches(world_size)
     layers = [layer for layers in chunks for layer in layers]
-    full = config.training.recompute_granularity == "full"
+    full = config.training.recompute_mode.repeats_block
     heads = cp = 0.0
     if config.parallel.context_parallel_size > 1:
         # in forward, in backward, and once more if a block is computed again; K/V are kept then

@@ -250,8 +250,8 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 def _follow(config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], begin: Callable[[], Run]) -> PartMemory:
     """Run a part twice, forward and backward, and measure the second time.
 
-    `given` are tensors that are there before; `begin` begins a microbatch. What the first run leaves behind is made
-    once for all blocks of a microbatch: the indices of a plan on the device.
+    `given` are tensors that are there before; `begin` begins a microbatch. What the first run leaves behind is not
+    counted: indices of a plan on the device, some bytes a token, which all blocks share.
     """
     follow = Follow()
     given = list(given)
@@ -261,8 +261,7 @@ def _follow(config: RunConfig, part: nn.Module, given: Iterable[torch.Tensor], b
         with follow:
             _measure(follow, begin())
             part.zero_grad()
-            shared = sum(x.nbytes for x in given) + follow.alive
-            return _measure(follow, begin())._replace(given=shared)
+            return _measure(follow, begin())._replace(given=sum(x.nbytes for x in given))
     finally:
         CHAINS.reset(token)
 
@@ -292,7 +291,7 @@ def block(config: RunConfig, layer: int) -> PartMemory:
     tokens = plan.local.size
     with _grid_of(config, plan.cp_rank * p.tensor_model_parallel_size) as grid:
         backend = _backend(config, grid)
-        part = Block(layer, model, backend, config.training.recompute_granularity)
+        part = Block(layer, model, backend, config.training.recompute_mode)
         rows = tokens // grid.tp.size if backend.sequence_parallel else tokens
         frequencies = inverse_frequencies(model.rotary_dim, model.rotary_base, RotaryScaling()).to(DEVICE)
         angles = cos_sin(torch.arange(tokens, device=DEVICE), frequencies, backend.dtype)
@@ -347,7 +346,7 @@ def vision(config: RunConfig, crops: int, pooled: int) -> PartMemory:
     v = config.vision
     with _grid_of(config) as grid:
         backend = _backend(config, grid)
-        part = VisionEncoder(v, config.model, backend, config.training.recompute_granularity)
+        part = VisionEncoder(v, config.model, backend, config.training.recompute_mode)
         grids = None
         if v.family.has_grids:
             # one image of whole windows

@@ -14,7 +14,7 @@ from megacp.dry_run.measured import block_memory
 from megacp.dry_run.messages import StageMessages, step_messages, uncounted
 from megacp.dry_run.packs import PackSample, sample_packs
 from megacp.engine.config.run import RunConfig, with_values
-from megacp.engine.layers.moe import MOE, exchange_bytes, expert_rows, most_load, planned_load
+from megacp.engine.layers.moe import exchange_bytes, expert_rows, most_load, planned_load
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import ATTENTION_BACKWARD, PUBLISHED_BACKWARD, Flops, tokens_per_rank
 from megacp.engine.models import costs
@@ -104,7 +104,7 @@ def _heading(config: RunConfig, world_size: int) -> str:
 def _expert_load(config: RunConfig) -> list[str]:
     """Rows of a rank's experts, what a block with them holds at work, and what it sends."""
     ep, loads = config.parallel.expert_model_parallel_size, []
-    layer = next(i for i, layer in enumerate(layers_of(config.model)) if layer.mlp is MOE)
+    layer = next(i for i, layer in enumerate(layers_of(config.model)) if layer.is_routed)
     for load, name in ((1.0, "even"), (planned_load(config), "planned"), (most_load(config), "at the worst")):
         loaded = with_values(config, {"moe_planned_imbalance": load})
         held = block_memory(loaded, layer).backward

@@ -11,13 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.engine.config.blend import named_folders, path_problems, shown_path
 from megacp.engine.config.model import LINEARS, LORA_KINDS, ModelConfig, parse_lora_targets
+from megacp.engine.config.parallel import ParallelConfig
 from megacp.engine.config.ranges import MAX_EXPERTS_IN_ALL
 from megacp.engine.config.run import RunConfig, fields, flag, flatten
 from megacp.engine.layers.attention import heads_group, transport_of
-from megacp.engine.layers.moe import MOE
 from megacp.engine.layers.stack import EXPERT_KINDS, layers_of, lora_kinds
 from megacp.storage.place import place_of
 from megacp.storage.url import Url, is_url
@@ -70,6 +71,15 @@ _TOWER_MULTIPLES = (
 """The first field is a multiple of the second; None is derived from a field that has a row of its own."""
 
 
+def _slices(parallel: ParallelConfig) -> int:
+    """Return the number of equal slices of a row that a rank holds: the most of any layout if it is not chosen yet."""
+    if parallel.context_parallel_size == 1:
+        return 1
+    if parallel.chooses_layout:
+        return max(layout.slices for layout in LAYOUTS.values())
+    return LAYOUTS[parallel.cp_layout].slices
+
+
 def _multiples(config: RunConfig, world: int) -> Iterator[str]:
     """What is no multiple of what it has to be, and the next numbers that are."""
     values, m, p, t = flatten(config), config.model, config.parallel, config.training
@@ -80,7 +90,7 @@ def _multiples(config: RunConfig, world: int) -> Iterator[str]:
         packs = t.micro_batch_size * dp
         of = f"--micro-batch-size {t.micro_batch_size} x dp {dp} = {packs} (dp = {world} ranks / {ranks})"
         rows.append((f"--global-batch-size {t.global_batch_size}", t.global_batch_size, of, packs))
-    slices = 2 if p.cp_layout not in ("contiguous", "balanced") and cp > 1 else 1
+    slices = _slices(p)
     sharded = tp if p.sequence_parallel else 1
     of = f"{slices} slices of --cp-layout {p.cp_layout} x cp {cp} x tp {sharded} = {slices * cp * sharded}"
     rows.append((f"--seq-length {config.data.seq_length}", config.data.seq_length, of, slices * cp * sharded))
@@ -139,8 +149,8 @@ def _model(config: RunConfig, world: int) -> Iterator[str]:
     if m.additional_vocab_size > 0 and not m.untie_embeddings_and_output_weights:
         yield f"--additional-vocab-size {m.additional_vocab_size} needs --untie-embeddings-and-output-weights"
     try:
-        mlps = {layer.mlp for layer in layers_of(m)}
-        if m.num_experts > 0 and MOE not in mlps:
+        routed = [layer for layer in layers_of(m) if layer.is_routed]
+        if m.num_experts > 0 and not routed:
             yield f"--moe-layer-freq {m.moe_layer_freq} gives none of {m.num_layers} layers experts"
         said = m.moe_layer_freq.count(",") + 1
         if m.num_experts > 0 and said != m.num_layers and not m.moe_layer_freq.isdigit():
@@ -269,7 +279,8 @@ def _context(config: RunConfig, world: int) -> Iterator[str]:
     cp, tp, comm = p.context_parallel_size, p.tensor_model_parallel_size, p.cp_comm_type
     joined = packs_in_a_row(config, world)
     tokens = config.data.seq_length * config.training.micro_batch_size * joined
-    if kernel == "dense" and (cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or "auto" in (comm, p.cp_layout)):
+    undecided = p.chooses_transport or p.chooses_layout
+    if kernel == "dense" and (cp * joined > 1 or tokens > MAX_DENSE_ROW_TOKENS or undecided):
         yield (
             f"--attention-kernel dense is a reference for one cp rank and rows of at most {MAX_DENSE_ROW_TOKENS} "
             f"tokens; this run has --context-parallel-size {cp}, rows of {tokens} and --cp-comm-type {comm}"

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from megacp.attention.context_parallel.attention import select_transport
-from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.layout import CONTIGUOUS, LAYOUTS
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.transport import Transport
 from megacp.attention.context_parallel.transports import TRANSPORTS
@@ -335,7 +335,7 @@ class context_parallel(contextlib.AbstractContextManager[ContextParallel]):
         length, ranks = lengths[0], axis.size
         if model is not None and ranks > 1:
             refuse(*model_problems(model, length))
-        dealing = LAYOUTS[layout if ranks > 1 else "contiguous"]  # one rank holds the rows as they are
+        dealing = LAYOUTS[layout] if ranks > 1 else CONTIGUOUS  # one rank holds the rows as they are
         mask = batch_mask(self.document_ids, length).padded(dealing, ranks)
         if mask.length > length and self.pad_values is None:
             refuse(

@@ -197,7 +197,7 @@ def words(config: RunConfig, world_size: int) -> str:
     if p.sharding.parameters:
         found.append("all sharded")
     found += [f"{copies} copies of the optimizer"] * (copies > 1)
-    found.append(f"{t.recompute_granularity} recompute" if t.recompute_granularity != "none" else "no recompute")
+    found.append("no recompute" if t.recompute_mode.keeps_all else f"{t.recompute_granularity} recompute")
     found += [f"offload {t.activation_offload:g}"] * (t.activation_offload > 0)
     found += [f"MLP in {t.mlp_chunk_tokens}"] * (t.mlp_chunk_tokens > 0)
     found += [f"micro batch {t.micro_batch_size}"] * (t.micro_batch_size > 1)

@@ -17,8 +17,9 @@ from megacp.attention.context_parallel.transports import TRANSPORTS
 from megacp.dry_run.memory import RankMemory, stage_kind, stage_memory
 from megacp.dry_run.packs import PackSample
 from megacp.engine.checks import check
-from megacp.engine.config.parallel import SHARDINGS
+from megacp.engine.config.parallel import PIPELINE_SCHEDULES, SHARDINGS
 from megacp.engine.config.run import RunConfig, Value, flatten, with_values
+from megacp.engine.config.training import RECOMPUTE_MODES
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.engine.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
@@ -36,21 +37,9 @@ TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "cont
 EP = "expert_model_parallel_size"
 _GROUPS = (2, 4, 8)
 """Ranks that swap heads under `a2a+p2p`."""
-_SCHEDULES: tuple[Choice, ...] = tuple(
-    {"num_virtual_stages_per_pipeline_rank": chunks, "pipeline_schedule": name}
-    for name, counts in (("1f1b", (1, 2, 3, 4, 6, 8)), ("zero_bubble", (1, 2)))
-    for chunks in counts
-)
-_STRATEGIES: tuple[Choice, ...] = tuple(
-    {"data_parallel_sharding_strategy": name} for name, sharding in SHARDINGS.items() if sharding.searched
-)
-_SAVINGS: tuple[Choice, ...] = tuple(
-    {"recompute_granularity": granularity, "activation_offload": offload, "mlp_chunk_tokens": tile}
-    for granularity in ("full", "none", "selective")
-    for offload in (0.99, 0.0, 0.5)
-    for tile in (0, 4096, 16384, 8192)
-)
-"""What saves memory and makes no step shorter; what rules out most of the others first."""
+_OFFLOADS = (0.99, 0.0, 0.5)
+_TILES = (0, 4096, 16384, 8192)
+"""Shares of activations on the host, and tokens of an MLP's tile; first those that rule out most of the others."""
 _NOTHING: tuple[Choice, ...] = ({},)
 
 
@@ -84,14 +73,43 @@ def _transports(cp: int) -> list[Choice]:
     return found
 
 
+def _schedules() -> list[Choice]:
+    """Return the pipeline schedules, each with its numbers of model chunks."""
+    return [
+        {"num_virtual_stages_per_pipeline_rank": chunks, "pipeline_schedule": name}
+        for name, row in PIPELINE_SCHEDULES.items()
+        for chunks in row.searched_chunks
+    ]
+
+
+def _strategies() -> list[Choice]:
+    """Return the sharding strategies."""
+    return [{"data_parallel_sharding_strategy": name} for name, row in SHARDINGS.items() if row.searched]
+
+
+def _savings() -> list[Choice]:
+    """Return what saves memory and makes no step shorter.
+
+    The mode that recomputes most is first, because where it does not fit no other mode is tried.
+    """
+    strongest = max(RECOMPUTE_MODES, key=lambda name: RECOMPUTE_MODES[name].strength)
+    modes = [strongest, *(name for name in RECOMPUTE_MODES if name != strongest)]
+    return [
+        {"recompute_granularity": mode, "activation_offload": offload, "mlp_chunk_tokens": tile}
+        for mode in modes
+        for offload in _OFFLOADS
+        for tile in _TILES
+    ]
+
+
 def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choice]]:
-    """What is tried of all else on a grid, but for `_SAVINGS`; nothing of what does not act there."""
+    """What is tried of all else on a grid, but for `_savings`; nothing of what does not act there."""
     p = base.parallel
     cp, machines = p.context_parallel_size, max(1, world_size // GPUS_OF_A_MACHINE)
     return [
-        _SCHEDULES if p.pipeline_model_parallel_size > 1 else _NOTHING,
+        _schedules() if p.pipeline_model_parallel_size > 1 else _NOTHING,
         _transports(cp) if cp > 1 else _NOTHING,
-        _STRATEGIES if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size else _NOTHING,
+        _strategies() if world_size > p.tensor_model_parallel_size * p.pipeline_model_parallel_size else _NOTHING,
         [{"num_distributed_optimizer_instances": count} for count in sorted({1, machines})],
         [{"micro_batch_size": size} for size in (1, 2, 4)] if cp == 1 else _NOTHING,  # ranks of cp share a row already
         [{"dtype": dtype}],
@@ -101,7 +119,7 @@ def _others(base: RunConfig, world_size: int, dtype: str) -> list[Sequence[Choic
 def fields_chosen(config: RunConfig) -> set[str]:
     """Fields of which a search tries values."""
     grids = (with_values(config, {PP: 2, CP: cp}) for cp in (1, 4))
-    tables = [*_sizes(config, 1), *(table for grid in grids for table in _others(grid, 16, "")), _SAVINGS]
+    tables = [*_sizes(config, 1), *(table for grid in grids for table in _others(grid, 16, "")), _savings()]
     return {name for choices in tables for choice in choices for name in choice}
 
 
@@ -215,8 +233,10 @@ Saving = tuple[int, float, int]
 def _saved(base: RunConfig, choice: Choice) -> Saving:
     """How far a choice goes in each way of saving memory: what is computed again, what moves, into how many tiles."""
     values: dict[str, Any] = {**vars(base.training), **choice}
-    again, tile = ("none", "selective", "full").index(values["recompute_granularity"]), values["mlp_chunk_tokens"]
-    return again, values["activation_offload"], -(-tokens_per_rank(base) // tile) if tile else 0
+    mode = RECOMPUTE_MODES[values["recompute_granularity"]]
+    tile = values["mlp_chunk_tokens"]
+    tiles = -(-tokens_per_rank(base) // tile) if tile else 0
+    return mode.strength, values["activation_offload"], tiles
 
 
 def _is_less(one: Saving, other: Saving) -> bool:
@@ -239,7 +259,7 @@ def search(
     Left out is what would be slower than the best that fit well even if no stage idled, what saves more memory than one
     that fits well, or less than one that does not fit, and what leaves the host more than it has.
     """
-    untold = _untold(_SAVINGS, _told(config, given))
+    untold = _untold(_savings(), _told(config, given))
     host = hardware.host_memory * 2**30
     timed = functools.partial(step_time, world_size=world_size, hardware=hardware, sample=sample)
     found, best = dict[Hashable, Candidate](), [math.inf] * BEST

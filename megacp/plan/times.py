@@ -30,8 +30,9 @@ from megacp.dry_run.messages import (
 )
 from megacp.dry_run.packs import PackSample, one_row
 from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.training import KEEP_ALL
 from megacp.engine.layers.attention import transport_of
-from megacp.engine.layers.moe import MOE, expert_rows, planned_load
+from megacp.engine.layers.moe import expert_rows, planned_load
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import ATTENTION_BACKWARD, MATMUL_BACKWARD, tokens_per_rank
 from megacp.engine.models import costs
@@ -129,25 +130,30 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
     fused = _fused_share(config, sample)
     rates = zip(hardware.attention["fused"], hardware.attention["flex"], strict=True)
     there, back = (flops.attention / ranks / narrow * (fused / one + (1 - fused) / other) for one, other in rates)
-    kept = {name: _kept(config, number, name) / hardware.bandwidth for name in ("none", "selective")}
-    passes = 2 * kept["none"]  # each is written once and read once
-    if layer.mlp is MOE:  # a token's rows are copied to its experts, weighted and copied back
+    kept_without = _kept(config, number, KEEP_ALL) / hardware.bandwidth
+    passes = 2 * kept_without  # each is written once and read once
+    if layer.is_routed:  # a token's rows are copied to its experts, weighted and copied back
         passes += 6 * expert_rows(config) * model.hidden_size * size / hardware.bandwidth
     trained = MATMUL_BACKWARD if "text" not in config.frozen_parts else 1.0
     pairs = costs.pair_flops(model, tokens, number).matmul / ranks / hardware.products
 
     calls = hardware.exposed(hardware.calls, products + passes + there)
     whole_block = products + passes + calls + there * layer.has_state  # attention keeps what it gave, a state does not
-    again = {"none": 0.0, "selective": 2 * (kept["none"] - kept["selective"]), "full": whole_block}
-    if t.mlp_chunk_tokens and t.recompute_granularity != "full":  # which ends where tiles begin
+    mode = t.recompute_mode
+    again = 0.0
+    if mode.repeats_block:
+        again = whole_block
+    elif not mode.keeps_all:
+        kept = _kept(config, number, t.recompute_granularity) / hardware.bandwidth
+        again = 2 * (kept_without - kept)
+    if t.mlp_chunk_tokens and not mode.repeats_block:  # a repeated block ends where tiles begin
         up = sum(linear.inputs * linear.outputs for linear in layer.mlp.linears(model).values() if linear.cut == "rows")
-        again[t.recompute_granularity] += (2.0 * tokens * up + experts) / ranks / hardware.products
+        again += (2.0 * tokens * up + experts) / ranks / hardware.products
     # The residual stream is gathered before and scattered after attention and MLP; in backward half of it hides under
     # the products of weights, and so does the gather of inputs for these. A block with experts counts as a dense one.
     tensor = 0.0
     if tp > 1:
         tensor = 4 * (stream_bytes(config) / hardware.ring(tp, 1) + hardware.latency)
-    full = t.recompute_granularity == "full"
     # heads are swapped once more where a block is computed again; K/V are sent again in backward, with gradients
     swap, sent, hidden = _context(config, hardware, sample) if not layer.has_state else (0.0, 0.0, 0.0)
     exchange = expert_bytes(config, number) / hardware.exchange(p.expert_model_parallel_size, 1)
@@ -162,9 +168,9 @@ def _layer(config: RunConfig, hardware: Hardware, sample: PackSample, number: in
         _Part(
             work=trained * products + 2 * (pairs + passes + calls),
             attention=ATTENTION_BACKWARD * back,
-            again=again[t.recompute_granularity],
-            tp=tensor * (1 - hardware.overlap / 2 + full),
-            cp=swap * (1 + full) + hardware.exposed(2 * sent, hidden * ATTENTION_BACKWARD * back),
+            again=again,
+            tp=tensor * (1 - hardware.overlap / 2 + mode.repeats_block),
+            cp=swap * (1 + mode.repeats_block) + hardware.exposed(2 * sent, hidden * ATTENTION_BACKWARD * back),
             ep=exchange / 2,
         ),
     )
@@ -224,7 +230,7 @@ def _stage(
         crops, pooled = costs.planned_images(config)
         seen = costs.crop_flops(config).times(crops).forward + costs.pooled_flops(config).times(pooled).forward
         once, every = (count * packs / hardware.products for count in (seen, costs.vision_flops(config, crops, pooled)))
-        again = t.recompute_granularity == "full" and "vision" not in config.frozen_parts
+        again = t.recompute_mode.repeats_block and "vision" not in config.frozen_parts
         forward, backward = forward + _Part(work=once), backward + _Part(work=every - once, again=once * again)
     # gradients are added to their wide sums
     trained = stage_parameters(config, chunks, trained=True)

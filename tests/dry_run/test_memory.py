@@ -110,7 +110,7 @@ def test_activations_equal_what_a_real_block_keeps(granularity: str, values: dic
     tokens = 128  # a whole block of the GPU's kernel, which fills others up
     config = config_of(**{"dtype": "bfloat16", **values}, seq_length=tokens, recompute_granularity=granularity)
     backend = NativeBackend(build_grid(GridShape(), 0), config)
-    block = Block(0, config.model, backend, granularity)
+    block = Block(0, config.model, backend, config.training.recompute_mode)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(0))
     zeros, places = np.zeros(tokens, np.int32), np.arange(tokens)

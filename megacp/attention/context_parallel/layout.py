@@ -26,6 +26,8 @@ class Layout:
     _deal: Callable[[Metadata, int, Mix], np.ndarray]
     padded: Callable[[Metadata, int], int] = lambda metadata, cp: len(metadata)
     """Least tokens of the padded row, before rounding up to `multiple`."""
+    fills_documents: bool = False
+    """Whether each document is filled up by itself, to a multiple of `slices * cp` tokens."""
 
     def deal(self, metadata: Metadata, cp: int, mix: Mix = ALIKE) -> np.ndarray:
         """The tokens `[cp, t]` of each rank; `mix` says how far the layers look."""
@@ -89,13 +91,12 @@ def _zigzag_document(metadata: Metadata, cp: int, mix: Mix) -> np.ndarray:
     return np.stack([np.concatenate([*parts[rank], rest[rank]]) for rank in range(cp)])
 
 
-LAYOUTS = {
-    layout.name: layout
-    for layout in (
-        Layout("contiguous", 1, lambda metadata, cp, mix: np.arange(len(metadata)).reshape(cp, -1)),
-        Layout("zigzag", 2, _zigzag),
-        Layout("zigzag_document", 2, _zigzag_document, _zigzag_document_length),
-        Layout("balanced", 1, deal_balanced),
-    )
-}
+CONTIGUOUS = Layout("contiguous", 1, lambda metadata, cp, mix: np.arange(len(metadata)).reshape(cp, -1))
+"""One range of the row for each rank. A single rank holds the row with it, because there is nothing to deal."""
+ZIGZAG = Layout("zigzag", 2, _zigzag)
+"""Slices that mirror each other: large tiles, and equal work for one long document."""
+ZIGZAG_DOCUMENT = Layout("zigzag_document", 2, _zigzag_document, _zigzag_document_length, fills_documents=True)
+BALANCED = Layout("balanced", 1, deal_balanced)
+"""Equal work for any mask."""
+LAYOUTS = {layout.name: layout for layout in (CONTIGUOUS, ZIGZAG, ZIGZAG_DOCUMENT, BALANCED)}
 """Layouts by name."""

@@ -21,12 +21,18 @@ GroupSizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class EngineTransport:
-    """The same transport in Transformer Engine (its `cp_comm_type`)."""
+    """The same transport in Transformer Engine."""
 
+    name: str
+    """Its `cp_comm_type`."""
     windows: bool
     """Whether layers with a sliding window may use it."""
     saves_own_tokens: bool
     """Whether it saves tensors of the rank's own tokens; with all-to-all it saves some heads of all tokens."""
+    one_group: str = ""
+    """Its `cp_comm_type` if all ranks form a single group, of the row that needs sizes."""
+    groups_of_one: str = ""
+    """Its `cp_comm_type` if each rank is a group of its own, of the row that needs sizes."""
 
 
 @dataclass(frozen=True)
@@ -140,14 +146,14 @@ _ROWS = (
         "p2p",
         _ring,
         layouts=("zigzag_document", "balanced"),
-        engine=EngineTransport(windows=False, saves_own_tokens=True),
+        engine=EngineTransport("p2p", windows=False, saves_own_tokens=True),
     ),
     TransportRow(
         "all_gather",
         _all_gather,
         keys="gathered",
         layouts=("zigzag_document",),
-        engine=EngineTransport(windows=True, saves_own_tokens=True),
+        engine=EngineTransport("all_gather", windows=True, saves_own_tokens=True),
     ),
     TransportRow(
         "a2a",
@@ -155,14 +161,14 @@ _ROWS = (
         heads="all",
         layouts=("contiguous",),
         best_layout="contiguous",
-        engine=EngineTransport(windows=True, saves_own_tokens=False),
+        engine=EngineTransport("a2a", windows=True, saves_own_tokens=False),
     ),
     TransportRow(
         "a2a+p2p",
         _a2a_p2p,
         heads="inner",
         layouts=("zigzag_document",),
-        engine=EngineTransport(windows=False, saves_own_tokens=False),
+        engine=EngineTransport("a2a+p2p", windows=False, saves_own_tokens=False, one_group="a2a", groups_of_one="p2p"),
     ),
     TransportRow("kv_exchange", _kv_exchange, keys="needed", layouts=("balanced",), best_layout="balanced"),
 )

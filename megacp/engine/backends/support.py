@@ -31,7 +31,7 @@ def attention_reasons(config: RunConfig) -> Iterator[str]:
         yield f"--softmax-type {m.softmax_type} is asked of ours alone"
     if p.context_parallel_size == 1 and not p.dynamic_context_parallel:
         return
-    if transport_of(config).engine is None or p.cp_comm_type == "auto":
+    if transport_of(config).engine is None or p.chooses_transport:
         known = ", ".join(row.name for row in TRANSPORTS.values() if row.engine is not None)
         yield f"--cp-comm-type {p.cp_comm_type} is native only; Transformer Engine has {known}"
     dealt_over = heads_group(config)
@@ -63,7 +63,7 @@ def layer_reasons(
     if t.dtype != "bfloat16":
         yield f"Transformer Engine's layers are for --dtype bfloat16, this run has {t.dtype}"
     twice = {
-        "--recompute-granularity full": t.recompute_granularity == "full",
+        f"--recompute-granularity {t.recompute_granularity}": t.recompute_mode.repeats_block,
         f"--mlp-chunk-tokens {t.mlp_chunk_tokens}": t.mlp_chunk_tokens > 0,
     }
     for name in (name for name, asked in twice.items() if asked and t.fp8 == "delayed"):

@@ -160,32 +160,39 @@ class PackedAttention:
         self.cp: dict[str, Any] = {"context_parallel": cp.size > 1, "cp_size": cp.size}
         """What the selector of its kernels is given about context parallelism."""
         row = TRANSPORTS[comm_type]
-        assert row.engine is not None, f"Transformer Engine has no transport {comm_type}"
-        self.windows = cp.size == 1 or row.engine.windows
+        engine = row.engine
+        assert engine is not None, f"Transformer Engine has no transport {comm_type}"
+        self.windows = cp.size == 1 or engine.windows
         """Whether rows may have a sliding window."""
-        self.keeps = cp.size == 1 or row.engine.saves_own_tokens
+        self.keeps = cp.size == 1 or engine.saves_own_tokens
         """Whether it saves tensors of this rank's tokens; under a2a heads of all tokens are more than its result."""
         if cp.size == 1:
             return
         groups: Any = cp.group
+        name = engine.name
+        heads_over = 1
         if row.needs_sizes:
-            parts = split_axis(cp, inner)
-            if parts[0].group is None or parts[1].group is None:  # one of the two has a single rank
-                comm_type = "p2p" if parts[0].group is None else "a2a"
+            inside, between = split_axis(cp, inner)
+            if inside.group is None:
+                name = engine.groups_of_one
+            elif between.group is None:
+                name = engine.one_group
             else:
-                groups = [part.group for part in parts]
-        self.cp |= {"cp_comm_type": comm_type, "cp_size_a2a": inner if TRANSPORTS[comm_type].needs_sizes else 1}
+                groups = [inside.group, between.group]
+                heads_over = inner
+        self.cp |= {"cp_comm_type": name, "cp_size_a2a": heads_over}
         self.attention.set_context_parallel_group(
             cp_group=groups,
             cp_global_ranks=list(cp.global_ranks),
             cp_stream=torch.cuda.Stream(device=device),
-            cp_comm_type=comm_type,
+            cp_comm_type=name,
         )
 
     def sequences(self, plan: AttentionPlan) -> Sequences | str:
         """`thd_sequences` of a plan."""
         if plan.reach.window and not self.windows:
-            return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose a2a or all_gather"
+            able = " or ".join(row.name for row in TRANSPORTS.values() if row.engine is not None and row.engine.windows)
+            return f"Transformer Engine has no sliding window under {self.cp['cp_comm_type']}: choose {able}"
         return thd_sequences(plan)
 
     def __call__(

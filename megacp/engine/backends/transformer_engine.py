@@ -216,7 +216,7 @@ class TransformerEngineBackend(NativeBackend):
         super().__init__(grid, config, adds)
         self.adamw = fused_adam
         self.fp8, self.token_multiple = training.fp8, FP8_MULTIPLES[training.fp8]
-        self.apart = training.recompute_granularity == "selective" or self.lora is not None
+        self.apart = training.recompute_mode.repeats_activations or self.lora is not None
         self.in_tower = False
         self.norms = {"normalization": "RMSNorm", "zero_centered_gamma": config.model.apply_layernorm_1p}
         amax = grid.over("tp", "cp")
@@ -226,7 +226,7 @@ class TransformerEngineBackend(NativeBackend):
         if self.fp8 == "delayed":
             connect([amax], grid.device)  # in no step of another run
             self.tell("fp8: delayed scales begin at 1 here, also in a resumed run: they are in no checkpoint")
-        self._tell_of_norms(config.model)
+        self._tell_of_norms(config)
 
     def _packed_attention(self, grid: ProcessGrid, config: RunConfig) -> PackedAttention | None:
         """Return the engine's attention; None, with a line that says why, if it cannot run for this config."""
@@ -246,15 +246,15 @@ class TransformerEngineBackend(NativeBackend):
         self.tell(f"attention: ours for every row, {reasons}")
         return None
 
-    def _tell_of_norms(self, model: ModelConfig) -> None:
+    def _tell_of_norms(self, config: RunConfig) -> None:
         """Say which norms are not fused with a linear, or are ours, and by which flag."""
         if self.lora:
             self._tell_apart("--lora-rank")
         elif self.apart:
-            self._tell_apart("--recompute-granularity selective")
-        elif not model.has_input_norms:
+            self._tell_apart(f"--recompute-granularity {config.training.recompute_granularity}")
+        elif not config.model.has_input_norms:
             self._tell_apart("--norm-position")
-        if model.qk_layernorm == "all_heads":
+        if config.model.qk_layernorm == "all_heads":
             self.tell("q/k norms: ours, Transformer Engine's has no sum over tp ranks")
 
     def _tell_apart(self, why: str) -> None:

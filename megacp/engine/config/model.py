@@ -42,6 +42,24 @@ _ONE_INPUT = {
 
 
 @dataclass(frozen=True)
+class NormPosition:
+    """Where the norms of a block are."""
+
+    inputs: bool
+    """Whether a norm precedes attention and MLP."""
+    outputs: bool
+    """Whether a norm follows attention and MLP, before the residual sum."""
+
+
+NORM_POSITIONS = {
+    "before": NormPosition(inputs=True, outputs=False),
+    "after": NormPosition(inputs=False, outputs=True),
+    "both": NormPosition(inputs=True, outputs=True),
+}
+"""Rows of `--norm-position`."""
+
+
+@dataclass(frozen=True)
 class PairSize:
     """Rank and alpha of the low-rank pairs of one kind."""
 
@@ -337,12 +355,12 @@ class ModelConfig:
     @property
     def has_input_norms(self) -> bool:
         """Whether a norm precedes attention and MLP."""
-        return self.norm_position != "after"
+        return NORM_POSITIONS[self.norm_position].inputs
 
     @property
     def has_output_norms(self) -> bool:
         """Whether a norm follows attention and MLP, before the residual sum."""
-        return self.norm_position != "before"
+        return NORM_POSITIONS[self.norm_position].outputs
 
     @property
     def head_dim(self) -> int:

@@ -38,6 +38,23 @@ SHARDINGS = {
 
 
 @dataclass(frozen=True)
+class PipelineSchedule:
+    """What follows from a pipeline schedule; `pipeline_parallel/schedules.py` has the order of its computes."""
+
+    defers_weight_gradients: bool
+    """Whether weight gradients are computed later than the gradients that other stages need."""
+    searched_chunks: tuple[int, ...]
+    """Numbers of model chunks per pipeline rank that a search for a layout tries."""
+
+
+PIPELINE_SCHEDULES = {
+    "1f1b": PipelineSchedule(defers_weight_gradients=False, searched_chunks=(1, 2, 3, 4, 6, 8)),
+    "zero_bubble": PipelineSchedule(defers_weight_gradients=True, searched_chunks=(1, 2)),
+}
+"""Rows of `--pipeline-schedule`."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """The grid of ranks. Data parallelism takes what remains: dp = world size / (tp x pp x cp)."""
 
@@ -110,4 +127,14 @@ class ParallelConfig:
     @property
     def defers_weight_gradients(self) -> bool:
         """Whether the pipeline schedule computes weight gradients later than the gradients that other stages need."""
-        return self.pipeline_schedule == "zero_bubble"
+        return PIPELINE_SCHEDULES[self.pipeline_schedule].defers_weight_gradients
+
+    @property
+    def chooses_transport(self) -> bool:
+        """Whether the start of a run chooses the transport by the masks of its first rows."""
+        return self.cp_comm_type == "auto"
+
+    @property
+    def chooses_layout(self) -> bool:
+        """Whether the start of a run chooses which tokens a rank holds by the masks of its first rows."""
+        return self.cp_layout == "auto"

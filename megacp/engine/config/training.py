@@ -21,6 +21,38 @@ STATE_KINDS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq")}
 
 
 @dataclass(frozen=True)
+class RecomputeMode:
+    """What a block computes again in backward instead of keeping it."""
+
+    repeats_activations: bool = False
+    """Norms and activation functions. Their outputs are large and cheap: no product and no message is repeated."""
+    repeats_block: bool = False
+    """The whole block except core attention, whose output is kept because its cost grows with the row's length."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is computed again."""
+        return not (self.repeats_activations or self.repeats_block)
+
+    @property
+    def strength(self) -> int:
+        """Rank among the modes by how much they repeat; 0 repeats nothing."""
+        if self.repeats_block:
+            return 2
+        return 1 if self.repeats_activations else 0
+
+
+KEEP_ALL = "none"
+"""The mode that repeats nothing, with which others are compared."""
+RECOMPUTE_MODES = {
+    KEEP_ALL: RecomputeMode(),
+    "selective": RecomputeMode(repeats_activations=True),
+    "full": RecomputeMode(repeats_block=True),
+}
+"""Rows of `--recompute-granularity`."""
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """One training run. An iteration is one optimizer step over `global_batch_size` packs."""
 
@@ -130,6 +162,11 @@ class TrainingConfig:
     gradient_accumulation_fusion: bool = False
     """Native linears add their weight gradient to the gradient bucket themselves (by apex's kernel where installed):
     one pass less over each. Transformer Engine's do where gradients are not sharded."""
+
+    @property
+    def recompute_mode(self) -> RecomputeMode:
+        """The row of the recompute granularity."""
+        return RECOMPUTE_MODES[self.recompute_granularity]
 
     @property
     def warmup_updates(self) -> int:

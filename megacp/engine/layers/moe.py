@@ -101,7 +101,7 @@ def exchange_bytes(config: RunConfig) -> int:
     """Bytes that a rank sends for a layer in a microbatch, under an even load: counts, rows and their weights there,
     rows back, and in backward the other way.
     """
-    full, ep = config.training.recompute_granularity == "full", config.parallel.expert_model_parallel_size
+    full, ep = config.training.recompute_mode.repeats_block, config.parallel.expert_model_parallel_size
     away = _slots(config) * (ep - 1) // ep
     row = config.model.hidden_size * config.training.element_bytes
     weight = config.training.accumulation_bytes

@@ -49,6 +49,11 @@ class Layer:
         """Whether a state takes the place of attention."""
         return self.mixer is not ATTENTION
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether tokens are routed to experts."""
+        return self.mlp is MOE
+
     def linears(self, model: ModelConfig) -> dict[str, Linear]:
         """Linears of mixer and MLP, by the last part of their names."""
         return {name: linear for kind in self.kinds for name, linear in kind.linears(model).items()}

@@ -1,6 +1,6 @@
 """One decoder block: attention and MLP, norms before or after them, with residuals, dropout and recomputation.
 
-The body says which values it would save. The recompute granularity is chosen once, outside of it.
+The body says which values it would save. The recompute mode is chosen once, outside of it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.pointwise import dropout
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.config.model import ModelConfig
+from megacp.engine.config.training import RecomputeMode
 from megacp.engine.expert_parallel.layer import MixtureOfExperts
 from megacp.engine.expert_parallel.route import Routes
 from megacp.engine.layers.attention import ATTENTION
 from megacp.engine.layers.gated_delta import GATED_DELTA
 from megacp.engine.layers.mamba2 import MAMBA2
-from megacp.engine.layers.moe import MOE
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import LayerKind
 from megacp.engine.models.attention import Angles, SelfAttention
@@ -56,7 +56,7 @@ class BlockInputs:
 class Block(nn.Module):
     """`x[t/tp, h] -> [t/tp, h]`; the layer index is global."""
 
-    def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: str) -> None:
+    def __init__(self, layer: int, config: ModelConfig, backend: NativeBackend, recompute: RecomputeMode) -> None:
         super().__init__()
         prefix = f"layers.{layer}"
         described = layers_of(config)[layer]
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
         self.attention_norm, self.mlp_norm = output_norm("attention"), output_norm("mlp")
         """Norms of the outputs, where they stand after attention and MLP."""
-        self.is_routed = described.mlp is MOE
+        self.is_routed = described.is_routed
         if self.is_routed:
             self.mlp: nn.Module = MixtureOfExperts(layer, config, backend)
         else:
@@ -82,15 +82,15 @@ class Block(nn.Module):
                 NormSpec(f"{prefix}.mlp_norm", hidden, epsilon) if config.has_input_norms else None,
                 *(LinearSpec.of(f"{prefix}.mlp", linears, *product) for product in described.mlp.products),
             )
-        self.precision = backend.precision if recompute == "full" else contextlib.nullcontext
+        self.precision = backend.precision if recompute.repeats_block else contextlib.nullcontext
         self.recompute = recompute
         self.pairs = [module for module in self.modules() if isinstance(module, LowRank)]
         self.offload: BlockOffload | None = None
         """Takes what is saved to host memory and back; None leaves it on the device."""
 
     def forward(self, x: torch.Tensor, inputs: BlockInputs) -> torch.Tensor:
-        """Run the block under the recompute granularity it was built with."""
-        if self.offload is None and self.recompute == "none":
+        """Run the block under the recompute mode it was built with."""
+        if self.offload is None and self.recompute.keeps_all:
             return self._body(x, inputs, keep)
         run = functools.partial(run_block, self._body, self.recompute)
         if self.offload is None:

@@ -40,7 +40,7 @@ def build_chunks(
             config.model,
             layers,
             backend,
-            recompute=config.training.recompute_granularity,
+            recompute=config.training.recompute_mode,
             tied_across=grid.pp.size > 1,
             vision=config.vision,
             made=shard,

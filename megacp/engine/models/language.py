@@ -18,6 +18,7 @@ from megacp.distributed.differentiable import slice_of
 from megacp.distributed.grid import single_axis
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.config.model import ModelConfig
+from megacp.engine.config.training import KEEP_ALL, RECOMPUTE_MODES, RecomputeMode
 from megacp.engine.config.vision import VisionConfig
 from megacp.engine.expert_parallel.route import Routes
 from megacp.engine.layers.stack import vocabulary_table
@@ -63,7 +64,7 @@ class LanguageModelChunk(nn.Module):
         layers: range,
         backend: NativeBackend,
         *,
-        recompute: str = "none",
+        recompute: RecomputeMode = RECOMPUTE_MODES[KEEP_ALL],
         tied_across: bool = False,
         vision: VisionConfig | None = None,
         made: Made = lambda part, role: None,

@@ -23,6 +23,7 @@ from megacp.attention.ops.dtype import accumulation_dtype
 from megacp.attention.ops.pointwise import swiglu
 from megacp.engine.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.engine.config.model import ModelConfig
+from megacp.engine.config.training import RecomputeMode
 from megacp.engine.config.vision import VisionConfig
 from megacp.engine.layers.vision import merging_linears, pooling_linears
 from megacp.engine.models.vision import GridTower, Tower, VisionTower
@@ -98,7 +99,7 @@ class VisionEncoder(nn.Module):
     """Vision tower and connector: `patches[c, N, 3 p p]`, `pooling[m, w]` -> features `[m, h]`, replicated over tp."""
 
     def __init__(
-        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str = "none"
+        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
     ) -> None:
         super().__init__()
         self.config, self.width = config, model.hidden_size

@@ -50,7 +50,7 @@ def parts_without_pairs(config: RunConfig) -> list[str]:
     if len({layer.mixer.name for layer in layers}) > 1:
         for part, of_part in bare.items():
             told.append(f"no low-rank pairs: {part} of layers {layers_in_words(of_part)} ({who} names none)")
-    experts = [layer for layer in layers if layer.mlp is MOE]
+    experts = [layer for layer in layers if layer.is_routed]
     if experts and not any(kind in model.lora_pairs for kind in EXPERT_KINDS):
         matrices = sum(linear.inputs * linear.outputs for linear in MOE.of_expert(model).values())
         count = human_count(matrices * model.num_experts * len(experts))

@@ -19,6 +19,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megacp.engine.backends.mlp import Kept
+from megacp.engine.config.training import RecomputeMode
 from megacp.engine.save import Save, keep
 
 Recipe = Callable[[], torch.Tensor]
@@ -112,19 +113,21 @@ class KeptResults(Save):
 
 
 def run_block(
-    body: Callable[..., torch.Tensor], granularity: str, *inputs: Any, hooks: Hooks | None = None
+    body: Callable[..., torch.Tensor], mode: RecomputeMode, *inputs: Any, hooks: Hooks | None = None
 ) -> torch.Tensor:
-    """`body(*inputs, save)` under a recompute granularity: `none`, `selective` or `full`.
+    """Return `body(*inputs, save)`, whose backward computes again what `mode` repeats.
 
-    `hooks` are for what it saves. Under no_grad nothing is stored anyway, so nothing is recomputed.
+    `hooks` store and return the saved tensors. Under no_grad autograd saves nothing, so nothing is recomputed.
     """
     if not torch.is_grad_enabled():
         return body(*inputs, keep)
-    if granularity == "selective":
+    if mode.repeats_activations and not mode.repeats_block:
         recomputation = Recomputation(hooks or HELD)
         with recomputation.active():
             return body(*inputs, recomputation)
     with torch.autograd.graph.saved_tensors_hooks(*hooks) if hooks else contextlib.nullcontext():
-        if granularity == "full":  # checkpoint's own hooks lie inside: of these it asks only for the block's input
-            return checkpoint(body, *inputs, KeptResults(hooks or HELD), use_reentrant=False, preserve_rng_state=False)
+        if mode.repeats_block:
+            # checkpoint sets hooks of its own inside of ours, so that ours see only the block's input
+            results = KeptResults(hooks or HELD)
+            return checkpoint(body, *inputs, results, use_reentrant=False, preserve_rng_state=False)
         return body(*inputs, keep)

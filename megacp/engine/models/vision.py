@@ -28,6 +28,7 @@ from megacp.attention.ops.once import once
 from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies, rotate
 from megacp.engine.backends.native import NativeBackend, NormSpec, layer_norm
 from megacp.engine.config.model import ModelConfig
+from megacp.engine.config.training import RecomputeMode
 from megacp.engine.config.vision import VisionConfig
 from megacp.engine.layers.vision import VISION_KINDS, block_linears
 from megacp.engine.models.recompute import run_block
@@ -43,7 +44,7 @@ class VisionBlock(nn.Module):
     """`x[patches, h] -> [patches, h]`, replicated over tp: pre-norm attention and MLP with biases."""
 
     def __init__(
-        self, layer: int, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str
+        self, layer: int, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
     ) -> None:
         super().__init__()
         prefix, hidden = f"vision.blocks.{layer}", config.vision_hidden_size
@@ -60,7 +61,7 @@ class VisionBlock(nn.Module):
         self.recompute = recompute
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Run the block under the recompute granularity it was built with."""
+        """Run the block under the recompute mode it was built with."""
         return run_block(self._body, self.recompute, x, attend)
 
     def _body(self, x: torch.Tensor, attend: Attend, save: Save) -> torch.Tensor:
@@ -73,7 +74,9 @@ class VisionBlock(nn.Module):
 class Tower(nn.Module):
     """What all towers have."""
 
-    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
+    def __init__(
+        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+    ) -> None:
         super().__init__()
         self.backend, self.scale = backend, config.vision_head_dim**-0.5
         tower, _ = VISION_KINDS[config.vision_family]
@@ -90,7 +93,9 @@ class Tower(nn.Module):
 class VisionTower(Tower):
     """`patches[c, N, 3 p p] -> [c * N, 2 h]`, the outputs of the two feature layers side by side."""
 
-    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
+    def __init__(
+        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+    ) -> None:
         super().__init__(config, model, backend, recompute)
         self.feature_layers, self.patches = config.feature_layers, config.patches_per_crop
 
@@ -161,7 +166,9 @@ def patch_plan(grids: PatchGrids, side: int, device: torch.device) -> tuple[Atte
 class GridTower(Tower):
     """Qwen3.5's: `patches[c, 1, 2 * 3 p p]` of images, or pairs of frames, with their grids -> `[c, h]`."""
 
-    def __init__(self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: str) -> None:
+    def __init__(
+        self, config: VisionConfig, model: ModelConfig, backend: NativeBackend, recompute: RecomputeMode
+    ) -> None:
         super().__init__(config, model, backend, recompute)
         self.side, self.device, width = config.patches_per_side, backend.options.device, config.vision_head_dim
         self.frequencies = inverse_frequencies(width // 2, 1e4, RotaryScaling()).to(self.device)

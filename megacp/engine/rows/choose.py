@@ -16,7 +16,7 @@ import numpy as np
 
 from megacp.attention.context_parallel.balance import row_area
 from megacp.attention.context_parallel.kv_exchange import needed_rows
-from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.layout import BALANCED, ZIGZAG, Layout
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.context_parallel.transports import TRANSPORTS, choose_transport
 from megacp.attention.ops.mask import Metadata
@@ -37,20 +37,20 @@ def resolve_auto(config: RunConfig, first_rows: Callable[[], Sequence[PackedBatc
     The line says what was chosen and why; None where nothing had to be: no auto, or one cp rank.
     """
     p = config.parallel
-    if "auto" not in (p.cp_comm_type, p.cp_layout):
+    if not (p.chooses_transport or p.chooses_layout):
         return config, None
-    comm = str(p.cp_comm_type)
-    layout = str(p.cp_layout)
+    comm: str = p.cp_comm_type
+    layout: str = p.cp_layout
     line = None
     if p.context_parallel_size == 1:
         # one rank ignores both: the defaults of the flags stand for auto, and no row is read
-        comm = DEFAULT.cp_comm_type if comm == "auto" else comm
-        layout = DEFAULT.cp_layout if layout == "auto" else layout
+        comm = DEFAULT.cp_comm_type if p.chooses_transport else comm
+        layout = DEFAULT.cp_layout if p.chooses_layout else layout
     else:
         rows = first_rows()
-        needed = float(np.mean([needed_share(_dealt(config, row, "balanced")) for row in rows]))
-        comm = transport_for(config, needed) if comm == "auto" else comm
-        if layout == "auto":
+        needed = float(np.mean([needed_share(_dealt(config, row, BALANCED)) for row in rows]))
+        comm = transport_for(config, needed) if p.chooses_transport else comm
+        if p.chooses_layout:
             layout = TRANSPORTS[comm].best_layout or _even_layout(config, rows)
         line = f"context parallelism: {comm}, {layout}; a rank needs {needed:.0%} of the other ranks' keys"
     return with_values(config, {"cp_comm_type": comm, "cp_layout": layout}), line
@@ -64,16 +64,16 @@ def transport_for(config: RunConfig, needed: float) -> str:
 
 
 def _even_layout(config: RunConfig, rows: Sequence[PackedBatch]) -> str:
-    """`zigzag` where it deals these rows evenly."""
-    dealt = (_dealt(config, row, "zigzag") for row in rows)
+    """Return the name of the layout that deals these rows evenly: zigzag if it does, for its larger tiles."""
+    dealt = (_dealt(config, row, ZIGZAG) for row in rows)
     areas = [row_area(metadata, mix_of(config.model))[indices].sum(1) for metadata, indices in dealt]  # [cp, t] -> [cp]
-    return "zigzag" if max(area.max() / max(1.0, area.mean()) for area in areas) <= EVEN else "balanced"
+    worst = max(area.max() / max(1.0, area.mean()) for area in areas)
+    return ZIGZAG.name if worst <= EVEN else BALANCED.name
 
 
-def _dealt(config: RunConfig, row: PackedBatch, name: str) -> tuple[Metadata, np.ndarray]:
+def _dealt(config: RunConfig, row: PackedBatch, layout: Layout) -> tuple[Metadata, np.ndarray]:
     """A row padded for a layout, and its tokens `[cp, t]` dealt by it."""
     p = config.parallel
-    layout = LAYOUTS[name]
     tp = p.tensor_model_parallel_size if p.sequence_parallel else 1
     _, metadata = padded_row(row, layout, p.context_parallel_size, tp)
     return metadata, layout.deal(metadata, p.context_parallel_size, mix_of(config.model))

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megacp.attention.context_parallel.balance import ALIKE, Mix
-from megacp.attention.context_parallel.layout import LAYOUTS, Layout
+from megacp.attention.context_parallel.layout import CONTIGUOUS, Layout
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.device import pinned, to_device
 from megacp.attention.ops.mask import Metadata
@@ -98,7 +98,7 @@ def shard_batch(batch: PackedBatch, cp: Axis, layout: Layout, *, tp: int = 1, mi
     `tp` > 1 with sequence parallelism; `mix` says how far the layers look that attend to it.
     """
     if cp.size == 1:
-        layout = LAYOUTS["contiguous"]  # there is nothing to deal
+        layout = CONTIGUOUS  # there is nothing to deal
     padded, metadata = padded_row(batch, layout, cp.size, tp)
     plan = AttentionPlan(layout.deal(metadata, cp.size, mix), metadata, cp.rank)
     # [T], or [T, 3] where time, row and column of image tokens differ

@@ -56,7 +56,7 @@ def shapes_of(values: Values) -> dict[str, Shape]:
     found = {tensor.name: tensor.shape for tensor in tensors}
     if config.model.moe_router_score_function == "sigmoid":
         tensor = correction_tensor(config.model)
-        routed = (layer.name for layer in layers_of(config.model) if layer.mlp is MOE)
+        routed = (layer.name for layer in layers_of(config.model) if layer.is_routed)
         found |= {f"{name}.{MOE.name}.{tensor.name}": tensor.shape for name in routed}
     return found
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.layout import CONTIGUOUS
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
 from megacp.engine.config.run import RunConfig, flag, with_values
@@ -124,7 +124,7 @@ def our_logits(config: RunConfig, source: Source, dtype: str = "float32") -> Log
 
     @torch.no_grad()
     def logits(batch: PackedBatch) -> torch.Tensor:
-        return model.row_logits(shard_batch(batch, grid.cp, LAYOUTS["contiguous"]))
+        return model.row_logits(shard_batch(batch, grid.cp, CONTIGUOUS))
 
     return logits
 

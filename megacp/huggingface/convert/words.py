@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from megacp.engine.config.model import ModelConfig, skip_pattern
 from megacp.engine.config.run import RunConfig, with_values
-from megacp.engine.layers.moe import MOE
 from megacp.engine.layers.stack import layers_of
 from megacp.huggingface.convert.config_json import LAYER_TYPES, ConfigJson, Values, shown
 from megacp.huggingface.convert.rope import read_rope, rope_fields
@@ -220,7 +219,7 @@ def layer_pattern(without: list[bool], digits: str = "10") -> str | None:
 
 def routed_layers(values: Values) -> list[bool]:
     """Which layers have experts."""
-    return [layer.mlp is MOE for layer in layers_of(model_of(values))]
+    return [layer.is_routed for layer in layers_of(model_of(values))]
 
 
 def expert_pattern(routed: list[bool]) -> str:

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.layout import CONTIGUOUS
 from megacp.distributed.grid import build_grid
 from megacp.distributed.shape import GridShape
+from megacp.engine.config.parallel import ParallelConfig
 from megacp.engine.config.run import ON_CPU, RunConfig, Value, with_values
 from megacp.engine.data_parallel.parameter import spec_of
 from megacp.engine.models.build import build_chunks
@@ -36,9 +37,9 @@ _ONE_PROCESS: dict[str, Value] = {
     "pipeline_model_parallel_size": 1,
     "context_parallel_size": 1,
     "num_virtual_stages_per_pipeline_rank": 1,
-    "pipeline_schedule": "1f1b",
+    "pipeline_schedule": ParallelConfig().pipeline_schedule,
     "dynamic_context_parallel": False,
-    "cp_layout": "contiguous",
+    "cp_layout": CONTIGUOUS.name,
     "load": None,
     **ON_CPU,
 }
@@ -87,7 +88,7 @@ class Generator:
     @torch.no_grad()
     def logits(self, batch: PackedBatch, features: torch.Tensor | None = None) -> torch.Tensor:
         """Logits `[T, vocab]` in fp32 or wider, in the order of the row; `features` of its images if they are known."""
-        local = shard_batch(batch, self.grid.cp, LAYOUTS["contiguous"])
+        local = shard_batch(batch, self.grid.cp, CONTIGUOUS)
         logits = self.model.row_logits(local, features)
         return logits if logits.dtype == torch.float64 else logits.float()
 

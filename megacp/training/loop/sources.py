@@ -11,7 +11,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from megacp.attention.context_parallel.layout import BALANCED, LAYOUTS
 from megacp.engine.config.blend import DataPath, named_folders, weighted_folders
+from megacp.engine.config.parallel import ParallelConfig
 from megacp.engine.config.run import RunConfig, Value, with_values
 from megacp.engine.config.training import DataConfig, TrainingConfig
 from megacp.engine.config.vision import VisionConfig
@@ -233,14 +235,23 @@ def _misfits(flag: str, path: str, dataset: PackedDataset, config: RunConfig) ->
             f"{flag} {path} was packed for rows of {manifest.seq_length} tokens, "
             f"--seq-length is {config.data.seq_length}; set --seq-length {manifest.seq_length} or build it again"
         )
-    cp, filled = config.parallel.context_parallel_size, manifest.pad_multiple
-    if config.parallel.cp_layout == "zigzag_document" and cp > 1 and filled > 1 and filled % (2 * cp):
-        reasons.append(
-            f"{flag} {path} has documents padded to multiples of {filled}, --cp-layout zigzag_document at "
-            f"--context-parallel-size {cp} needs multiples of {2 * cp}: build it with --pad-multiple {2 * cp} (or 1, "
-            f"then the layout fills up), or choose --cp-layout balanced"
-        )
-    return reasons
+    return reasons + _filled_otherwise(f"{flag} {path}", manifest.pad_multiple, config.parallel)
+
+
+def _filled_otherwise(where: str, filled: int, parallel: ParallelConfig) -> list[str]:
+    """Why documents that were filled up to multiples of `filled` tokens do not fit the layout; empty if they do."""
+    cp = parallel.context_parallel_size
+    if parallel.chooses_layout or cp == 1 or filled == 1:
+        return []
+    layout = LAYOUTS[parallel.cp_layout]
+    multiple = layout.slices * cp
+    if not layout.fills_documents or filled % multiple == 0:
+        return []
+    return [
+        f"{where} has documents padded to multiples of {filled}, --cp-layout {layout.name} at "
+        f"--context-parallel-size {cp} needs multiples of {multiple}: build it with --pad-multiple {multiple} (or 1, "
+        f"then the layout fills up), or choose --cp-layout {BALANCED.name}"
+    ]
 
 
 def image_misfits(where: str, rules: VisionRules, vision: VisionConfig) -> list[str]:

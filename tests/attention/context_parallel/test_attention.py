@@ -26,6 +26,7 @@ from megacp.attention.ops.tile_kernels import Allowed, MathKernel
 from megacp.distributed import collectives
 from megacp.distributed.collectives import Pending
 from megacp.distributed.grid import Axis, single_axis
+from megacp.engine.config.training import RECOMPUTE_MODES
 from megacp.engine.models.recompute import run_block
 from megacp.engine.rows.batch import PackedBatch
 from megacp.engine.rows.shard import LocalBatch, shard_batch
@@ -115,7 +116,7 @@ def attend(batch: LocalBatch, transport: object, tensors: list[Tensor], case: Ca
         sinks = leaves[3] if case.sinks else None
         return transport.attend(q, k, v, batch.plan.within(case.reach), DIM**-0.5, sinks, save.results)
 
-    out = run_block(layer, case.recompute, q, k, v)
+    out = run_block(layer, RECOMPUTE_MODES[case.recompute], q, k, v)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 

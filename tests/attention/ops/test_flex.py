@@ -33,6 +33,7 @@ from megacp.attention.ops.kernel import Saved, empty_partial
 from megacp.attention.ops.kernels import auto_kernel, kernel_name, select_kernel
 from megacp.attention.ops.mask import UNLIMITED, Metadata, Reach, TileTable, allowed, tile_table
 from megacp.distributed.grid import single_axis
+from megacp.engine.config.training import RECOMPUTE_MODES
 from megacp.engine.models.recompute import run_block
 from megacp.engine.save import Save
 from megacp.train import main
@@ -297,7 +298,7 @@ def test_a_row_whose_keys_are_all_here_is_computed_once(recompute: str) -> None:
     def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, save: Save) -> torch.Tensor:
         return transport.attend(q, k, v, plan, 0.3, call=save.results)
 
-    out = run_block(layer, recompute, q, k, v)
+    out = run_block(layer, RECOMPUTE_MODES[recompute], q, k, v)
     found = torch.autograd.grad(out, (q, k, v), tensors[3])
     assert calls.made == [("FLASH", False)], "no lse, which FLASH could not differentiate"
     for got, exact in zip(found, by_autograd(tensors, allowed(meta, meta), 0.3)[1:], strict=True):

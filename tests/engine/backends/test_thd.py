@@ -24,6 +24,7 @@ from megacp.engine.backends.mlp import TiledMLP
 from megacp.engine.backends.native import NativeBackend
 from megacp.engine.backends.thd import PackedAttention, Sequences, thd_sequences
 from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.training import RECOMPUTE_MODES
 from megacp.engine.models.block import Block, BlockInputs
 from megacp.engine.tensor_parallel import linear
 from tests.engine.backends.engine_math import thd_get_partitioned_indices
@@ -161,7 +162,7 @@ def block_of(tile: int, recompute: str = "none", **values: Any) -> Block:
     """A block with the same weights for any tile."""
     sizes = {"hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": 2, "dtype": "float64"}
     config = with_values(RunConfig(), {**sizes, "add_mlp_bias": True, "mlp_chunk_tokens": tile, **values})
-    block = Block(0, config.model, NativeBackend(grid(), config), recompute)
+    block = Block(0, config.model, NativeBackend(grid(), config), RECOMPUTE_MODES[recompute])
     generator = torch.Generator().manual_seed(0)
     for parameter in block.parameters():
         torch.nn.init.normal_(parameter, std=0.3, generator=generator)

@@ -24,7 +24,7 @@ from megacp.engine.backends import transformer_engine as backend_file
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.backends.transformer_engine import TransformerEngineBackend
 from megacp.engine.config.run import RunConfig
-from megacp.engine.config.training import TrainingConfig
+from megacp.engine.config.training import RECOMPUTE_MODES, TrainingConfig
 from megacp.engine.data_parallel.parameter import spec_of
 from megacp.engine.layers.table import Linear
 from megacp.engine.models import build
@@ -306,7 +306,7 @@ def recomputed_in_eight_bits(rank: int, world: int) -> list[tuple[bool, bool, st
                 return x.square()
 
         backend = TransformerEngineBackend(grid(), config)
-        block = Block(0, config.model, backend, "full")
+        block = Block(0, config.model, backend, RECOMPUTE_MODES["full"])
         block.attention = Spy()
         block.mlp = torch.nn.Identity()
         block.mlp.forward = lambda x, save: x
