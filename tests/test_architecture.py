@@ -19,6 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from megacp.engine.config.run import fields
+from tools import structure
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_PARAMETERS = 8
 PACKAGES = sorted(path.parent.name for path in (ROOT / "megacp").glob("*/__init__.py"))
@@ -588,3 +591,47 @@ def test_hard_rooms_have_pace(room: str) -> None:
 def test_folders_have_one_direction() -> None:
     graph = import_graph({module_name(path): tree_of(path) for path in sources("megacp")})
     assert len(circles(folder_graph(graph))) <= CIRCLES
+
+
+def test_a_choice_lists_the_words_of_its_flag() -> None:
+    for choice in structure.CHOICES.values():
+        assert {*choice.words} == {*fields()[choice.flag].words} - {"auto"}
+
+
+def test_a_choice_is_compared_in_one_file_at_most() -> None:
+    modules = structure.trees(structure.sources())
+    found = {name: structure.comparing(choice, modules) for name, choice in structure.CHOICES.items()}
+    assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "sample"),
+    [
+        ("transport", "if p.cp_comm_type == 'p2p': ..."),
+        ("transport", "late = transport not in ('p2p', 'a2a')"),
+        ("layout", "if layout == 'contiguous': ..."),
+        ("layout", "if p.cp_layout.startswith('zigzag'): ..."),
+        ("recomputation", "again = {'none': 0, 'selective': 1}[x]"),
+        ("recomputation", "again = ('none', 'selective', 'full').index(x)"),
+        ("recomputation", "if self.recompute == 'none': ..."),
+        ("sharding", "match x:\n    case 'optim' | 'optim_grads': ..."),
+        ("schedule", "waits = 'zero_bubble' == name"),
+        ("norm position", "after = values['norm_position'] != 'after'"),
+        ("norm position", "match m.norm_position:\n    case 'both': ..."),
+        ("kind of layer", "if layer.mlp is MOE: ..."),
+    ],
+)
+def test_a_comparison_of_a_choice_is_found(name: str, sample: str) -> None:
+    assert structure.compares(ast.parse(sample), structure.CHOICES[name])
+
+
+def test_a_word_that_is_only_named_is_no_comparison() -> None:
+    samples = (
+        "def f(transport='p2p'): ...",
+        "fixed = {'norm_position': 'after', 'qk_layernorm': 'head'}",
+        "if rope_scaling == 'none' or vision_shards == 'contiguous': ...",
+        "MIXERS = {ATTENTION: SelfAttention, MAMBA2: Mamba2}",
+        "ways = [{'recompute_granularity': one} for one in ('full', 'none')]",
+    )
+    for sample in samples:
+        assert not any(structure.compares(ast.parse(sample), choice) for choice in structure.CHOICES.values()), sample

@@ -1,4 +1,4 @@
-"""Print the size of each package, what a module imports, and in how many files a choice is named.
+"""Print the size of each package, what a module imports, and in which files a choice is named and compared.
 
 python tools/structure.py
 """
@@ -7,13 +7,62 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ENTRANCES = ("megacp.train", "megacp.attention", "megacp.integrations", "megacp.prepare.command", "megacp.plan.command")
 """Modules and packages whose imports are followed."""
-CHOICES = ("p2p", "all_gather", "a2a", "kv_exchange", "full", "selective", "optim_grads_params", "zero_bubble")
-"""Values of flags; a value should be compared in one file."""
+VALUES = ("p2p", "all_gather", "a2a", "kv_exchange", "full", "selective", "optim_grads_params", "zero_bubble")
+"""Values of flags whose naming files are counted."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A choice of the configuration. Its row should know what depends on it, so that nobody compares its words."""
+
+    flag: str
+    """The field of the configuration."""
+    words: tuple[str, ...]
+    """Its values except `auto`."""
+    shared: tuple[str, ...] = ()
+    """Words that other choices have too. They count only next to a name of this choice."""
+    names: tuple[str, ...] = ()
+    """Names of variables and fields that hold the word, besides the flag."""
+    rows: tuple[str, ...] = ()
+    """Constants that are compared by identity."""
+
+
+CHOICES = {
+    "transport": Choice("cp_comm_type", ("p2p", "all_gather", "a2a", "a2a+p2p", "kv_exchange")),
+    "layout": Choice(
+        "cp_layout",
+        ("zigzag", "zigzag_document", "contiguous", "balanced"),
+        shared=("contiguous",),
+        names=("layout",),
+    ),
+    "recomputation": Choice(
+        "recompute_granularity",
+        ("none", "selective", "full"),
+        shared=("none",),
+        names=("recompute", "granularity"),
+    ),
+    "sharding": Choice("data_parallel_sharding_strategy", ("optim", "optim_grads", "optim_grads_params")),
+    "schedule": Choice("pipeline_schedule", ("1f1b", "zero_bubble")),
+    "norm position": Choice(
+        "norm_position",
+        ("before", "after", "both"),
+        shared=("before", "after", "both"),
+    ),
+    "kind of layer": Choice(
+        "linear_attention_rule",
+        ("gated_delta", "mamba2"),
+        rows=("ATTENTION", "GATED_DELTA", "MAMBA2", "DENSE", "MOE", "SHARED"),
+    ),
+}
+"""Choices whose words should be compared in one file; `tests/test_architecture.py` asserts it."""
+CONFIGURATION = "megacp.engine.config."
+"""Begins the modules that list the words of flags, which may compare them."""
 
 
 def sources() -> dict[str, Path]:
@@ -80,11 +129,75 @@ def print_closures(files: dict[str, Path]) -> None:
 def print_choices(files: dict[str, Path]) -> None:
     print(f"\n{'value':<22}{'named in files':>15}")
     everywhere = set()
-    for choice in CHOICES:
-        naming = {path for path in files.values() if f'"{choice}"' in path.read_text(encoding="utf-8")}
+    for value in VALUES:
+        naming = {path for path in files.values() if f'"{value}"' in path.read_text(encoding="utf-8")}
         everywhere |= naming
-        print(f"{choice:<22}{len(naming):>15}")
+        print(f"{value:<22}{len(naming):>15}")
     print(f"{'any of them':<22}{len(everywhere):>15}")
+
+
+def compared_parts(node: ast.AST) -> list[ast.expr]:
+    """Return the expressions that a node compares, elements of literals one by one; empty if it compares nothing."""
+    compared: list[ast.expr] = []
+    if isinstance(node, ast.Compare):
+        compared = [node.left, *node.comparators]
+    elif isinstance(node, ast.Match):
+        patterns = [inner for case in node.cases for inner in ast.walk(case.pattern)]
+        compared = [node.subject, *(inner.value for inner in patterns if isinstance(inner, ast.MatchValue))]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in ("index", "startswith", "endswith"):
+            compared = [node.func.value, *node.args]
+    parts: list[ast.expr] = []
+    for one in compared:
+        parts += one.elts if isinstance(one, ast.Tuple | ast.List | ast.Set) else [one]
+    return parts
+
+
+def compares(tree: ast.Module, choice: Choice) -> bool:
+    """Whether a file compares words or rows of a choice, or has a table of its words."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            keys = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+            # a table has two rows or more; a single key is the name of something else
+            if len(keys & set(choice.words)) > 1:
+                return True
+        parts = compared_parts(node)
+        if not parts:
+            continue
+        words = {part.value for part in parts if isinstance(part, ast.Constant)} & set(choice.words)
+        rows = {part.id for part in parts if isinstance(part, ast.Name)} & set(choice.rows)
+        if rows or words - set(choice.shared):
+            return True
+        named = set[object]()
+        for part in parts:
+            for inner in ast.walk(part):
+                if isinstance(inner, ast.Name):
+                    named.add(inner.id)
+                elif isinstance(inner, ast.Attribute):
+                    named.add(inner.attr)
+                elif isinstance(inner, ast.Constant):
+                    named.add(inner.value)
+        if words and not named.isdisjoint((choice.flag, *choice.names)):
+            return True
+    return False
+
+
+def trees(files: dict[str, Path]) -> dict[str, ast.Module]:
+    """Return the syntax trees of the files by module name."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in files.items()}
+
+
+def comparing(choice: Choice, modules: dict[str, ast.Module]) -> list[str]:
+    """Return the modules outside of the configuration that compare words or rows of a choice."""
+    outside = {name: tree for name, tree in modules.items() if not name.startswith(CONFIGURATION)}
+    return [name for name, tree in outside.items() if compares(tree, choice)]
+
+
+def print_comparisons(files: dict[str, Path]) -> None:
+    print(f"\n{'choice':<22}compared in, besides {CONFIGURATION}*")
+    modules = trees(files)
+    for name, choice in CHOICES.items():
+        print(f"{name:<22}{', '.join(comparing(choice, modules)) or '-'}")
 
 
 def main() -> None:
@@ -92,6 +205,7 @@ def main() -> None:
     print_packages(files)
     print_closures(files)
     print_choices(files)
+    print_comparisons(files)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from megacp.dry_run.memory import chunk_parts, shared_parts
 from megacp.dry_run.packs import PackSample, one_row
 from megacp.engine.config.run import RunConfig
 from megacp.engine.layers.attention import transport_of
-from megacp.engine.layers.moe import MOE, exchange_bytes, planned_load
+from megacp.engine.layers.moe import exchange_bytes, planned_load
 from megacp.engine.layers.stack import layers_of
 from megacp.engine.layers.table import residual_bytes
 from megacp.engine.models.costs import stage_layers, vocabulary_rows
@@ -134,7 +134,7 @@ def _context(config: RunConfig) -> tuple[int, int, int]:
 
 def expert_bytes(config: RunConfig, number: int) -> float:
     """Return the bytes of rows to experts and back, in a block's forward and backward."""
-    if layers_of(config.model)[number].mlp is not MOE or config.parallel.expert_model_parallel_size == 1:
+    if not layers_of(config.model)[number].is_routed or config.parallel.expert_model_parallel_size == 1:
         return 0.0
     return exchange_bytes(config) * planned_load(config)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megacp.attention.context_parallel.balance import ALIKE, Mix, row_area
-from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.layout import BALANCED, LAYOUTS
 from megacp.attention.ops.mask import Metadata, tile_table
 from megacp.attention.ops.once import once
 from megacp.engine.checks import packs_in_a_row
@@ -83,13 +83,15 @@ class PackSample:
         p, packs = config.parallel, config.training.micro_batch_size
         ranks = max(1, p.context_parallel_size * min(self.packs, packs) // packs)
         only_needed = transport_of(config).keys == "needed"
-        return self._shared(p.cp_layout, ranks, min(heads_group(config), ranks), only_needed)
+        # `auto` finds an even layout too
+        layout = BALANCED.name if p.chooses_layout else p.cp_layout
+        return self._shared(layout, ranks, min(heads_group(config), ranks), only_needed)
 
     @once
     def _shared(self, name: str, ranks: int, group: int, exchanging: bool) -> tuple[float, float]:
         if ranks == group:
             return 1.0, 0.0
-        layout = LAYOUTS.get(name, LAYOUTS["balanced"])  # `auto` finds an even one too
+        layout = LAYOUTS[name]
         areas, keys = [], []
         for row in self.rows[: max(1, DEALT_TOKENS // len(self.rows[0]))]:
             missing = (0, layout.padded_length(row, ranks, 1) - len(row))

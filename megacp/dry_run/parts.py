@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from megacp.attention.context_parallel.balance import ALIKE
-from megacp.attention.context_parallel.layout import LAYOUTS
+from megacp.attention.context_parallel.layout import CONTIGUOUS, LAYOUTS
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.device import CHAINS, STAND_IN
 from megacp.attention.ops.mask import Metadata
@@ -197,7 +197,7 @@ def _plan(model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, l
     One causal document fills each pack.
     """
     row = Metadata.of_documents(np.repeat(np.arange(packs), tokens))
-    chosen = LAYOUTS[layout if cp > 1 else "contiguous"]
+    chosen = LAYOUTS[layout] if cp > 1 else CONTIGUOUS
     missing = (0, chosen.padded_length(row, cp, multiple) - len(row))
     filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))
     dealt = chosen.deal(filled, cp, mix_of(model) or ALIKE)

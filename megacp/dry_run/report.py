@@ -94,7 +94,7 @@ def _heading(config: RunConfig, world_size: int) -> str:
             f"{describe_pairs(m)}; all else is frozen"
         )
         lines += parts_without_pairs(config)
-    if "auto" in (config.parallel.cp_comm_type, config.parallel.cp_layout):
+    if config.parallel.chooses_transport or config.parallel.chooses_layout:
         lines.append("Note: auto chooses --cp-comm-type or --cp-layout at the start of a run, on its machine and rows.")
     if m.vocab_size == 0:
         lines.append("Note: --vocab-size is 0 (the dataset's tokenizer decides): embedding and head count as 0 below.")

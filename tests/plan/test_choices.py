@@ -48,16 +48,15 @@ def of_mode(name: str, **values: Any) -> RunConfig:
 
 
 def memory_of(config: RunConfig) -> int:
-    ranks = config.parallel.context_parallel_size
-    return stage_memory(config, 0, stage_layers(config, ranks)[0], ranks).total
+    return stage_memory(config, 0, stage_layers(config, config.model_ranks)[0], config.model_ranks).total
 
 
 def seconds_of(config: RunConfig) -> float:
-    return step_time(config, config.parallel.context_parallel_size, H100, PackSample()).total
+    return step_time(config, config.model_ranks, H100, PackSample()).total
 
 
 def bytes_of(config: RunConfig) -> Any:
-    return step_messages(config, config.parallel.context_parallel_size, PackSample())
+    return step_messages(config, config.model_ranks, PackSample())
 
 
 def train(config: RunConfig) -> Any:
@@ -73,6 +72,27 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured, "_remembered", lambda: kept)
     monkeypatch.setattr(measured, "_remember", lambda key, memory: None)
     measured._found.cache_clear()
+
+
+UNKNOWN: dict[str, tuple[dict[str, Any], tuple[Ask, ...]]] = {
+    "cp_layout": ({"context_parallel_size": CP}, (memory_of, seconds_of)),
+    "recompute_granularity": ({}, (memory_of, seconds_of, train)),
+    "data_parallel_sharding_strategy": ({}, (memory_of, seconds_of, train)),
+    "pipeline_schedule": ({"pipeline_model_parallel_size": 2}, (memory_of, seconds_of, train)),
+    "norm_position": ({}, (memory_of, seconds_of, train)),
+    "linear_attention_rule": ({"linear_attention_freq": "2"}, (memory_of, seconds_of, train)),
+}
+"""Flags with values under which their words matter, and what needs the row of the word."""
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_word_without_a_row_fails_by_its_name(name: str) -> None:
+    values, asks = UNKNOWN[name]
+    config = with_values(RunConfig(), {**TINY, "global_batch_size": 4, **values, name: "nonesuch"})
+    assert "nonesuch" in " ".join(check(config, config.model_ranks))
+    for ask in asks:
+        with pytest.raises(KeyError, match="nonesuch"):
+            ask(config)
 
 
 class Built(Exception):
@@ -134,12 +154,6 @@ def again(monkeypatch: pytest.MonkeyPatch) -> RecomputeMode:
     row = RecomputeMode(repeats_block=True)
     monkeypatch.setitem(RECOMPUTE_MODES, "again", row)
     return row
-
-
-@pytest.mark.parametrize("ask", [memory_of, seconds_of, train])
-def test_a_recomputation_mode_without_a_row_fails_by_its_name(ask: Ask) -> None:
-    with pytest.raises(KeyError, match="again"):
-        ask(of_mode("again"))
 
 
 @pytest.mark.parametrize("ask", [memory_of, seconds_of, bytes_of])

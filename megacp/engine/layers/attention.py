@@ -58,8 +58,8 @@ UNDECIDED = "all_gather"
 
 def transport_of(config: RunConfig) -> TransportRow:
     """Return the row of `--cp-comm-type`."""
-    name = config.parallel.cp_comm_type
-    return TRANSPORTS[UNDECIDED if name == "auto" else name]
+    parallel = config.parallel
+    return TRANSPORTS[UNDECIDED if parallel.chooses_transport else parallel.cp_comm_type]
 
 
 def heads_group(config: RunConfig) -> int:
