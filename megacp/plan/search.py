@@ -87,16 +87,20 @@ def _strategies() -> list[Choice]:
     return [{"data_parallel_sharding_strategy": name} for name, row in SHARDINGS.items() if row.searched]
 
 
+def _modes() -> list[str]:
+    """Return the recomputation modes by how much they repeat, those that repeat equally much as in the table."""
+    return sorted(RECOMPUTE_MODES, key=lambda name: RECOMPUTE_MODES[name].strength)
+
+
 def _savings() -> list[Choice]:
     """Return what saves memory and makes no step shorter.
 
     The mode that recomputes most is first, because where it does not fit no other mode is tried.
     """
-    strongest = max(RECOMPUTE_MODES, key=lambda name: RECOMPUTE_MODES[name].strength)
-    modes = [strongest, *(name for name in RECOMPUTE_MODES if name != strongest)]
+    *weaker, strongest = _modes()
     return [
         {"recompute_granularity": mode, "activation_offload": offload, "mlp_chunk_tokens": tile}
-        for mode in modes
+        for mode in (strongest, *weaker)
         for offload in _OFFLOADS
         for tile in _TILES
     ]
@@ -233,10 +237,11 @@ Saving = tuple[int, float, int]
 def _saved(base: RunConfig, choice: Choice) -> Saving:
     """How far a choice goes in each way of saving memory: what is computed again, what moves, into how many tiles."""
     values: dict[str, Any] = {**vars(base.training), **choice}
-    mode = RECOMPUTE_MODES[values["recompute_granularity"]]
+    # the place, not the strength: two modes that repeat equally much are two ways of saving memory
+    again = _modes().index(values["recompute_granularity"])
     tile = values["mlp_chunk_tokens"]
     tiles = -(-tokens_per_rank(base) // tile) if tile else 0
-    return mode.strength, values["activation_offload"], tiles
+    return again, values["activation_offload"], tiles
 
 
 def _is_less(one: Saving, other: Saving) -> bool:

@@ -19,6 +19,7 @@ from megacp.engine.backends.select import backend_problems
 from megacp.engine.checks import require
 from megacp.engine.config.cli import parse
 from megacp.engine.config.run import RunConfig, with_values
+from megacp.engine.config.training import RECOMPUTE_MODES, RecomputeMode
 from megacp.engine.models import costs
 from megacp.plan import command
 from megacp.plan import search as search_room
@@ -100,12 +101,20 @@ def test_nothing_that_is_left_out_of_what_saves_memory_is_better(
     given = {**given, PP: 1, TP: 1, CP: 1, "micro_batch_size": 1, "global_batch_size": 2}
     base = with_values(RunConfig(), {**SMALL, **given, "dtype": "bfloat16"})
     timed = functools.partial(step_time, world_size=2, hardware=here, sample=PackSample())
-    every = [with_values(base, choice) for choice in search_room._SAVINGS]
+    every = [with_values(base, choice) for choice in search_room._savings()]
     kept = [Candidate(one, {}, fullest(one, 2), timed) for one in every]
     best = min((one for one in kept if one.memory.host <= host_memory * 2**30), key=lambda one: one.order(here))
     verdict, *order = found_for(2, given, here)[0].order(here)
     assert (verdict, *order[:2]) == best.order(here)[:3], "of equally fast ones a larger one may stand first"
     assert verdict < 2 or order[2] == best.gib
+
+
+def test_modes_that_repeat_equally_much_are_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = with_values(RunConfig(), SMALL)
+    before = {search_room._saved(base, choice) for choice in search_room._savings()}
+    monkeypatch.setitem(RECOMPUTE_MODES, "norms", RecomputeMode(repeats_activations=True))
+    after = {search_room._saved(base, choice) for choice in search_room._savings()}
+    assert 3 * len(after) == 4 * len(before)
 
 
 def test_what_acts_on_nothing_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
