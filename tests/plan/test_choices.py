@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megacp.attention.context_parallel.attention import select_transport
+from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.transports import TRANSPORTS, TransportRow
 from megacp.attention.ops.kernel import Kernel
 from megacp.distributed.grid import Axis, single_axis
@@ -74,12 +75,20 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     measured._found.cache_clear()
 
 
+def defers(config: RunConfig) -> bool:
+    return config.parallel.defers_weight_gradients
+
+
+def has_input_norms(config: RunConfig) -> bool:
+    return config.model.has_input_norms
+
+
 UNKNOWN: dict[str, tuple[dict[str, Any], tuple[Ask, ...]]] = {
     "cp_layout": ({"context_parallel_size": CP}, (memory_of, seconds_of)),
     "recompute_granularity": ({}, (memory_of, seconds_of, train)),
     "data_parallel_sharding_strategy": ({}, (memory_of, seconds_of, train)),
-    "pipeline_schedule": ({"pipeline_model_parallel_size": 2}, (memory_of, seconds_of, train)),
-    "norm_position": ({}, (memory_of, seconds_of, train)),
+    "pipeline_schedule": ({"pipeline_model_parallel_size": 2}, (defers, memory_of, seconds_of, train)),
+    "norm_position": ({}, (has_input_norms, memory_of, seconds_of, train)),
     "linear_attention_rule": ({"linear_attention_freq": "2"}, (memory_of, seconds_of, train)),
 }
 """Flags with values under which their words matter, and what needs the row of the word."""
@@ -93,6 +102,19 @@ def test_a_word_without_a_row_fails_by_its_name(name: str) -> None:
     for ask in asks:
         with pytest.raises(KeyError, match="nonesuch"):
             ask(config)
+
+
+@pytest.mark.parametrize(("layout", "usable"), [("zigzag", "1000 or 1008"), ("balanced", ""), ("auto", "1000 or 1008")])
+def test_checks_ask_the_row_of_a_layout(layout: str, usable: str) -> None:
+    config = with_values(RunConfig(), {**TINY, "context_parallel_size": CP, "cp_layout": layout, "seq_length": 1004})
+    reasons = " ".join(check(config, CP))
+    assert usable in reasons and bool(reasons) == bool(usable)
+
+
+def test_checks_ask_a_new_row_of_a_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LAYOUTS, "zigzag", dataclasses.replace(LAYOUTS["zigzag"], slices=3))
+    config = with_values(RunConfig(), {**TINY, "context_parallel_size": CP, "seq_length": 1000})
+    assert "3 slices of --cp-layout zigzag x cp 4 x tp 1 = 12: use 996 or 1008" in " ".join(check(config, CP))
 
 
 class Built(Exception):
