@@ -19,7 +19,8 @@ from megacp.attention.context_parallel.layout import LAYOUTS
 from megacp.attention.context_parallel.plan import AttentionPlan
 from megacp.attention.ops.mask import Metadata, Reach
 from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequencies
-from megacp.distributed.grid import single_axis
+from megacp.distributed.grid import Axis, single_axis
+from megacp.engine.backends import thd
 from megacp.engine.backends.mlp import TiledMLP
 from megacp.engine.backends.native import NativeBackend
 from megacp.engine.backends.thd import PackedAttention, Sequences, thd_sequences
@@ -149,6 +150,26 @@ def test_chunks_are_named_and_windows_where_the_ring_has_none() -> None:
         found = packed.sequences(plan.within(Reach(window=4)))
         assert isinstance(found, Sequences) == windows and (windows or "no sliding window under p2p" in found)
         assert isinstance(packed.sequences(plan), Sequences)
+
+
+@pytest.mark.parametrize(("inner", "name", "heads_over"), [(1, "p2p", 1), (2, "a2a+p2p", 2), (4, "a2a", 1)], ids=str)
+def test_a_single_group_or_groups_of_one_have_a_word_of_their_own(
+    inner: int, name: str, heads_over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    axis = dataclasses.replace(single_axis("cp"), size=4, global_ranks=(0, 1, 2, 3))
+
+    def split(axis: Axis, inner: int) -> tuple[SimpleNamespace, SimpleNamespace]:
+        sizes = (inner, axis.size // inner)
+        inside, between = (SimpleNamespace(group=object() if size > 1 else None) for size in sizes)
+        return inside, between
+
+    monkeypatch.setattr(thd, "split_axis", split)
+    asked: dict[str, Any] = {}
+    attention = SimpleNamespace(set_context_parallel_group=lambda **options: asked.update(options))
+    with claimed_cuda():
+        packed = PackedAttention(attention, 1.0, axis, "a2a+p2p", inner, torch.device("cpu"))
+    assert asked["cp_comm_type"] == packed.cp["cp_comm_type"] == name
+    assert packed.cp["cp_size_a2a"] == heads_over
 
 
 def test_a_row_of_padding_is_no_row_for_it() -> None:
