@@ -130,7 +130,14 @@ def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
     """Return what tower and connector hold for so many crops and pooled tokens."""
     if crops == 0 or pooled == 0:
         return NOTHING
-    return _found("vision", _measured_as(config, False), (crops, pooled))
+    return _found("vision", _vision_measured_as(config), (crops, pooled))
+
+
+@functools.lru_cache(2**14)
+def _vision_measured_as(config: RunConfig) -> RunConfig:
+    """Return a configuration that keeps only what images depend on: each rank encodes its own, whatever the row is."""
+    values: dict[str, Value] = {"seq_length": RunConfig().data.seq_length, "expert_model_parallel_size": 1}
+    return _measured_as(with_values(of_one_rank(config), values), False)
 
 
 @functools.cache

@@ -196,7 +196,9 @@ def _plan(model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, l
 
     One causal document fills each pack.
     """
-    row = Metadata.of_documents(np.repeat(np.arange(packs), tokens))
+    # each token's document ends where its pack does
+    leave = np.repeat(np.arange(1, packs + 1) * tokens, tokens)
+    row = Metadata.of_row(leave, np.zeros_like(leave))
     chosen = LAYOUTS[layout if cp > 1 else "contiguous"]
     missing = (0, chosen.padded_length(row, cp, multiple) - len(row))
     filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))

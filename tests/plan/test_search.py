@@ -100,7 +100,7 @@ def test_nothing_that_is_left_out_of_what_saves_memory_is_better(
     given = {**given, PP: 1, TP: 1, CP: 1, "micro_batch_size": 1, "global_batch_size": 2}
     base = with_values(RunConfig(), {**SMALL, **given, "dtype": "bfloat16"})
     timed = functools.partial(step_time, world_size=2, hardware=here, sample=PackSample())
-    every = [with_values(base, choice) for choice in search_room._SAVINGS]
+    every = [with_values(base, choice) for choice in search_room._savings()]
     kept = [Candidate(one, {}, fullest(one, 2), timed) for one in every]
     best = min((one for one in kept if one.memory.host <= host_memory * 2**30), key=lambda one: one.order(here))
     verdict, *order = found_for(2, given, here)[0].order(here)
