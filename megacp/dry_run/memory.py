@@ -91,7 +91,7 @@ STATE = ("weights", "gradients", "optimizer")
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": (*STATE, "gathered", "sums", "rows", "activations", "messages"),
     "loss": (*STATE, "gathered_head", "sums", "rows", "activations", "messages", "head"),
-    "table": (*STATE, "gathered", "rows", "activations", "messages", "table"),
+    "table": ("weights", "earlier", "optimizer", "gathered", "rows", "activations", "messages", "table"),
     "backward": (*STATE, "gathered", "sums", "unreduced", "rows", "activations", "messages", "block"),
     "vision": (*STATE, "gathered", "sums", "rows", "vision", "messages"),
     "optimizer": (*STATE, "update"),
@@ -120,6 +120,8 @@ class RankMemory:
     """Sharded gradients of the microbatch before: a bucket under way, and this rank's part of it."""
     unreduced: int = 0
     """Gradients of the microbatch at work, before they are summed over the ranks."""
+    earlier: int = 0
+    """Sums of earlier microbatches of the step when the head's gradient is summed; the first one has none."""
     table: int = 0
     """The head's gradient on its way under full sharding, and what stands beside it."""
     update: int = 0
@@ -225,6 +227,7 @@ def stage_state(
             gathered_head=head * size,
             # the wide gradients of a block stay until those of the next block are all there
             unreduced=most_at_work(ending, block * wide) - most_at_work(blocks),
+            earlier=share * wide if config.num_microbatches(world_size) > 1 else 0,
             table=_table_on_its_way(config, table, ranks, block, blocks[-1][-1].work),
             update=copies,
             saved=share * size * narrow,

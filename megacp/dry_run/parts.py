@@ -190,7 +190,11 @@ def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
         yield build_grid(shape, rank, DEVICE)
 
 
-@functools.lru_cache(32)
+_REMEMBERED = 2**18
+"""Tokens of a row from which on its plan is made anew for each measurement: it has some hundred bytes a token."""
+
+
+@functools.lru_cache(4)
 def _plan(model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str) -> AttentionPlan:
     """Return the plan of the cp rank that has the last token, which sees the most of the row.
 
@@ -211,7 +215,10 @@ def _plan_of(config: RunConfig) -> AttentionPlan:
     p = config.parallel
     multiple = p.tensor_model_parallel_size if p.sequence_parallel else 1
     packs, tokens = config.training.micro_batch_size, config.data.seq_length
-    return _plan(config.model, packs, tokens, p.context_parallel_size, multiple, p.cp_layout)
+    sizes = (config.model, packs, tokens, p.context_parallel_size, multiple, p.cp_layout)
+    if packs * tokens > _REMEMBERED:
+        return _plan.__wrapped__(*sizes)
+    return _plan(*sizes)
 
 
 def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:
