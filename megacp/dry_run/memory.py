@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megacp.dry_run.in_flight import Held, most_held
-from megacp.dry_run.measured import NOTHING, PartMemory, block_memory, head_memory, vision_memory
+from megacp.dry_run.measured import block_memory, head_memory, vision_memory
+from megacp.dry_run.part_memory import NOTHING, PartMemory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.config.training import STATE_KINDS, STEPPED_BY
 from megacp.engine.layers.table import residual_bytes, tokens_per_rank
@@ -159,11 +160,11 @@ class BlockBackward(NamedTuple):
     """Bytes of a block in its backward."""
 
     work: int
-    """At most, beyond what it keeps."""
+    """The peak beyond what it keeps."""
     kept: int
     """What is gone when it is done; 0 where that is on the host."""
     end: int = 0
-    """When it is done under full sharding, beyond what it kept: its gradients, also in the wide dtype."""
+    """What stands when it is done under full sharding, beyond what it kept: its gradients, also in the wide dtype."""
 
 
 def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> int:

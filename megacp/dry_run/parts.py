@@ -32,7 +32,7 @@ from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequenc
 from megacp.distributed.fake_world import fake_world
 from megacp.distributed.grid import ProcessGrid, build_grid, single_axis
 from megacp.distributed.shape import GridShape
-from megacp.dry_run.measured import PartMemory
+from megacp.dry_run.part_memory import PartMemory
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.config.run import RunConfig
