@@ -16,8 +16,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("        self.alive -= size\n", "        pass\n", "a storage that died still counts"),
         (
-            "part = Block(layer, model, backend, config.training.recompute_granularity)",
-            'part = Block(layer, model, backend, "none")',
+            "part = Block(layer, model, backend, config.training.recompute_mode)",
+            "part = Block(layer, model, backend, type(config.training)().recompute_mode)",
             "a block is measured without its recomputation",
         ),
         (

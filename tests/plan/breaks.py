@@ -79,7 +79,7 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "attention's backward takes as long as its forward",
         ),
         ("(gather + scatter, backward", "(scatter, backward", "parameters are gathered once"),
-        ("swap * (1 + full)", "2 * swap", "heads are swapped twice in backward"),
+        ("swap * (1 + mode.repeats_block)", "2 * swap", "heads are swapped twice in backward"),
     ],
     ("megacp/dry_run/messages.py", "tests/plan/test_search.py"): [
         ("blocks = sample.shared(config)[1]", "blocks = ranks - 1", "kv_exchange sends all keys"),

@@ -162,8 +162,8 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("megacp/engine/models/recompute.py", "tests/engine/models/test_language.py"): [
         (
-            "KeptResults(hooks or HELD), use",
-            "body.__self__.__dict__.setdefault('kept', KeptResults(hooks or HELD)), use",
+            "results = KeptResults(hooks or HELD)",
+            "results = body.__self__.__dict__.setdefault('kept', KeptResults(hooks or HELD))",
             "a microbatch is handed what another's attention gave",
         ),
         ("if self._given is not None:", "if False:", "attention of a block is computed again"),
