@@ -31,7 +31,7 @@ help:
 	@echo 'make test-fast  the tests that take less than half a second each (90 seconds on two quiet cores)'
 	@echo 'make test-faults  kills, full disks, lost ranks and damaged files at random moments (5 minutes)'
 	@echo 'make test-once  runs that die 40 times on changing grids lose no sample and end as undisturbed ones (10 minutes)'
-	@echo 'make mutants    break the code, one place at a time, and see which breaks no fast test sees (half an hour)'
+	@echo 'make mutants    break the code in one place at a time and report what no fast test notices (half an hour; WORDS="ring mask" selects)'
 	@echo 'make cuda-lines  which lines that only CUDA reaches are executed on this CPU (ten minutes)'
 	@echo 'make fake-grids  a step of every grid of examples/ on fake tensors, beside its dry run (20 minutes)'
 	@echo 'make test-gpu   the tests that need an NVIDIA GPU, with PYTHON as it is'
@@ -108,7 +108,7 @@ fake-grids: $(STAMP)
 	$(BIN)/python tests/fake_grids.py
 
 mutants: $(STAMP)
-	$(BIN)/python tests/mutants.py
+	$(BIN)/python tests/mutants.py $(WORDS)
 
 # With the python3 that has CUDA torch and numpy, beside these.
 GPU_NEEDS := pytest pytest-timeout hypothesis tyro pyyaml zlib-ng

@@ -1,14 +1,16 @@
 """Every grid that examples/ names as a step on fake tensors: `python tests/fake_grids.py [WORD ...]` (make fake-grids).
 
-A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and the dry run of it. The exit status
-is 1 where the two differ by more than 5 % (10 % of packs of 131,072 tokens), or a rank beside it makes another call.
-Without a word the layouts of `tests/verify/fake_cases.py` come first, which are to be within 2 % in the median.
+A grid of 64 GPUs is also taken at 1,024. A line says what rank 0 holds, and how much of it the dry run estimates. The
+rows are one causal document each, as the dry run assumes. The exit status is 1 if an estimate is off by more than 2 %,
+if half of them are off by more than 0.5 %, or if a rank beside rank 0 makes another call. Without a word the small
+layouts of `tests/verify/fake_cases.py` come first; half of them have to be within 1 %, all within 5 %.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import json
+import math
 import re
 import statistics
 import subprocess
@@ -18,6 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+MEDIAN, WORST = 0.005, 0.02
+"""How far dry runs may be off."""
 RANK = re.compile(r"^rank \d+ .*: peak ([\d.]+) GiB .*; the dry run estimates ([\d.]+);", re.MULTILINE)
 
 
@@ -39,20 +43,20 @@ def grids() -> Iterator[tuple[str, list[str]]]:
     yield "million_tokens.sh 8 GPUs", subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split()
 
 
-def checked(grid: tuple[str, list[str]]) -> bool:
-    """Whether all is as it should be."""
+def checked(grid: tuple[str, list[str]]) -> float:
+    """Return by which part the dry run of a grid is off; infinity if its step failed."""
     name, flags = grid
-    command = [sys.executable, "-W", "ignore", "tools/check_gpu.py", "--fake", *flags]
+    command = [sys.executable, "-W", "ignore", "tools/check_gpu.py", "--fake", "--mask", "causal", *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     figures = [(float(peak), float(plan)) for peak, plan in RANK.findall(done.stdout)]
     if done.returncode or not figures:
         print(f"FAILED  {name}: {(done.stdout + done.stderr)[-600:]}", flush=True)
-        return False
+        return math.inf
     peak, plan = figures[0]  # of the rank itself, which compiles nothing: it is the last one run
-    bound = 1.05 if "131072" not in done.stdout.replace(",", "") else 1.1  # the mask decides what kv_exchange holds
-    good = peak / bound <= plan <= peak * bound
-    print(f"{'good   ' if good else 'FAR OFF'} {peak:6.2f} GiB, dry run {plan / peak:.3f} of it: {name}", flush=True)
-    return good
+    off = abs(plan / peak - 1)
+    verdict = "good   " if off <= WORST else "FAR OFF"
+    print(f"{verdict} {peak:6.2f} GiB, dry run {plan / peak:.3f} of it: {name}", flush=True)
+    return off
 
 
 def ratio(name: str) -> float:
@@ -66,14 +70,14 @@ def ratio(name: str) -> float:
 
 def layouts() -> bool:
     """Whether the dry run of small models of all kinds, each under another layout, holds what their steps do: within
-    5 % each, within 2 % in the median.
+    5 % each, within 1 % in the median.
     """
     from tests.verify.fake_cases import CASES
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         off = [abs(one - 1) for one in pool.map(ratio, CASES)]
     print(f"{len(off)} layouts: {statistics.median(off):.2%} in the median, {max(off):.2%} at worst")
-    return statistics.median(off) <= 0.02 and max(off) <= 0.05
+    return statistics.median(off) <= 0.01 and max(off) <= 0.05
 
 
 def main(words: list[str]) -> int:
@@ -81,9 +85,10 @@ def main(words: list[str]) -> int:
     small = bool(words) or layouts()
     chosen = [grid for grid in grids() if all(word in grid[0] for word in words)]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        good = list(pool.map(checked, chosen))
-    print(f"{sum(good)} of {len(good)} grids")
-    return int(not (small and all(good)))
+        off = list(pool.map(checked, chosen))
+    print(f"{len(off)} grids: {statistics.median(off):.2%} in the median, {max(off):.2%} at worst")
+    good = max(off) <= WORST and (len(off) < 10 or statistics.median(off) <= MEDIAN)
+    return int(not (small and good))
 
 
 if __name__ == "__main__":

@@ -54,9 +54,6 @@ EXTRAS = {"transformers", "tokenizers", "sentencepiece", "pyarrow", "PIL", "av",
 MAY_HIDE_IMPORTS = {
     "megacp/public.py": "public names of a package, whose homes are in its own table",
     "megacp/training/monitor/log.py": "wandb or trackio, as the flag names it",
-    # leaves: remove it with the entry's own imports of the converter
-    "megacp/train.py": "the converter, an extra, if --load-hf asks for it",
-    "megacp/plan/command.py": "the converter, a stored config and the calibration, which import torch",
 }
 """Files that import by a name that the contracts in pyproject.toml cannot see, and why."""
 CALLED_BY_OTHERS = {"readable", "readinto", "seekable", "find_class", "allocate"} | {

@@ -14,39 +14,13 @@ import json
 import os
 import zlib
 from pathlib import Path
-from typing import NamedTuple
 
+from megacp.dry_run.part_memory import NOTHING, PartMemory
 from megacp.engine.config.run import RunConfig, Value, flatten, with_values
 from megacp.engine.layers.attention import transport_of
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.storage import files
 from megacp.storage.cache import cache_folder
-
-
-class PartMemory(NamedTuple):
-    """Bytes of one part of a model for one microbatch on one rank.
-
-    Weights, sums of gradients and what the microbatch holds for all parts are not among them.
-    """
-
-    kept: int
-    """Between forward and backward, with its input and without its result."""
-    forward: int
-    """At most in its forward, with what it keeps and its result."""
-    backward: int
-    """At most in its backward, with what it keeps and the gradient of its result."""
-    left: int
-    """After its backward: factors of weight gradients that wait, or unreduced gradients under full sharding."""
-    given: int = 0
-    """What the microbatch holds for it from beginning to end: pixels, labels, rotary angles."""
-
-    @property
-    def work(self) -> int:
-        """Return the bytes that its backward needs beyond what is kept."""
-        return max(0, self.backward - self.kept)
-
-
-NOTHING = PartMemory(0, 0, 0, 0)
 
 _SETTINGS = (
     "tensor_model_parallel_size",
@@ -89,7 +63,7 @@ def _measured_as(config: RunConfig, defers: bool) -> RunConfig:
     return with_values(RunConfig(model=config.model, vision=config.vision), values)
 
 
-def of_one_rank(config: RunConfig) -> RunConfig:
+def as_one_rank(config: RunConfig) -> RunConfig:
     """Return the configuration of one rank that has the tokens of a context-parallel rank as a row of its own."""
     values: dict[str, Value] = {
         "context_parallel_size": 1,
@@ -111,7 +85,7 @@ def _head_measured_as(config: RunConfig) -> RunConfig:
         "attention_kernel": default.attention_kernel,
         "expert_model_parallel_size": 1,
     }
-    return _measured_as(with_values(of_one_rank(config), values), False)
+    return _measured_as(with_values(as_one_rank(config), values), False)
 
 
 def block_memory(config: RunConfig, layer: int, defers: bool = False) -> PartMemory:
@@ -130,7 +104,14 @@ def vision_memory(config: RunConfig, crops: int, pooled: int) -> PartMemory:
     """Return what tower and connector hold for so many crops and pooled tokens."""
     if crops == 0 or pooled == 0:
         return NOTHING
-    return _found("vision", _measured_as(config, False), (crops, pooled))
+    return _found("vision", _vision_measured_as(config), (crops, pooled))
+
+
+@functools.lru_cache(2**14)
+def _vision_measured_as(config: RunConfig) -> RunConfig:
+    """Return a configuration that keeps only what images depend on: each rank encodes its own, whatever the row is."""
+    values: dict[str, Value] = {"seq_length": RunConfig().data.seq_length, "expert_model_parallel_size": 1}
+    return _measured_as(with_values(as_one_rank(config), values), False)
 
 
 @functools.cache

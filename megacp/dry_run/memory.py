@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megacp.dry_run.in_flight import Held, most_held
-from megacp.dry_run.measured import NOTHING, PartMemory, block_memory, head_memory, vision_memory
+from megacp.dry_run.measured import block_memory, head_memory, vision_memory
+from megacp.dry_run.part_memory import NOTHING, PartMemory
 from megacp.engine.config.run import RunConfig
 from megacp.engine.config.training import STATE_KINDS, STEPPED_BY
 from megacp.engine.layers.table import residual_bytes, tokens_per_rank
@@ -91,7 +92,7 @@ STATE = ("weights", "gradients", "optimizer")
 PHASES: dict[str, tuple[str, ...]] = {
     "forward": (*STATE, "gathered", "sums", "rows", "activations", "messages"),
     "loss": (*STATE, "gathered_head", "sums", "rows", "activations", "messages", "head"),
-    "table": (*STATE, "gathered", "rows", "activations", "messages", "table"),
+    "table": ("weights", "earlier", "optimizer", "gathered", "rows", "activations", "messages", "table"),
     "backward": (*STATE, "gathered", "sums", "unreduced", "rows", "activations", "messages", "block"),
     "vision": (*STATE, "gathered", "sums", "rows", "vision", "messages"),
     "optimizer": (*STATE, "update"),
@@ -120,6 +121,8 @@ class RankMemory:
     """Sharded gradients of the microbatch before: a bucket under way, and this rank's part of it."""
     unreduced: int = 0
     """Gradients of the microbatch at work, before they are summed over the ranks."""
+    earlier: int = 0
+    """Sums of earlier microbatches of the step when the head's gradient is summed; the first one has none."""
     table: int = 0
     """The head's gradient on its way under full sharding, and what stands beside it."""
     update: int = 0
@@ -157,11 +160,11 @@ class BlockBackward(NamedTuple):
     """Bytes of a block in its backward."""
 
     work: int
-    """At most, beyond what it keeps."""
+    """The peak beyond what it keeps."""
     kept: int
     """What is gone when it is done; 0 where that is on the host."""
     end: int = 0
-    """When it is done under full sharding, beyond what it kept: its gradients, also in the wide dtype."""
+    """What stands when it is done under full sharding, beyond what it kept: its gradients, also in the wide dtype."""
 
 
 def most_at_work(chunks: Sequence[Sequence[BlockBackward]], behind: int = 0) -> int:
@@ -225,6 +228,7 @@ def stage_state(
             gathered_head=head * size,
             # the wide gradients of a block stay until those of the next block are all there
             unreduced=most_at_work(ending, block * wide) - most_at_work(blocks),
+            earlier=share * wide if config.num_microbatches(world_size) > 1 else 0,
             table=_table_on_its_way(config, table, ranks, block, blocks[-1][-1].work),
             update=copies,
             saved=share * size * narrow,

@@ -32,7 +32,7 @@ from megacp.attention.ops.rotary import RotaryScaling, cos_sin, inverse_frequenc
 from megacp.distributed.fake_world import fake_world
 from megacp.distributed.grid import ProcessGrid, build_grid, single_axis
 from megacp.distributed.shape import GridShape
-from megacp.dry_run.measured import PartMemory
+from megacp.dry_run.part_memory import PartMemory
 from megacp.engine.backends.native import NativeBackend, NormSpec
 from megacp.engine.config.model import ModelConfig
 from megacp.engine.config.run import RunConfig
@@ -190,13 +190,19 @@ def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
         yield build_grid(shape, rank, DEVICE)
 
 
-@functools.lru_cache(32)
+_REMEMBERED = 2**18
+"""Tokens of a row from which on its plan is made anew for each measurement: it has some hundred bytes a token."""
+
+
+@functools.lru_cache(4)
 def _plan(model: ModelConfig, packs: int, tokens: int, cp: int, multiple: int, layout: str) -> AttentionPlan:
     """Return the plan of the cp rank that has the last token, which sees the most of the row.
 
     One causal document fills each pack.
     """
-    row = Metadata.of_documents(np.repeat(np.arange(packs), tokens))
+    # each token's document ends where its pack does
+    leave = np.repeat(np.arange(1, packs + 1) * tokens, tokens)
+    row = Metadata.of_row(leave, np.zeros_like(leave))
     chosen = LAYOUTS[layout] if cp > 1 else CONTIGUOUS
     missing = (0, chosen.padded_length(row, cp, multiple) - len(row))
     filled = Metadata.of_row(np.pad(row.leave, missing), np.pad(row.span, missing))
@@ -209,7 +215,10 @@ def _plan_of(config: RunConfig) -> AttentionPlan:
     p = config.parallel
     multiple = p.tensor_model_parallel_size if p.sequence_parallel else 1
     packs, tokens = config.training.micro_batch_size, config.data.seq_length
-    return _plan(config.model, packs, tokens, p.context_parallel_size, multiple, p.cp_layout)
+    sizes = (config.model, packs, tokens, p.context_parallel_size, multiple, p.cp_layout)
+    if packs * tokens > _REMEMBERED:
+        return _plan.__wrapped__(*sizes)
+    return _plan(*sizes)
 
 
 def _backend(config: RunConfig, grid: ProcessGrid) -> NativeBackend:

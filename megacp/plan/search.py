@@ -20,6 +20,7 @@ from megacp.engine.checks import check
 from megacp.engine.config.parallel import PIPELINE_SCHEDULES, SHARDINGS
 from megacp.engine.config.run import RunConfig, Value, flatten, with_values
 from megacp.engine.config.training import RECOMPUTE_MODES
+from megacp.engine.layers.moe import expert_rows
 from megacp.engine.layers.table import tokens_per_rank
 from megacp.engine.models.costs import stage_layers
 from megacp.plan.hardware import GPUS_OF_A_MACHINE, Hardware
@@ -240,7 +241,9 @@ def _saved(base: RunConfig, choice: Choice) -> Saving:
     # the place, not the strength: two modes that repeat equally much are two ways of saving memory
     again = _modes().index(values["recompute_granularity"])
     tile = values["mlp_chunk_tokens"]
-    tiles = -(-tokens_per_rank(base) // tile) if tile else 0
+    # experts are given several rows a token, so a tile of a whole row is one of several for them
+    rows = expert_rows(base) if base.model.num_experts else tokens_per_rank(base)
+    tiles = -(-rows // tile) if tile else 0
     return again, values["activation_offload"], tiles
 
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megacp.dry_run.measured import block_memory, of_one_rank
+from megacp.dry_run.measured import as_one_rank, block_memory
 from megacp.dry_run.memory import shared_parts, stage_kind, stage_parameters
 from megacp.dry_run.messages import (
     boundary_bytes,
@@ -182,7 +182,7 @@ def _kept(config: RunConfig, layer: int, granularity: str) -> int:
 
     Tiles of the MLP pass over as many, and so do ranks that share a row.
     """
-    whole = with_values(of_one_rank(config), {"mlp_chunk_tokens": 0, "recompute_granularity": granularity})
+    whole = with_values(as_one_rank(config), {"mlp_chunk_tokens": 0, "recompute_granularity": granularity})
     return block_memory(whole, layer).kept
 
 

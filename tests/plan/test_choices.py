@@ -16,10 +16,11 @@ from megacp.attention.context_parallel.transports import TRANSPORTS, TransportRo
 from megacp.attention.ops.kernel import Kernel
 from megacp.distributed.grid import Axis, single_axis
 from megacp.dry_run import measured
-from megacp.dry_run.measured import PartMemory, block_memory
+from megacp.dry_run.measured import block_memory
 from megacp.dry_run.memory import stage_memory
 from megacp.dry_run.messages import step_messages
 from megacp.dry_run.packs import PackSample
+from megacp.dry_run.part_memory import PartMemory
 from megacp.engine.checks import check
 from megacp.engine.config.run import RunConfig, with_values
 from megacp.engine.config.training import RECOMPUTE_MODES, RecomputeMode

@@ -79,18 +79,6 @@ class TransportRow:
         """Return the number of ranks (or of groups with split heads) between which K/V travel."""
         return cp // self.head_ranks(cp, sizes)
 
-    def blocks_held(self, cp: int, sizes: GroupSizes = ()) -> int:
-        """Return how many blocks of K/V a rank holds at once, at most; a block belongs to one of `key_ranks`.
-
-        A ring holds the current and the next block. `needed` may need all of them under a dense mask.
-        """
-        blocks = self.key_ranks(cp, sizes)
-        return min(blocks, 2) if self.keys == "ring" else blocks
-
-    def blocks_at_once(self, cp: int, sizes: GroupSizes = ()) -> int:
-        """Return how many blocks of K/V one call of the kernel attends to, at most."""
-        return 1 if self.keys == "ring" else self.key_ranks(cp, sizes)
-
     def messages(self, cp: int, sizes: GroupSizes = ()) -> int:
         """Return the number of K/V messages of a forward."""
         return self.key_ranks(cp, sizes) - 1 if self.keys == "ring" else 2

@@ -83,9 +83,9 @@ class ExpertBalance:
     """How evenly experts are to be used: the factors of two terms of the loss, and the axes whose tokens they count."""
 
     document: float
-    """Of the balance within each document (--moe-aux-loss-coeff)."""
+    """Factor of the balance within each document (--moe-aux-loss-coeff)."""
     z: float
-    """Of large scores (--moe-z-loss-coeff)."""
+    """Factor of the squared log-sum of scores (--moe-z-loss-coeff)."""
     axes: tuple[Axis, Axis]
 
 

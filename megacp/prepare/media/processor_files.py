@@ -394,29 +394,15 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
     image = _part(folder, IMAGES, whole, "image_processor", notes)
     video = _part(folder, VIDEOS, whole, "video_processor", notes)
     if image is None:
-        if video is not None:
-            raise ValueError(f"{folder} has {video[0]} and no {IMAGES}: the library cannot load such a folder")
-        return None
-    problems = _other_class(image, "image_processor_type", files.images.cls)
+        if video is None:
+            return None
+        raise ValueError(f"{folder} has {video[0]} and no {IMAGES}: the library cannot load such a folder")
+    others = _other_class(image, "image_processor_type", files.images.cls)
     if video is not None:
-        problems += _other_class(video, "video_processor_type", files.videos.cls)
-    if problems:
-        raise OtherProcessorError(f"{folder}: {'; '.join(problems)}, --vision-family {family} has another processor")
-    values, fields, problems = _read_part(image, files.images)
-    if video is not None:
-        video_values, video_fields, of_videos = _read_part(video, files.videos)
-        problems += of_videos
-        for rule in values.keys() & video_values.keys():
-            if values[rule] != video_values[rule]:
-                one, other = (_shown(each[rule]) for each in (video_values, values))
-                problems.append(f"{video_fields[rule]} is {one}, {fields[rule]} is {other}")
-        _note_names(*video, files.videos.names, notes)
-        _note_names(*image, files.images.names, notes)
-    else:
-        video_values, video_fields = _without_videos(image, values, files, notes)
-        _note_names(*image, files.images.names | files.videos.names, notes)
-    values = {**video_values, **values}
-    fields = {**video_fields, **fields}
+        others += _other_class(video, "video_processor_type", files.videos.cls)
+    if others:
+        raise OtherProcessorError(f"{folder}: {'; '.join(others)}, --vision-family {family} has another processor")
+    values, fields, problems = _read_parts(image, video, files, notes)
     problems += _read_switches(whole, files, values, fields, notes)
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")
@@ -426,6 +412,26 @@ def read_processor(folder: Path, family: str) -> FolderRules | None:
     except ValueError as error:
         raise ValueError(f"{folder}: its processor files say what no rules can have: {error}") from error
     return found
+
+
+def _read_parts(
+    image: _NamedPart, video: _NamedPart | None, files: ProcessorFiles, notes: list[str]
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Return the rules of both parts, the field of each, and the problems: fields at fault, rules said differently."""
+    values, fields, problems = _read_part(image, files.images)
+    if video is None:
+        video_values, video_fields = _without_videos(image, values, files, notes)
+        _note_names(*image, files.images.names | files.videos.names, notes)
+        return {**video_values, **values}, {**video_fields, **fields}, problems
+    video_values, video_fields, of_videos = _read_part(video, files.videos)
+    problems += of_videos
+    for rule in values.keys() & video_values.keys():
+        if values[rule] != video_values[rule]:
+            one, other = (_shown(each[rule]) for each in (video_values, values))
+            problems.append(f"{video_fields[rule]} is {one}, {fields[rule]} is {other}")
+    _note_names(*video, files.videos.names, notes)
+    _note_names(*image, files.images.names, notes)
+    return {**video_values, **values}, {**video_fields, **fields}, problems
 
 
 def _part(folder: Path, name: str, whole: Content, key: str, notes: list[str]) -> _NamedPart | None:

@@ -12,7 +12,7 @@ import importlib
 import itertools
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -143,43 +143,72 @@ def _tar_record(
     media: bool,
 ) -> Record | Refusal:
     """The record of some members: its JSON and texts by what follows their last dot, all others by whole name."""
-    texts, others, size = dict[str, bytes](), dict[str, bytes](), sum(member.size for member in members)
+    texts, others = dict[str, bytes](), dict[str, bytes]()
+    size = sum(member.size for member in members)
     offset = members[0].offset
     try:
         for member in members:
-            what, extension = f"member {member.name!r}", _extension(member.name)
+            extension = _extension(member.name)
             is_text = extension in ("json", *_TEXTS)
-            if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
-                raise RecordError(f"{what} is named outside the archive")
-            if not member.isfile():
-                raise RecordError(f"{what} is a link or a device, not a file")
-            if extension in texts or member.name in others:
-                same = f"members share their names up to the first dot, here {key!r}, as in webdataset"
-                raise RecordError(f"{what} is not the only .{extension} of its record: {same}")
-            if not is_text and not media:
-                raise RecordError(f"{what} is no text: this build makes text datasets, images need the vision build")
+            is_double = extension in texts or member.name in others
+            _refuse_member(member, key, is_double, is_text or media)
             if size > limit:
                 raise RecordError(f"its members have {size} bytes, more than --max-record-bytes {limit}")
-            stream = archive.extractfile(member)
-            content = stream.read() if stream else b""
-            if len(content) != member.size:
-                raise tarfile.ReadError(f"{what} has {len(content)} of {member.size} bytes")
-            (texts if is_text else others)[extension if is_text else member.name] = content
-        value: Any = decode_json(texts["json"]) if "json" in texts else {}
-        for name in _TEXTS:
-            if (content_of := texts.get(name)) is not None:
-                if not isinstance(value, dict) or "text" in value:
-                    raise RecordError(f"record {key!r} has its text in both .json and .{name}")
-                value["text"] = content_of.decode()
-                if value.get("caption") == value["text"]:  # img2dataset writes it twice
-                    del value["caption"]
-        seen = [(kind, name) for name in others for kind, of in _SEEN.items() if _extension(name) in of]
-        says = isinstance(value, dict) and not {"text", "caption"}.isdisjoint(value)
-        if says and len(seen) == 1 and value.keys().isdisjoint(_NAMING):
-            ((kind, name),) = seen
-            value[kind] = {"member": name}
+            content = _content(member, archive)
+            if is_text:
+                texts[extension] = content
+            else:
+                others[member.name] = content
+        value = _value_of(texts, key)
     except UnicodeDecodeError as error:
         return Refusal(path, number, offset, f"record {key!r}: not UTF-8 at byte {error.start + 1} of its text")
     except RecordError as error:
         return Refusal(path, number, offset, str(error))
+    _name_image(value, others)
     return Record(number, offset, size, value, others)
+
+
+def _refuse_member(member: tarfile.TarInfo, key: str, is_double: bool, is_wanted: bool) -> None:
+    """Raise RecordError for a member that a record cannot have."""
+    what = f"member {member.name!r}"
+    if member.name.startswith("/") or ".." in PurePosixPath(member.name).parts:
+        raise RecordError(f"{what} is named outside the archive")
+    if not member.isfile():
+        raise RecordError(f"{what} is a link or a device, not a file")
+    if is_double:
+        same = f"members share their names up to the first dot, here {key!r}, as in webdataset"
+        raise RecordError(f"{what} is not the only .{_extension(member.name)} of its record: {same}")
+    if not is_wanted:
+        raise RecordError(f"{what} is no text: this build makes text datasets, images need the vision build")
+
+
+def _content(member: tarfile.TarInfo, archive: tarfile.TarFile) -> bytes:
+    """Read a member. Raises tarfile.ReadError if the archive ends within it."""
+    stream = archive.extractfile(member)
+    content = stream.read() if stream else b""
+    if len(content) != member.size:
+        raise tarfile.ReadError(f"member {member.name!r} has {len(content)} of {member.size} bytes")
+    return content
+
+
+def _value_of(texts: Mapping[str, bytes], key: str) -> Any:
+    """Return a record's JSON, with its text if that is a member of its own. Raises RecordError for two texts."""
+    value: Any = decode_json(texts["json"]) if "json" in texts else {}
+    for name in _TEXTS:
+        if name not in texts:
+            continue
+        if not isinstance(value, dict) or "text" in value:
+            raise RecordError(f"record {key!r} has its text in both .json and .{name}")
+        value["text"] = texts[name].decode()
+        if value.get("caption") == value["text"]:  # img2dataset writes it twice
+            del value["caption"]
+    return value
+
+
+def _name_image(value: Any, others: Mapping[str, bytes]) -> None:
+    """Write into a record with a text where its only image or video is, unless it says so itself."""
+    seen = [(kind, name) for name in others for kind, of in _SEEN.items() if _extension(name) in of]
+    says = isinstance(value, dict) and not {"text", "caption"}.isdisjoint(value)
+    if says and len(seen) == 1 and value.keys().isdisjoint(_NAMING):
+        ((kind, name),) = seen
+        value[kind] = {"member": name}

@@ -1,0 +1,32 @@
+"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+
+BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("megacp/engine/config/run.py", "tests/engine/config/test_homes.py"): [
+        (
+            "tuple(at_home(str(part)) for part in value)",
+            "value",
+            "a folder of a blend is named `~`",
+        ),
+    ],
+    ("megacp/engine/config/cli.py", "tests/engine/config/test_homes.py"): [
+        ('        self.register("type", Path, _path)\n', "", "results go to a folder named `~`"),
+    ],
+    ("megacp/engine/config/yaml_file.py", "tests/engine/config/test_yaml_size.py"): [
+        ("if len(reasons) >= _MOST_REASONS:", "if False:", "10,000 unknown keys take four seconds"),
+        (
+            "elif len(node.value) > _REPEATED:",
+            "elif False:",
+            "a text of 1 MB is repeated 5,000 times",
+        ),
+    ],
+    ("megacp/engine/checks.py", "tests/engine/config/test_cli.py"): [
+        ("if in_all > MAX_EXPERTS_IN_ALL:", "if False:", "a folder may name experts without end"),
+    ],
+    ("megacp/engine/config/yaml_file.py", "tests/engine/config/test_cli.py"): [
+        (
+            "if value != RETIRED[name].default:",
+            "if False:",
+            "a retired setting of a file is silently ignored",
+        ),
+    ],
+}

@@ -1,0 +1,370 @@
+"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+
+BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("megacp/training/loop/state.py", "tests/huggingface/convert/test_start.py"): [
+        (
+            "else lambda name: False",
+            "else lambda name: True",
+            "weights are drawn before a checkpoint is read",
+        ),
+        (
+            "lambda name: weights is None or",
+            "lambda name: True or",
+            "weights are drawn before --load-hf is read",
+        ),
+    ],
+    ("megacp/engine/models/vision.py", "tests/huggingface/convert/test_exact.py"): [
+        ("np.full(len(place), number)", "np.full(len(place), 0)", "images see each other"),
+        (".swapaxes(1, 2).reshape(-1)", ".reshape(-1)", "patches stand row by row"),
+    ],
+    ("megacp/attention/ops/rotary.py", "tests/huggingface/convert/test_exact.py"): [
+        (
+            "            axes[angle] = axis",
+            "            axes[angle] = 0",
+            "image tokens turn by time alone",
+        ),
+    ],
+    ("megacp/training/loop/stored.py", "tests/huggingface/convert/test_start.py"): [
+        (
+            "FINETUNING_RATE_OF_PAIRS if config.model.lora_rank else ",
+            "",
+            "pairs learn at the rate of whole weights",
+        ),
+        ("stored.training.lr, f", "config.training.lr, f", "a run goes on at the default rate"),
+    ],
+    ("megacp/huggingface/convert/card.py", "tests/huggingface/convert/test_card.py"): [
+        ('value.rstrip("/").rpartition("/")[2]', "value", "a model card holds paths of a machine"),
+        ("hub = re.fullmatch(", "hub = re.match(", "a path is the name of a model on a hub"),
+    ],
+    ("megacp/huggingface/convert/config_json.py", "tests/huggingface/convert/test_families.py"): [
+        ('*root.glob("*.py"), ', "", "masks ask a config for more than its class has"),
+    ],
+    ("megacp/huggingface/convert/family.py", "tests/huggingface/convert/test_families.py"): [
+        (
+            'values["num_experts"]\n        return',
+            'values["num_experts"] - 1\n        return',
+            "the converter drops an expert",
+        ),
+    ],
+    ("megacp/huggingface/convert/moe.py", "tests/huggingface/convert/test_families.py"): [
+        (
+            '"moe_shared_expert_gate": True}',
+            '"moe_shared_expert_gate": False}',
+            "the gate of a shared expert is open",
+        ),
+        ('_BLOCK, "mlp")', '_BLOCK, "moe")', "stacked experts have Mixtral's own word"),
+        ("range(every - 1, v", "range(0, v", "the first of N layers has experts"),
+        (
+            "c.only(router_jitter_noise=0.0, clip_qkv=None)",
+            "pass",
+            "queries are not clipped, in silence",
+        ),
+        (
+            'resolved(v)["ffn_hidden_size"]',
+            'v["ffn_hidden_size"]',
+            "experts have the width of no layer",
+        ),
+    ],
+    ("megacp/huggingface/convert/gpt_oss.py", "tests/huggingface/convert/test_families.py"): [
+        ("(blocks & 15)", "(blocks >> 4)", "the high bits of a byte are read twice"),
+        (
+            "scales.float() - 127",
+            "scales.float() - 128",
+            "blocks of four bits have half their size",
+        ),
+        (
+            "torch.stack(found.chunk(2, 1), 2).flatten(1, 2)",
+            "found",
+            "gates are written before ups",
+        ),
+        (
+            '"truncate": False}',
+            '"truncate": True}',
+            "the ends of a silent config's yarn are rounded",
+        ),
+    ],
+    (
+        "megacp/huggingface/convert/gpt_oss.py",
+        "tests/huggingface/convert/test_malformed_weights.py",
+    ): [
+        (
+            "elif scales != blocks[:3]:",
+            "elif len(scales) != 3:",
+            "scales of one column are broadcast",
+        ),
+        ("if infos[name].dtype != torch.uint8:", "if False:", "scales in bfloat16 are exponents"),
+        ("if stack in infos:", "if False:", "a packed tensor hides a plain one"),
+        ("if (scales == _NAN).any():", "if False:", "a scale that is NaN is called too large"),
+        ("if not is_finite(found):", "if False:", "an expert is infinite"),
+    ],
+    (
+        "megacp/huggingface/convert/tensors.py",
+        "tests/huggingface/convert/test_malformed_weights.py",
+    ): [
+        (
+            "if experts and count != experts:",
+            "if False:",
+            "twice as many experts of half the rows are read",
+        ),
+        ("if not is_finite(cast):", "if False:", "a cast makes infinite weights"),
+        ("math.isfinite(largest.item())", "True", "inf is finite"),
+    ],
+    (
+        "megacp/huggingface/convert/hf_files.py",
+        "tests/huggingface/convert/test_malformed_weights.py",
+    ): [
+        ("if not is_finite(found):", "if False:", "weights that are NaN are trained"),
+        ("if size < expected:", "if False:", "half a download has no sizes"),
+    ],
+    ("megacp/huggingface/convert/source.py", "tests/huggingface/convert/test_tied_heads.py"): [
+        (
+            "if same_values(weights, name_of_embedding, name_of_head):",
+            "if True:",
+            "a head that differs is dropped",
+        ),
+        (
+            "return _LinksOfFile(apart, infos, True, note)",
+            "return _LinksOfFile(apart, infos)",
+            "two heads, one is tied",
+        ),
+        (
+            "if name_of_embedding not in infos:",
+            "if False:",
+            "a head is not taken for the embedding",
+        ),
+    ],
+    ("megacp/huggingface/convert/text_part.py", "tests/huggingface/convert/test_tied_heads.py"): [
+        ("or not part.asks_text", "or True", "a tie that only the text's config says is lost"),
+        (
+            '"gemma3_text", tied=True',
+            '"gemma3_text", tied=False',
+            "a silent Gemma 3 has a head of its own",
+        ),
+    ],
+    ("megacp/huggingface/convert/text_part.py", "tests/huggingface/convert/test_text_part.py"): [
+        ("if name not in _SECTIONS}", "if True}", "sections of rotary axes are refused"),
+        (
+            "{**part.defaults, **outside, **inside}",
+            "{**outside, **inside, **part.defaults}",
+            "silence wins over a config",
+        ),
+        (
+            'for begin in ("", "model.")',
+            'for begin in ("",)',
+            "a tower by its newer names is unexpected",
+        ),
+    ],
+    ("megacp/huggingface/convert/moe.py", "tests/huggingface/convert/test_exact.py"): [
+        (
+            "i >= first for i",
+            "i > first for i",
+            "one dense layer more than first_k_dense_replace says",
+        ),
+        (
+            "width * c.number(",
+            "1 * c.number(",
+            "shared experts of a GLM have the width of one column each",
+        ),
+        (
+            'not c.switch("norm_topk_prob", True)',
+            'c.switch("norm_topk_prob", True)',
+            "sigmoids are shares, or not",
+        ),
+        ("and not c.switch", "and c.switch", "a token's weights are those of all experts, or not"),
+        (
+            "for e in range(experts) for name in names]",
+            "for name in names for e in range(experts)]",
+            "stacked gates stand before all ups",
+        ),
+    ],
+    ("megacp/huggingface/convert/tensors.py", "tests/huggingface/convert/test_exact.py"): [
+        (
+            "found[start - first * rows : stop",
+            "found[0 : stop",
+            "an expert's rows begin at its stack's",
+        ),
+    ],
+    (
+        "megacp/huggingface/generate_command.py",
+        "tests/huggingface/convert/test_template_of_training.py",
+    ): [
+        (
+            "if kept is None and not generator.step and",
+            "if kept is None and generator.step and",
+            "a folder's template is unread",
+        ),
+    ],
+    ("megacp/prepare/command.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        (
+            "**told.values, **of_folder",
+            "**of_folder",
+            "a build does not follow the folder's processor files",
+        ),
+        (
+            "    if overridden:\n",
+            "    if False:\n",
+            "a flag overrides the folder's files in silence",
+        ),
+    ],
+    ("megacp/train.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        (
+            "if misfits := weights.image_misfits(where, sources.image_rules):",
+            "if misfits := list[str]():",
+            "packs by other image rules than the folder's are trained on",
+        ),
+    ],
+    ("megacp/training/loop/state.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        (
+            "if image_rules is None and weights is not None and weights.image_rules is not None:",
+            "if image_rules is None and weights is not None and False:",
+            "the export of a run on text has no processor files",
+        ),
+        (
+            "image_rules=state.image_rules or was.image_rules",
+            "image_rules=state.image_rules",
+            "a finetuning on text forgets the image rules",
+        ),
+    ],
+    ("megacp/huggingface/convert/source.py", "tests/huggingface/convert/test_folder_rules.py"): [
+        (
+            "        refuse_embedded_adapter(path, adapter)\n",
+            "",
+            "an adapter in a model's folder is ignored",
+        ),
+        (
+            "layers <= int(numbered[1]) < layers + further",
+            "layers <= int(numbered[1])",
+            "any further layer is dropped",
+        ),
+    ],
+    (
+        "megacp/huggingface/convert/config_json.py",
+        "tests/huggingface/convert/test_folder_rules.py",
+    ): [
+        (
+            "if not value or same(value, _USUAL.get(key))",
+            "if True",
+            "fields that are not used are not told",
+        ),
+    ],
+    ("megacp/huggingface/convert/start.py", "tests/huggingface/convert/test_start.py"): [
+        (
+            '{f"--load-hf {name}": folder / name for name in loaded.files}',
+            "dict[str, Path]()",
+            "a model is not compared",
+        ),
+        ("for name in ADAPTER_FILES}", "for name in ()}", "an adapter is not compared"),
+    ],
+    ("megacp/huggingface/convert/lora.py", "tests/huggingface/convert/test_lora.py"): [
+        (
+            "for pair in of_experts], 2)",
+            "for pair in of_experts], 1)",
+            "B of experts is written by expert",
+        ),
+        (
+            '.base_layer" if both and',
+            '.base_layer" if False and',
+            "gate and up of experts have the place of down",
+        ),
+        (
+            "if family.in_turns and name",
+            "if False and name",
+            "gate and up of a written pair are not in turns",
+        ),
+        (
+            "name if beside_experts and",
+            "name if False and",
+            "peft takes an MLP beside experts for them",
+        ),
+    ],
+    ("megacp/huggingface/convert/lora.py", "tests/huggingface/convert/test_adapters.py"): [
+        (
+            "is_exact = math.frexp(rank / size.rank)[0] == 0.5",
+            "is_exact = False",
+            "zeros of a rank leave another alpha",
+        ),
+        (
+            "ranks[place] = max(ranks[place], _rank(a[place], up))",
+            "ranks[place] = len(a[place])",
+            "zeros are exported",
+        ),
+    ],
+    ("megacp/huggingface/convert/adapter.py", "tests/huggingface/convert/test_lora.py"): [
+        (
+            "up.unflatten(1, (rank, count)).permute(2, 0, 1)",
+            "up.unflatten(1, (count, rank)).transpose(0, 1)",
+            "B is by expert",
+        ),
+        (
+            "if self._in_turns and place",
+            "if False and place",
+            "gate and up of a read pair are not in turns",
+        ),
+    ],
+    ("megacp/huggingface/convert/adapter.py", "tests/huggingface/convert/test_adapters.py"): [
+        (
+            "sorted(used[kinds]) or range(len(kinds))",
+            "range(len(kinds))",
+            "a joined linear without a pair gets one",
+        ),
+        (
+            "        if missing:\n",
+            "        if False:\n",
+            "pairs in some layers become pairs of all",
+        ),
+        (
+            "            if in_blocks:\n",
+            "            if False:\n",
+            "pairs that were joined stay joined",
+        ),
+        (
+            "known[0] if known else table)",
+            "table)",
+            "an adapter of the text model does not fit its tower",
+        ),
+    ],
+    (
+        "megacp/huggingface/convert/adapter.py",
+        "tests/huggingface/convert/test_malformed_adapters.py",
+    ): [
+        (
+            "        if strange:\n",
+            "        if False:\n",
+            "a target parameter of no linear is not told",
+        ),
+        ("if not tensor.isfinite().all():", "if False:", "pairs that are not finite are trained"),
+    ],
+    (
+        "megacp/huggingface/convert/adapter_config.py",
+        "tests/huggingface/convert/test_malformed_adapters.py",
+    ): [
+        (
+            "is not None and not is_sound(value)",
+            "is not None and False",
+            "a field may have any type",
+        ),
+        ("        if strange:\n", "        if False:\n", "DoRA is read as plain pairs"),
+    ],
+    (
+        "megacp/huggingface/convert/adapter_config.py",
+        "tests/huggingface/convert/test_adapters.py",
+    ): [
+        (
+            "for pattern, number in self._alphas if pattern.match(name)",
+            "for pattern, number in ()",
+            "one alpha for all",
+        ),
+        (
+            "alpha * rank**0.5 if self._is_root else alpha",
+            "alpha",
+            "alpha is divided by a rank, not by its root",
+        ),
+    ],
+    ("megacp/prepare/tokenize/tokenizer.py", "tests/huggingface/convert/test_tokenizer.py"): [
+        (
+            "(tokens := tokens_beside(folder) - tokenizer.own)",
+            "(tokens := set())",
+            "tokens beside a model are ignored",
+        ),
+    ],
+}

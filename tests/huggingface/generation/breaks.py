@@ -1,0 +1,34 @@
+"""Breaks that the tests of this folder notice; see tests/mutants.py."""
+
+BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("megacp/huggingface/convert/gpt_oss.py", "tests/huggingface/generation/test_sampler.py"): [
+        (
+            "        return torch.cat([found[:, ::2]",
+            "        return found\n        torch.cat([found[:, ::2]",
+            "gate and up in turns",
+        ),
+        (
+            "found = found.transpose(1, 2)\n        if not",
+            "found = found.reshape(len(found), found.shape[2], -1)\n        if not",
+            "stacks stay as they lie",
+        ),
+    ],
+    ("megacp/huggingface/convert/moe.py", "tests/huggingface/generation/test_sampler.py"): [
+        ('("w1", "w3", "w2")', '("w3", "w1", "w2")', "gate and up of a Mixtral are each other's"),
+    ],
+    ("megacp/prepare/records/chat_template.py", "tests/huggingface/generation/test_prompt.py"): [
+        ("if prompt and self.before_answers and", "if False and", "nothing stands behind a prompt"),
+        (
+            "**self.variables, **variables,",
+            "**variables, **self.variables,",
+            "a flag wins over what a record says of its template",
+        ),
+    ],
+    ("megacp/huggingface/generate_command.py", "tests/huggingface/generation/test_prompt.py"): [
+        (
+            "(real or empty <= none)",
+            "real",
+            "answers behind nothing are asked behind an empty thought",
+        ),
+    ],
+}
