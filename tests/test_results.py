@@ -58,7 +58,6 @@ def measured(folder: Path, flag: str, path: Path, more: list[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Path, str, Path, list[str]], int], str, str]] = {
     "plan": (plan, "--output", "best.yaml"),
     "page of a plan": (plan, "--html", "best.html"),
-    "figure of a plan": (plan, "--figure", "best.png"),
     "loss": (drawn_loss, "--output", "loss.png"),
     "page of a pack": (inspected, "--html", "pack.html"),
     "tokenizer": (tokenizer, "--output", "tokenizer.json"),

@@ -8,7 +8,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from bench.pictures import style
-from bench.pictures.cluster import draw_cluster
 from bench.pictures.demo import draw_demo
 from bench.pictures.flow import draw_flow
 from bench.pictures.masks import draw_masks
@@ -18,7 +17,6 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "flow": draw_flow,
     "mask": draw_masks,
     "pipeline": draw_pipeline,
-    "cluster": draw_cluster,
 }
 """Pictures that need nothing besides the code."""
 

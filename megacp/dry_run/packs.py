@@ -63,11 +63,6 @@ class PackSample:
         return replace(self, areas=(self.area,))
 
     @once
-    def each(self) -> list[PackSample]:
-        """Every row alone."""
-        return [replace(self, areas=(area,), rows=(row,)) for area, row in zip(self.areas, self.rows, strict=True)]
-
-    @once
     def joined(self, size: int) -> PackSample:
         """Rows of so many packs each."""
         if size == 1:

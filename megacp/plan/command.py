@@ -23,9 +23,8 @@ from megacp.engine.config.blend import named_folders
 from megacp.engine.config.cli import OneLineParser, given_names, parse, path_text
 from megacp.engine.config.run import RunConfig, flag, with_values
 from megacp.plan.answer import Answer, as_json, flags, plan_text
-from megacp.plan.cluster import FLAGS, Trouble, drawn_text
 from megacp.plan.hardware import DEFAULT_GPU, GPUS, NETWORKS, Hardware, hardware, hardware_here
-from megacp.plan.picture import figure_png, page
+from megacp.plan.picture import page
 from megacp.plan.search import no_problems
 from megacp.storage.files import require_free, write_result
 from megacp.training.data.manifest import DatasetManifest
@@ -126,26 +125,18 @@ def _answered(own: argparse.Namespace, asked: _Question) -> Answer:
 
 def _planned(own: argparse.Namespace, arguments: Sequence[str]) -> tuple[str, bool]:
     """Return the text, and whether a layout fits. The flags of one that does not fit are not written."""
-    asked = {name: getattr(own, name) for name, *_ in FLAGS.values() if hasattr(own, name)}
-    if asked and own.json:
-        raise ValueError("--json has no drawn steps: leave it, or --simulate and its flags, out")
-    trouble = Trouble(**asked)
-    for name in ("output", "html", "figure"):
+    for name in ("output", "html"):
         if (path := getattr(own, name)) is not None:
             require_free(flag(name), path, own.overwrite)
     answer = _answered(own, _asked(arguments))
     best = answer.found[0]
     fits = best.gib <= answer.hardware.memory
-    if own.figure is not None:
-        write_result("--figure", own.figure, figure_png(answer), own.overwrite)
     if own.output is not None and fits:
         write_result("--output", own.output, flags(best).encode(), own.overwrite)
     if own.html is not None:
         write_result("--html", own.html, "".join(page(answer)).encode(), own.overwrite)
-    told = as_json(answer) if own.json else plan_text(answer)
-    if asked:
-        told += drawn_text(best.config, answer.world_size, answer.hardware, answer.sample, trouble)
-    return told, fits
+    text = as_json(answer) if own.json else plan_text(answer)
+    return text, fits
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,11 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, nargs="+", default=[], metavar="N", help=lengths)
     parser.add_argument("--output", type=Path, help="file for the flags of the best layout, which --config takes")
     parser.add_argument("--html", type=Path, help="file for a page: bars of the five best, memory through a step")
-    parser.add_argument("--figure", type=Path, help="file.png for those bars (needs matplotlib)")
     parser.add_argument("--overwrite", action="store_true", help="replace these files where they exist")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    for name, (field, kind, meaning) in FLAGS.items():
-        parser.add_argument(f"--{name}", dest=field, type=kind, default=argparse.SUPPRESS, help=meaning)
     try:
         if arguments[:1] == ["calibrate"]:
             # it trains, with torch and megacp.verify: a plan imports neither

@@ -1,8 +1,7 @@
-"""A plan as a figure and as a page: bars of the best layouts, and the memory of the first through a step."""
+"""Show a plan as a page of HTML: bars of the best layouts, and the memory of the first one through a step."""
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -84,27 +83,6 @@ def _colors(bars: Iterable[Mapping[str, float]]) -> dict[str, str]:
     """A colour for each part that some bar has."""
     names = dict.fromkeys(name for bar in bars for name in bar)
     return dict(zip(names, itertools.cycle(_COLORS), strict=False))
-
-
-def figure_png(answer: Answer) -> bytes:
-    """Draw the bars as a PNG. Raises ValueError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(f"--figure needs {error.name}: pip install 'megacp[log]'") from error
-    figure = Figure(figsize=(12, 1.5 + len(answer.best)), layout="constrained")
-    places = range(len(answer.best), 0, -1)  # the first on top
-    for axes, (title, bars, end) in zip(figure.subplots(2), _panels(answer), strict=True):
-        lefts = [0.0] * len(bars)
-        for part, color in _colors(bars).items():
-            widths = [bar.get(part, 0.0) for bar in bars]
-            axes.barh(places, widths, left=lefts, color=color, label=part.replace("_", " "))
-            lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-        axes.set(title=title, xlim=(0, end), yticks=places, yticklabels=[one.name for one in answer.best])
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=120, format="png")
-    return drawn.getvalue()
 
 
 def page(answer: Answer) -> Iterator[str]:

@@ -93,34 +93,6 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "the least term is blamed",
         ),
     ],
-    ("megacp/plan/cluster.py", "tests/plan/test_cluster.py"): [
-        (
-            "1 - (1 - trouble.slow_ranks) ** ranks",
-            "trouble.slow_ranks",
-            "a group has one rank that may be slow",
-        ),
-        (
-            ", -1, together).max(-1)",
-            ", -1, together)[..., 0]",
-            "replicas that gather parameters do not wait",
-        ),
-        ("hardware.outside / trouble.contention", "hardware.outside", "links are never shared"),
-    ],
-    ("megacp/dry_run/packs.py", "tests/plan/test_cluster.py"): [
-        (
-            "reshape(ranks // group, -1)",
-            "reshape(ranks, -1)",
-            "ranks that swap heads are as uneven as their tokens",
-        ),
-        ("one.leave + start, 0)", "one.leave, 0)", "joined packs see each other"),
-    ],
-    ("megacp/engine/pipeline_parallel/timeline.py", "tests/plan/test_cluster.py"): [
-        (
-            "[action.microbatch] if many",
-            "[0] if many",
-            "all microbatches take the time of the first",
-        ),
-    ],
     ("megacp/plan/times.py", "tests/plan/test_published.py"): [
         ("hardware.ring(tp, 1)", "hardware.link(tp, 1)", "tp over machines has one adapter"),
         (

@@ -318,19 +318,16 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     none = ["--documents", "0"]
     asked = ["--world-size", "2", *sizes, "--pipeline-model-parallel-size", "1", "--cp-comm-type", "p2p"]
     written = ["--output", str(tmp_path / "plans" / "best.yaml"), "--html", str(tmp_path / "plans" / "best.html")]
-    drawn = ["--simulate", "20", "--slow-ranks", "1", "--slow-factor", "1.5"]
-    assert command.main([*asked, *drawn, "--gpu", "a100", *written]) == 0
+    assert command.main([*asked, "--gpu", "a100", *written]) == 0
     said, text = capsys.readouterr().out, (tmp_path / "plans" / "best.html").read_text()
     best = next(line for line in said.splitlines() if line.startswith("  1  ")).split("  ")
     assert all(cell.strip() in text for cell in best) and (page := _Page(text)).loads == []
     assert page.drawn == [2 * sum(line[:5].strip().isdigit() for line in said.splitlines()), 3]
-    assert "20 drawn steps" in said and "slow ranks 5" in said  # about half as long again
     assert " OK " in said and "tokens fit under 1" in said
     assert (tmp_path / "plans" / "best.yaml").read_text().rstrip() in said
     assert command.main([*asked, "--json"]) == 0
     first, *_ = json.loads(capsys.readouterr().out)
     assert first["fits"] == "OK" and first["seconds"]["total"] > 0 and first["bytes"]["total"] > 0
-    troubles = ([*asked, "--jitter=1", "--json"], "--json"), ([*asked, "--contention=0.5"], "0.5")
     wrongs = (
         ([*asked, "--documents", "513"], "512"),
         (sizes, "--world-size"),
@@ -338,7 +335,7 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
         ([*asked, *none], "0"),
     )
     wordless = (["--world-size", "2"], "--vocab-size"), ([*asked, "--seq-length", "0"], "got 0")
-    for wrong, word in (*troubles, *wordless, *wrongs):
+    for wrong, word in (*wordless, *wrongs):
         assert command.main(wrong) == 2 and word in capsys.readouterr().err
     assert command.main([*asked, "--dtype", "float32"]) == 0 and "not float32" in capsys.readouterr().out
     large = ["--num-layers", "16", "--hidden-size", "8192", "--num-attention-heads", "64", "--ffn-hidden-size", "28672"]
@@ -352,8 +349,8 @@ def test_the_command_prints_the_best_writes_its_flags_and_says_what_is_missing(
     )
 
 
-@pytest.mark.slow  # transformers and matplotlib are imported
-def test_a_folder_of_a_model_and_packs_become_flags_and_a_figure_in_one_screen(
+@pytest.mark.slow  # transformers is imported
+def test_a_folder_of_a_model_and_packs_become_flags_in_one_screen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
@@ -361,10 +358,9 @@ def test_a_folder_of_a_model_and_packs_become_flags_and_a_figure_in_one_screen(
     write_dataset(tmp_path / "packs", [random_packs(np.random.default_rng(0), 3)], seq_length=64)
     start = ["--load-hf", str(tmp_path / "hf"), "--data-path", str(tmp_path / "packs")]
     asked = [*start, "--world-size", "4", "--pipeline-model-parallel-size", "2"]
-    written = ["--output", str(tmp_path / "best.yaml"), "--figure", str(tmp_path / "best.png")]
-    assert command.main([*asked, *written]) == 0
+    assert command.main([*asked, "--output", str(tmp_path / "best.yaml")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and "rows of 64 tokens" in lines[0] and lines[-1] == "dtype: bfloat16"
     config = parse([*start, "--config", str(tmp_path / "best.yaml"), "--dry-run"])
-    assert config.training.dtype == "bfloat16" and (tmp_path / "best.png").read_bytes()[:4] == b"\x89PNG"
+    assert config.training.dtype == "bfloat16"
     assert command.main([*asked, "--documents", "8"]) == 2 and "--documents 8" in capsys.readouterr().err

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from megacp.engine.config.run import RunConfig
 from megacp.engine.pipeline_parallel.schedules import SCHEDULES, Action, Kind, virtual_stage
@@ -17,28 +14,24 @@ class Span:
     """One compute of a stage in time."""
 
     action: Action
-    start: Any
-    """A number, or one for each pipeline of a `timeline` of many."""
-    stop: Any
+    start: float
+    stop: float
 
 
 def timeline(
-    stages: Sequence[Sequence[Action]], num_chunks: int, times: Sequence[Mapping[Kind, Any]]
+    stages: Sequence[Sequence[Action]], num_chunks: int, times: Sequence[Mapping[Kind, float]]
 ) -> list[list[Span]]:
-    """Spans of the computes `stages[i]` of each stage i, as early as their order allows; a message takes no time.
+    """Return the spans of the computes `stages[i]` of each stage i. Each starts as early as the order allows.
 
-    `times` are those of each whole stage for one microbatch, of which a chunk takes its share: a number, or an array
-    `[microbatches, ...]` for as many pipelines at once. A backward takes the time of the weights too where its stage
-    defers none.
+    `times` are the times of each whole stage for one microbatch; its chunks share them equally. Messages take no time.
+    A backward includes the time of the weight gradients if its stage defers none.
     """
     own = [dict(of_stage) for of_stage in times]
     for order, of_stage in zip(stages, own, strict=True):
         if not any(action.kind is Kind.WEIGHTS for action in order):
             of_stage[Kind.BACKWARD] = of_stage[Kind.BACKWARD] + of_stage[Kind.WEIGHTS]
-    many = isinstance(own[0][Kind.FORWARD], np.ndarray)
-    later: Callable[[Any, Any], Any] = np.maximum if many else max
     spans: list[list[Span]] = [[] for _ in stages]
-    there: dict[tuple[Kind, int, int], Any] = {}  # since when an output is, by kind, microbatch and virtual stage
+    there: dict[tuple[Kind, int, int], float] = {}  # since when an output is, by kind, microbatch and virtual stage
 
     def goes_on(stage: int) -> bool:
         """Run the next compute of a stage, unless its input is not there."""
@@ -52,9 +45,8 @@ def timeline(
         arrival = there.get((action.kind, action.microbatch, source)) if is_sent else 0.0
         if arrival is None:
             return False
-        start = later(arrival, done[-1].stop if done else 0.0)
-        seconds = own[stage][action.kind][action.microbatch] if many else own[stage][action.kind]
-        done.append(Span(action, start, start + seconds / num_chunks))
+        start = max(arrival, done[-1].stop if done else 0.0)
+        done.append(Span(action, start, start + own[stage][action.kind] / num_chunks))
         there[action.kind, action.microbatch, place] = done[-1].stop
         return True
 

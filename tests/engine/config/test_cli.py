@@ -23,7 +23,6 @@ from megacp.engine.config.cli import given_names, parse
 from megacp.engine.config.run import RunConfig, fields, flag, flatten, with_values
 from megacp.engine.config.yaml_file import ELSEWHERE, from_yaml, to_yaml, values_of_file
 from megacp.huggingface import convert_command
-from megacp.plan.cluster import FLAGS as CLUSTER_FLAGS
 from megacp.prepare import command as prepare_command
 from megacp.training.start.script import flags_of
 
@@ -96,7 +95,6 @@ def test_a_flag_that_is_named_anywhere_exists_and_its_help_says_its_default() ->
     real = {
         *others.split(),
         *undeclared.split(),
-        *CLUSTER_FLAGS,
         *(name[2:] for action in actions for name in action.option_strings),
     }
     real |= {flag(f"{no}{name}")[2:] for name in fields() for no in ("", "no_")}

@@ -64,6 +64,6 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("squares + cost * cost, counts", "squares - cost * cost, counts", "the least even cut"),
     ],
     ("megacp/engine/pipeline_parallel/timeline.py", "tests/engine/pipeline_parallel"): [
-        ("later(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
+        ("max(arrival, done", "max(0.0, done", "a stage of the dry run waits for no other"),
     ],
 }
