@@ -267,6 +267,19 @@ def test_offloaded_blocks_leave_two_of_them_on_the_device() -> None:
         assert costs.offloaded_blocks(config_of(activation_offload=share), chunks) == expected
 
 
+def test_a_block_that_is_made_again_keeps_its_input_and_what_attention_gave() -> None:
+    """And the log-sum-exp of each of eight heads, which is wide in any model."""
+    full = block_memory(config_of(recompute_granularity="full", dtype="bfloat16"), 0)
+    assert full.kept == 1024 * ((256 + 256) * 2 + 8 * 4)
+
+
+def test_tiles_of_experts_keep_no_hidden_layer() -> None:
+    """Of three experts a token: gate, up and what the activation makes of both."""
+    experts = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 64}
+    plain, tiled = (block_memory(config_of(mlp_chunk_tokens=tile, **experts), 0) for tile in (0, 64))
+    assert plain.kept - tiled.kept == 3 * 1024 * 3 * 64 * 4
+
+
 def test_tiles_of_the_mlp_keep_nothing_of_their_hidden_layer() -> None:
     plain, tiled = (block_memory(config_of(mlp_chunk_tokens=tile), 0) for tile in (0, 64))
     # gate, up and what the activation makes of both, the output of the norm and its scale of each token

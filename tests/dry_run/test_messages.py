@@ -89,6 +89,15 @@ def test_messages_of_stages_and_of_a_table_at_both_ends_by_hand() -> None:
     assert [one.pp for one in planned(2, untied)] == [8 * hidden] * 2
 
 
+def test_messages_of_full_sharding_by_hand() -> None:
+    """Two ranks, four microbatches: blocks are gathered for forward and for backward, all else once."""
+    block = 64 * (8 + 2 * 4) * 8 + 8 * 8 * 64 + 3 * 64 * 128 + 2 * 64
+    table = 512 * 64
+    gathered = 4 * (2 * 4 * block + (table + 64))
+    summed = 4 * (4 * block + table + 64)
+    assert planned(2, ALL)[0].dp == (gathered + summed) * 4 / 2
+
+
 def test_a_dry_run_shows_the_axes_that_send_anything() -> None:
     text = describe(of({TP: 2, PP: 2}), 8)
     head, *stages = text.split("Messages of one rank in a step")[1].split("\n\n")[0].splitlines()[1:]
