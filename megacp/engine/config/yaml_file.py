@@ -27,46 +27,27 @@ _FLOAT = ("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]
 
 LARGEST_CONFIG = 1 << 20
 """Bytes of the largest file of --config."""
-_REPEATED = 1_000
-"""Characters of the longest text that an alias may repeat."""
 _MOST_REASONS = 20
 _SHOWN = 200
 """Characters of a key or a value in a message."""
 _brief = reprlib.Repr()
-"""How a value is shown: its beginning, as an alias may make a value far longer than its file."""
+"""Shows the beginning of a value: aliases can make a value far larger than its file."""
 _brief.maxstring = _brief.maxother = _SHOWN
 _brief.maxlist = _brief.maxdict = 8
+_brief.maxlevel = 2
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `3e-4` as a number, and refuses a key that stands twice and a list or mapping by alias."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event, node = self.peek_event(), super().compose_node(parent, index)
-        if not isinstance(event, yaml.AliasEvent):
-            return node
-        problem = ""
-        if not isinstance(node, yaml.ScalarNode):  # nested, they fill any memory
-            problem = f"*{str(event.anchor)[:_SHOWN]} repeats a list or mapping: write it out"
-        elif len(node.value) > _REPEATED:  # a message that names its values would be as long as all of them
-            problem = (
-                f"*{str(event.anchor)[:_SHOWN]} repeats a text of {len(node.value):,} characters, at most {_REPEATED:,}"
-            )
-        if problem:
-            mark: Any = event.start_mark  # the stubs know two kinds
-            raise yaml.composer.ComposerError(None, None, problem, mark)
-        return node
+    """SafeLoader that reads `3e-4` as a number and refuses repeated keys, of which PyYAML would keep the last."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         names = set[str]()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key must be one word", key.start_mark)
-            name = str(self.construct_object(key, deep=True)).replace("-", "_")
-            if name in names:
-                problem = f"the key {name[:_SHOWN]} stands more than once"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            names.add(name)
+            # any other key is a list or a mapping, which PyYAML refuses below
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise yaml.constructor.ConstructorError(None, None, _repeated(key.value), key.start_mark)
+                names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -76,6 +57,10 @@ class _Dumper(yaml.SafeDumper):
 
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(*_FLOAT)
+
+
+def _repeated(name: str) -> str:
+    return f"the key {name[:_SHOWN]} stands more than once"
 
 
 def load_yaml(text: str | bytes, source: str) -> Any:
@@ -137,6 +122,9 @@ def _values(content: Any, source: str) -> dict[str, Value]:
         if name in RETIRED:
             if value != RETIRED[name].default:
                 reasons.append(f"{source}: {key} {_brief.repr(value)} no longer exists: {RETIRED[name].instead}")
+            continue
+        if name in values:
+            reasons.append(f"{source}: {_repeated(name)}")
             continue
         if name not in fields():
             reasons.append(f"{source}: unknown key {_brief.repr(key)}{nearest(name[:100], fields())}")
