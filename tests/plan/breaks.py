@@ -46,6 +46,11 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("cost + factor * count", "cost + 0 * count", "stages are cut as if loads were even"),
     ],
     ("megacp/plan/search.py", "tests/plan/test_search.py"): [
+        (
+            '_modes().index(values["recompute_granularity"])',
+            'RECOMPUTE_MODES[values["recompute_granularity"]].strength',
+            "of two modes that repeat as much one is not tried",
+        ),
         ("return bool(check(", "return False and bool(check(", "no choice of a table is left out"),
         (
             "not check(one, world_size) and not problems(one)",
@@ -219,6 +224,34 @@ BREAKS: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             'for name in "kv"}',
             'for name in "qkv"}',
             "the query of a window is counted for each patch",
+        ),
+    ],
+    ("megacp/dry_run/packs.py", "tests/plan/test_choices.py"): [
+        (
+            "layout = LAYOUTS[name]",
+            "layout = LAYOUTS.get(name, BALANCED)",
+            "a layout that is unknown is planned as another one",
+        ),
+    ],
+    ("megacp/engine/config/training.py", "tests/plan/test_choices.py"): [
+        (
+            "return RECOMPUTE_MODES[self.recompute_granularity]",
+            "return RECOMPUTE_MODES.get(self.recompute_granularity, RECOMPUTE_MODES[KEEP_ALL])",
+            "an unknown recomputation mode repeats nothing",
+        ),
+    ],
+    ("megacp/engine/config/parallel.py", "tests/plan/test_choices.py"): [
+        (
+            "return PIPELINE_SCHEDULES[self.pipeline_schedule].defers_weight_gradients",
+            'return self.pipeline_schedule == "zero_bubble"',
+            "a schedule is compared by its name",
+        ),
+    ],
+    ("megacp/engine/checks.py", "tests/plan/test_choices.py"): [
+        (
+            "return LAYOUTS[parallel.cp_layout].slices",
+            "return 1",
+            "checks do not ask a layout for its slices",
         ),
     ],
 }
