@@ -9,9 +9,9 @@
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params bash examples/long_context.sh --dry-run --world-size 8
 # (not measured on a GPU). The first row is the default: parameters and gradients are shared over dp x cp, and nothing
 # waits for tensor parallelism.
-#    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  36.7 GiB
-#            weights 4.03, gradients 4.03, optimizer 8.07, table 5.26, activations 14.5, block 2.85, head 2.98 GiB
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim               53.9 GiB
+#    8 GPUs  TP=1 CP=8 RECOMPUTE=full SHARD=optim_grads_params  37.7 GiB
+#            weights 4.03, gradients 4.03, optimizer 8.07, table 6.54, activations 14.2, block 4.22, head 2.98 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim               52.6 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

@@ -9,11 +9,11 @@
 # Memory of one rank, estimated by: TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params bash examples/pretrain_vlm.sh --dry-run --world-size 8
 # (not measured on a GPU; keep some GiB for CUDA, NCCL and fragmentation). The first row is the default: nothing waits
 # for tensor parallelism, gathers of full sharding hide behind products, and no block is computed again whole.
-#    8 GPUs  TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params  46.5 GiB
-#    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  71.2 GiB
-#    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.7 GiB
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=selective SHARD=optim               56.2 GiB
-#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim                    32.9 GiB
+#    8 GPUs  TP=1 CP=8 RECOMPUTE=selective SHARD=optim_grads_params  46.1 GiB
+#    8 GPUs  TP=1 CP=4 RECOMPUTE=selective SHARD=optim_grads_params  70.8 GiB
+#    8 GPUs  TP=1 CP=2 RECOMPUTE=full SHARD=optim_grads_params       38.4 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=selective SHARD=optim               56.0 GiB
+#    8 GPUs  TP=4 CP=2 RECOMPUTE=full SHARD=optim                    32.6 GiB
 set -euo pipefail
 cd "$(dirname "$0")/.."
 NPROC=${NPROC:-8}

@@ -163,6 +163,8 @@ class Answer:
     def longest(self) -> str:
         """How long rows may be under the first."""
         tokens = longest_row(self.found[0], self.world_size, self.hardware)
+        if tokens >= most_tried(self.config):
+            return f"Rows of {tokens:,} tokens fit under 1, longer ones were not tried"
         return f"Rows of about {tokens:,} tokens fit under 1, longer ones do not" if tokens else "No row fits under 1"
 
 
@@ -217,14 +219,28 @@ def bar(parts: Mapping[str, float], whole: float, unit: str) -> list[str]:
     ]
 
 
+LONGEST_ROW = 2**22
+"""Tokens of a row from which on no longer one is tried."""
+LONGEST_DOUBLE_ROW = 2**16
+"""The same in float64, whose kernel has each block of scores in turn, so that a measurement takes long."""
+
+
+def most_tried(config: RunConfig) -> int:
+    """Return the tokens of a row from which on no longer one is tried."""
+    return LONGEST_DOUBLE_ROW if config.training.dtype == "float64" else LONGEST_ROW
+
+
 def longest_row(layout: Candidate, world_size: int, hardware: Hardware) -> int:
-    """Tokens of the longest row that fits under this layout, to an eighth; 0 where none does."""
+    """Tokens of the longest row that fits under this layout, to an eighth, and up to `most_tried`; 0 if none does."""
+    most = most_tried(layout.config)
 
     def holds(tokens: int) -> bool:
         return fits(with_values(layout.config, {"seq_length": tokens}), world_size, hardware)
 
     tokens, grows = layout.config.data.seq_length, layout.gib <= hardware.memory
     while grows == holds(tokens):
+        if grows and tokens >= most:
+            return tokens
         tokens = tokens * 2 if grows else tokens // 2
         if rows_per_rank(with_values(layout.config, {"seq_length": tokens})) <= 1:
             return 0
