@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -180,7 +181,8 @@ def _grid_of(config: RunConfig, rank: int = 0) -> Iterator[ProcessGrid]:
     shape = GridShape(
         tp=p.tensor_model_parallel_size,
         cp=p.context_parallel_size,
-        dp=max(1, ep // ranks),
+        # as many replicas as it takes until groups of ep ranks fill them
+        dp=math.lcm(max(1, ep), ranks) // ranks,
         ep=ep,
     )
     if shape.world_size == 1:

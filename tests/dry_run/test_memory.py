@@ -273,6 +273,15 @@ def test_a_block_that_is_made_again_keeps_its_input_and_what_attention_gave() ->
     assert full.kept == 1024 * ((256 + 256) * 2 + 8 * 4)
 
 
+def test_experts_are_measured_on_ranks_that_their_groups_do_not_fill_alone() -> None:
+    """Three ep ranks beside two and four of tp, and six beside four: an expert's rows are those of a rank's tokens."""
+    experts = {"num_experts": 12, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "num_attention_heads": 8}
+    for tp, ep in ((2, 3), (4, 3), (4, 6)):
+        found = block_memory(config_of(expert_model_parallel_size=ep, **{TP: tp}, **experts), 0)
+        dense = block_memory(config_of(**{TP: tp}, **experts), 0)
+        assert found.kept > dense.kept > 0  # rows of the busiest rank, and where they came from
+
+
 def test_tiles_of_experts_keep_no_hidden_layer() -> None:
     """Of three experts a token: gate, up and what the activation makes of both."""
     experts = {"num_experts": 8, "moe_router_topk": 3, "moe_ffn_hidden_size": 64}
